@@ -17,6 +17,7 @@ class ParallelContext:
     def __init__(self, groups: Groups, layout: ParallelLayout) -> None:
         """Makes the groups that data parallelism needs; collective over the layout, which makes no others meanwhile."""
         self.layout = layout
+        self.slot = groups.slot
         self._groups = groups
         self.everyone = self.group(*AXES)
         products = [("dp_replicate",), FULLY_SHARDED] if layout.dims.dp_replicate > 1 else [FULLY_SHARDED]
@@ -34,6 +35,12 @@ class ParallelContext:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The group of the slots that differ along these axes alone; collective among them the first time."""
         return self._groups.group(self.layout.group(self._groups.slot, axes))
+
+    def among(self, axis: str, coordinates: Sequence[int]) -> dist.ProcessGroup:
+        """The group of those slots along an axis that have these coordinates on it, this one among them; collective
+        among them the first time."""
+        along = self.layout.group(self._groups.slot, (axis,))
+        return self._groups.group([along[coordinate] for coordinate in coordinates])
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor in place, over all slots."""

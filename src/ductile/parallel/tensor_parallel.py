@@ -1,0 +1,170 @@
+"""Tensor parallelism: each tp slot has a part of every weight matrix, and its modules compute with that part.
+
+`apply` gives each module of the textbook model its part and puts one that knows the other slots in its place:
+
+| module | here | the slot has |
+|---|---|---|
+| `embed` | `VocabularyParallelEmbedding` | rows of the vocabulary |
+| `attention_norm`, `mlp_norm`, `norm` | `SequenceParallelNorm` | all of the weight, a part of the tokens |
+| `qkv_proj` | `HeadParallelProjection` | rows of its heads |
+| `attention` | `HeadParallelAttention` | its heads of all tokens |
+| `gate_up_proj` | `ColumnParallelLinear` | rows of gate and of up |
+| `o_proj`, `down_proj` | `RowParallelLinear` | columns, and all of the bias |
+| `lm_head` | stays; `VocabularyParallelHead` is called with its weight | rows of the vocabulary |
+
+Where it cuts is for `ductile.core.layout.strategy` to say. Parts may differ in size, or be empty.
+
+The number of tokens, T, must be a multiple of the number of slots, R. Between the modules a slot has S = T / R tokens
+(`ductile.parallel.sequence_parallel`). H query heads and K key/value heads on a slot, D head size, M hidden size.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ductile.core.layout.heads import Heads, heads_on, sharers
+from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.strategy import tensor_parallel_shapes
+from ductile.kernels.dispatch import add_norm, linear, rms_norm
+from ductile.model.attention import Attend
+from ductile.model.transformer import Attention, Linear, RMSNorm, Transformer
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.sequence_parallel import (
+    SharedRows,
+    gather,
+    reduce_scatter,
+    sum_gradient_rows,
+    sum_gradients,
+)
+from ductile.parallel.vocabulary_parallel import VocabularyParallelEmbedding
+
+
+def apply(model: Transformer, context: ParallelContext) -> None:
+    """Make a model that has no values yet the slot's part of a tensor-parallel one. The names of its parameters stay.
+
+    Collective over tp: makes the groups of slots that share key heads."""
+    shapes = tensor_parallel_shapes(model.spec, context.layout.mesh, context.slot)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, own_name = name.rpartition(".")
+        part = nn.Parameter(parameter.new_empty(shapes[name]), parameter.requires_grad)
+        model.get_submodule(owner).register_parameter(own_name, part)
+    in_place_of = _replacements(model.spec, context)
+    for name, module in list(model.named_modules()):
+        if replacement := in_place_of.get(name.rpartition(".")[2]):
+            model.set_submodule(name, replacement(module))
+
+
+def _replacements(spec: ModelSpec, context: ParallelContext) -> dict[str, Callable[..., nn.Module]]:
+    """What takes the place of a module, by the last part of its name."""
+    group = context.group("tp")
+    heads = heads_on(spec, group.size(), group.rank())
+    shared = _shared_rows(spec, heads, context)
+    return {
+        "embed": lambda module: VocabularyParallelEmbedding(module, group),
+        "attention_norm": lambda module: SequenceParallelNorm(module, group),
+        "qkv_proj": lambda module: HeadParallelProjection(module, group, shared),
+        "attention": lambda module: HeadParallelAttention(module, group, heads),
+        "o_proj": lambda module: RowParallelLinear(module, group),
+        "mlp_norm": lambda module: SequenceParallelNorm(module, group),
+        "gate_up_proj": lambda module: ColumnParallelLinear(module, group),
+        "down_proj": lambda module: RowParallelLinear(module, group),
+        "norm": lambda module: SequenceParallelNorm(module, group),
+    }
+
+
+def _shared_rows(spec: ModelSpec, heads: Heads, context: ParallelContext) -> SharedRows:
+    """Rows of the slot's part of `qkv_proj` that other slots have too: those of key heads, and of their values."""
+    num_queries, num_keys, _ = heads.counts
+    found: list[tuple[dist.ProcessGroup, list[slice]]] = []
+    group = context.group("tp")
+    for coordinates, keys in sharers(spec, group.size(), group.rank()).items():
+        first = [num_queries + key - heads.keys.start for key in keys]
+        rows = [
+            slice(head * spec.head_dim, (head + 1) * spec.head_dim)
+            for head in (*first, *(head + num_keys for head in first))
+        ]
+        found.append((context.among("tp", coordinates), rows))
+    return found
+
+
+class SequenceParallelNorm(RMSNorm):
+    """Norm of the slot's tokens."""
+
+    def __init__(self, whole: RMSNorm, group: dist.ProcessGroup) -> None:
+        vars(self).update(vars(whole))
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, *sum_gradients(self.group, self.weight), self.eps)
+
+    def after(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return add_norm(x, change, *sum_gradients(self.group, self.weight), self.eps)
+
+
+class ColumnParallelLinear(Linear):
+    """The slot's outputs of all tokens."""
+
+    def __init__(self, whole: Linear, group: dist.ProcessGroup) -> None:
+        vars(self).update(vars(whole))
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[S, M] -> [T, outputs]."""
+        return linear(gather(input, self.group), self.weight, self.bias)
+
+
+class HeadParallelProjection(ColumnParallelLinear):
+    """Column parallel, where slots that have the same key head add up its gradients."""
+
+    def __init__(self, whole: Linear, group: dist.ProcessGroup, shared: SharedRows) -> None:
+        super().__init__(whole, group)
+        self.shared = shared
+
+    def forward(self, input: Tensor) -> Tensor:
+        weights = [self.weight] if self.bias is None else [self.weight, self.bias]
+        return linear(gather(input, self.group), *sum_gradient_rows(self.shared, *weights))
+
+
+class RowParallelLinear(Linear):
+    """The sum, over slots, of what their inputs give."""
+
+    def __init__(self, whole: Linear, group: dist.ProcessGroup) -> None:
+        vars(self).update(vars(whole))
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[T, inputs] -> [S, M]."""
+        out = reduce_scatter(linear(input, self.weight), self.group)
+        return out if self.bias is None else out + sum_gradients(self.group, self.bias)[0]
+
+
+class HeadParallelAttention(Attention):
+    """Attention over the slot's heads of all tokens."""
+
+    def __init__(self, whole: Attention, group: dist.ProcessGroup, heads: Heads) -> None:
+        vars(self).update(vars(whole))
+        self.group = group
+        self.heads = heads.counts
+        self.read = None if heads.even else torch.tensor(heads.read)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        if not self.heads[0]:  # more slots than heads; this one takes part in what travels all the same
+            return self.o_proj(self.qkv_proj(x))
+        return super().forward(x, cos, sin, layer, attend if self.read is None else self._each_its_key(attend))
+
+    def _each_its_key(self, attend: Attend) -> Attend:
+        """The same attention, where the slot's query heads do not read equally many each of its key heads."""
+
+        def attend_evenly(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(layer, q, k[:, self.read], v[:, self.read])
+
+        return attend_evenly
+
+    def _norm_weight(self) -> Tensor | None:
+        if not (isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)):
+            return None
+        q_weight, k_weight = sum_gradients(self.group, self.q_norm.weight, self.k_norm.weight)
+        num_q, num_k, _ = self.heads
+        return torch.cat((q_weight.expand(num_q, -1), k_weight.expand(num_k, -1)))
