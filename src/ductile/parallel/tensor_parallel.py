@@ -6,13 +6,13 @@
 |---|---|---|
 | `embed` | `VocabularyParallelEmbedding` | rows of the vocabulary |
 | `attention_norm`, `mlp_norm`, `norm` | `SequenceParallelNorm` | all of the weight, a part of the tokens |
-| `qkv_proj` | `HeadParallelProjection` | rows of its heads |
+| `qkv_proj` | `ColumnParallelLinear`, `SharingProjection` | rows of its heads, of which others may have the same |
 | `attention` | `HeadParallelAttention` | its heads of all tokens |
 | `gate_up_proj` | `ColumnParallelLinear` | rows of gate and of up |
 | `o_proj`, `down_proj` | `RowParallelLinear` | columns, and all of the bias |
 | `lm_head` | stays; `VocabularyParallelHead` is called with its weight | rows of the vocabulary |
 
-Where it cuts is for `ductile.core.layout.strategy` to say. Parts may differ in size, or be empty.
+Where it cuts is for `ductile.core.layout.strategy` to say. Parts may differ in size.
 
 The number of tokens, T, must be a multiple of the number of slots, R. Between the modules a slot has S = T / R tokens
 (`ductile.parallel.sequence_parallel`). H query heads and K key/value heads on a slot, D head size, M hidden size.
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ductile.core.layout.heads import Heads, heads_on, sharers
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import tensor_parallel_shapes
 from ductile.kernels.dispatch import add_norm, linear, rms_norm
@@ -44,7 +45,10 @@ from ductile.parallel.vocabulary_parallel import VocabularyParallelEmbedding
 def apply(model: Transformer, context: ParallelContext) -> None:
     """Make a model that has no values yet the slot's part of a tensor-parallel one. The names of its parameters stay.
 
-    Collective over tp: makes the groups of slots that share key heads."""
+    Collective over tp: makes the groups of slots that share key heads. Raises ValueError where a slot would have no
+    part of something.
+    """
+    _refuse_empty_parts(model.spec, context.layout)
     shapes = tensor_parallel_shapes(model.spec, context.layout.mesh, context.slot)
     for name, parameter in list(model.named_parameters()):
         owner, _, own_name = name.rpartition(".")
@@ -56,6 +60,17 @@ def apply(model: Transformer, context: ParallelContext) -> None:
             model.set_submodule(name, replacement(module))
 
 
+def _refuse_empty_parts(spec: ModelSpec, layout: ParallelLayout) -> None:
+    """Parts are rounded up, so the last slot's is the first to be empty; FSDP2 has no gradient of what is."""
+    last = layout.group(layout.first, ("tp",))[-1]
+    for name, shape in tensor_parallel_shapes(spec, layout.mesh, last).items():
+        if 0 in shape:
+            raise ValueError(
+                f"trainer.model.tp = {layout.dims.tp} leaves a slot without any part of {name}; write a divisor of the "
+                f"model's num_attention_heads, {spec.num_heads}, and of its intermediate_size, {spec.intermediate_size}"
+            )
+
+
 def _replacements(spec: ModelSpec, context: ParallelContext) -> dict[str, Callable[..., nn.Module]]:
     """What takes the place of a module, by the last part of its name."""
     group = context.group("tp")
@@ -64,7 +79,9 @@ def _replacements(spec: ModelSpec, context: ParallelContext) -> dict[str, Callab
     return {
         "embed": lambda module: VocabularyParallelEmbedding(module, group),
         "attention_norm": lambda module: SequenceParallelNorm(module, group),
-        "qkv_proj": lambda module: HeadParallelProjection(module, group, shared),
+        "qkv_proj": lambda module: (
+            SharingProjection(module, group, shared) if shared else ColumnParallelLinear(module, group)
+        ),
         "attention": lambda module: HeadParallelAttention(module, group, heads),
         "o_proj": lambda module: RowParallelLinear(module, group),
         "mlp_norm": lambda module: SequenceParallelNorm(module, group),
@@ -97,10 +114,12 @@ class SequenceParallelNorm(RMSNorm):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, *sum_gradients(self.group, self.weight), self.eps)
+        (weight,) = sum_gradients(self.group, self.weight)
+        return rms_norm(x, weight, self.eps)
 
     def after(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return add_norm(x, change, *sum_gradients(self.group, self.weight), self.eps)
+        (weight,) = sum_gradients(self.group, self.weight)
+        return add_norm(x, change, weight, self.eps)
 
 
 class ColumnParallelLinear(Linear):
@@ -115,7 +134,7 @@ class ColumnParallelLinear(Linear):
         return linear(gather(input, self.group), self.weight, self.bias)
 
 
-class HeadParallelProjection(ColumnParallelLinear):
+class SharingProjection(ColumnParallelLinear):
     """Column parallel, where slots that have the same key head add up its gradients."""
 
     def __init__(self, whole: Linear, group: dist.ProcessGroup, shared: SharedRows) -> None:
@@ -137,7 +156,10 @@ class RowParallelLinear(Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[T, inputs] -> [S, M]."""
         out = reduce_scatter(linear(input, self.weight), self.group)
-        return out if self.bias is None else out + sum_gradients(self.group, self.bias)[0]
+        if self.bias is None:
+            return out
+        (bias,) = sum_gradients(self.group, self.bias)
+        return out + bias
 
 
 class HeadParallelAttention(Attention):
@@ -147,20 +169,21 @@ class HeadParallelAttention(Attention):
         vars(self).update(vars(whole))
         self.group = group
         self.heads = heads.counts
-        self.read = None if heads.even else torch.tensor(heads.read)
+        self.readers = heads.readers
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        if not self.heads[0]:  # more slots than heads; this one takes part in what travels all the same
-            return self.o_proj(self.qkv_proj(x))
-        return super().forward(x, cos, sin, layer, attend if self.read is None else self._each_its_key(attend))
+        is_even = len({*self.readers}) == 1
+        return super().forward(x, cos, sin, layer, attend if is_even else self._a_key_a_query(attend))
 
-    def _each_its_key(self, attend: Attend) -> Attend:
-        """The same attention, where the slot's query heads do not read equally many each of its key heads."""
+    def _a_key_a_query(self, attend: Attend) -> Attend:
+        """The same attention, with a key head for each query head, as it takes equally many of these a key for
+        granted."""
 
-        def attend_evenly(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(layer, q, k[:, self.read], v[:, self.read])
+        def spread(heads: Tensor) -> Tensor:
+            each = zip(heads.split(1, dim=1), self.readers, strict=True)
+            return torch.cat([head.expand(-1, num_readers, -1) for head, num_readers in each], dim=1)
 
-        return attend_evenly
+        return lambda layer, q, k, v: attend(layer, q, spread(k), spread(v))
 
     def _norm_weight(self) -> Tensor | None:
         if not (isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)):

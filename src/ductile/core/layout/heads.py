@@ -28,15 +28,12 @@ class Heads:
         return len(self.queries), len(self.keys), len(self.keys)
 
     @property
-    def read(self) -> tuple[int, ...]:
-        """Place, among the slot's own, of the key head that each of its query heads reads."""
-        return tuple(query // self.queries_per_key - self.keys.start for query in self.queries)
-
-    @property
-    def even(self) -> bool:
-        """Whether equally many query heads, one after the other, read each key head, as in the whole model."""
-        each = len(self.queries) // max(1, len(self.keys))
-        return self.read == tuple(key for key in range(len(self.keys)) for _ in range(each))
+    def readers(self) -> tuple[int, ...]:
+        """How many of the slot's query heads read each of its key heads. In the whole model it is the same number
+        everywhere; a slot's chunk may begin or end in the middle of those of a key."""
+        each = self.queries_per_key
+        bounds = [(max(key * each, self.queries.start), min((key + 1) * each, self.queries.stop)) for key in self.keys]
+        return tuple(stop - start for start, stop in bounds)
 
 
 def heads_on(spec: ModelSpec, size: int, coordinate: int) -> Heads:
