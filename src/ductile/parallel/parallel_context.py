@@ -39,12 +39,6 @@ class ParallelContext:
         """The group of the slots that differ along these axes alone; collective among them the first time."""
         return self._groups.group(self.layout.group(self._groups.slot, axes))
 
-    def among(self, axis: str, coordinates: Sequence[int]) -> dist.ProcessGroup:
-        """The group of those slots along an axis that have these coordinates on it, this one among them; collective
-        among them the first time."""
-        along = self.layout.group(self._groups.slot, (axis,))
-        return self._groups.group([along[coordinate] for coordinate in coordinates])
-
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor in place, over all slots."""
         dist.all_reduce(tensor, group=self.everyone)

@@ -2,9 +2,12 @@
 
 from torch import Tensor
 
+from ductile.model.attention import PackedAttention
+from ductile.model.logprobs import LogprobHead
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.vocabulary_parallel import VocabularyParallelHead
 
 
 def score(
@@ -14,4 +17,9 @@ def score(
 
     chunk_tokens: see `ductile.model.logprobs.LogprobHead`.
     """
-    return packed.score(model, chunk_tokens)
+    tp = context.layout.dims.tp
+    packed = packed.padded(-(-len(packed.token_ids) // tp) * tp)
+    head = LogprobHead(packed.rows, packed.targets, packed.temperatures, chunk_tokens)
+    if tp > 1:
+        head = VocabularyParallelHead(head, model.spec.vocab_size, context.group("tp"))
+    return model(packed.token_ids, packed.positions, PackedAttention(packed.stems, packed.branches), head)

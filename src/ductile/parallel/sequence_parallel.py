@@ -6,12 +6,13 @@ the weights. What travels between the two, with its counterpart on the way back:
 | `gather`: all slots' tokens | add up, keep the own tokens | before a column-parallel product |
 | `reduce_scatter`: add up, keep the own tokens | all slots' gradients | after a row-parallel product |
 | `sum_gradients`: nothing | add up | a weight that all slots have, and each uses for its tokens or heads |
-| `sum_gradient_rows`: nothing | add up these rows | key heads that several slots have |
+| `sum_shared_rows`: nothing | add up what several slots have | key heads that several slots have |
 
 T tokens, S = T / R of them on each of R slots.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,15 @@ from torch.autograd.function import once_differentiable
 
 from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
 
-SharedRows = Sequence[tuple[dist.ProcessGroup, Sequence[slice]]]
-"""Rows of a weight that a group's slots all have, by group. Slots that meet in several groups have these in the same
-order."""
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Rows of a weight that may be on several slots of a group."""
+
+    num_rows: int
+    """How many different ones all slots together have."""
+    places: tuple[tuple[slice, slice], ...]
+    """(rows of the slot's part, which they are of `num_rows`) for those that the slot has."""
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -41,9 +48,9 @@ def sum_gradients(group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, .
     return _SumGradients.apply(group, *weights)  # pyright: ignore
 
 
-def sum_gradient_rows(shared: SharedRows, *weights: Tensor) -> tuple[Tensor, ...]:
-    """The weights; what these of their rows get as gradients is summed over the groups, in fp32."""
-    return _SumGradientRows.apply(shared, *weights)  # pyright: ignore
+def sum_shared_rows(group: dist.ProcessGroup, shared: SharedRows, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The weights; what these of their rows get as gradients is summed over the slots that have them, in fp32."""
+    return _SumSharedRows.apply(group, shared, *weights)  # pyright: ignore
 
 
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -102,21 +109,26 @@ class _SumGradients(torch.autograd.Function):
         return None, *_summed(gradients, ctx.group)
 
 
-class _SumGradientRows(torch.autograd.Function):
+class _SumSharedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shared: SharedRows, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.shared = shared
+    def forward(ctx: Any, group: dist.ProcessGroup, shared: SharedRows, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.shared = group, shared
         return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = tuple(gradient.clone() for gradient in gradients)
-        for group, slices in ctx.shared:
-            rows = [gradient[own] for gradient in gradients for own in slices]
-            for own, total in zip(rows, _summed(rows, group), strict=True):
-                own.copy_(total)
-        return None, *gradients
+        # Over the whole group, with zeros for the rows that a slot has not: sharers need no groups of their own.
+        shared: SharedRows = ctx.shared
+        terms = [gradient.new_zeros(shared.num_rows, *gradient.shape[1:]) for gradient in gradients]
+        for gradient, term in zip(gradients, terms, strict=True):
+            for own, among_all in shared.places:
+                term[among_all] = gradient[own]
+        summed = [gradient.clone() for gradient in gradients]
+        for gradient, total in zip(summed, _summed(terms, ctx.group), strict=True):
+            for own, among_all in shared.places:
+                gradient[own] = total[among_all]
+        return None, None, *summed
 
 
 def _summed(terms: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

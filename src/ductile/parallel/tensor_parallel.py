@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ductile.core.layout.heads import Heads, heads_on, sharers
+from ductile.core.layout.heads import Heads, are_shared, heads_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import tensor_parallel_shapes
@@ -36,8 +36,8 @@ from ductile.parallel.sequence_parallel import (
     SharedRows,
     gather,
     reduce_scatter,
-    sum_gradient_rows,
     sum_gradients,
+    sum_shared_rows,
 )
 from ductile.parallel.vocabulary_parallel import VocabularyParallelEmbedding
 
@@ -45,8 +45,7 @@ from ductile.parallel.vocabulary_parallel import VocabularyParallelEmbedding
 def apply(model: Transformer, context: ParallelContext) -> None:
     """Make a model that has no values yet the slot's part of a tensor-parallel one. The names of its parameters stay.
 
-    Collective over tp: makes the groups of slots that share key heads. Raises ValueError where a slot would have no
-    part of something.
+    Raises ValueError where a slot would have no part of something.
     """
     _refuse_empty_parts(model.spec, context.layout)
     shapes = tensor_parallel_shapes(model.spec, context.layout.mesh, context.slot)
@@ -75,7 +74,7 @@ def _replacements(spec: ModelSpec, context: ParallelContext) -> dict[str, Callab
     """What takes the place of a module, by the last part of its name."""
     group = context.group("tp")
     heads = heads_on(spec, group.size(), group.rank())
-    shared = _shared_rows(spec, heads, context)
+    shared = _key_rows(spec, heads) if are_shared(spec, group.size()) else None
     return {
         "embed": lambda module: VocabularyParallelEmbedding(module, group),
         "attention_norm": lambda module: SequenceParallelNorm(module, group),
@@ -91,19 +90,15 @@ def _replacements(spec: ModelSpec, context: ParallelContext) -> dict[str, Callab
     }
 
 
-def _shared_rows(spec: ModelSpec, heads: Heads, context: ParallelContext) -> SharedRows:
-    """Rows of the slot's part of `qkv_proj` that other slots have too: those of key heads, and of their values."""
-    num_queries, num_keys, _ = heads.counts
-    found: list[tuple[dist.ProcessGroup, list[slice]]] = []
-    group = context.group("tp")
-    for coordinates, keys in sharers(spec, group.size(), group.rank()).items():
-        first = [num_queries + key - heads.keys.start for key in keys]
-        rows = [
-            slice(head * spec.head_dim, (head + 1) * spec.head_dim)
-            for head in (*first, *(head + num_keys for head in first))
-        ]
-        found.append((context.among("tp", coordinates), rows))
-    return found
+def _key_rows(spec: ModelSpec, heads: Heads) -> SharedRows:
+    """Rows of `qkv_proj` that are of key heads, and of their values."""
+    num_queries, num_keys, _ = (count * spec.head_dim for count in heads.counts)
+    first, all_keys = heads.keys.start * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    places = (
+        (slice(num_queries, num_queries + num_keys), slice(first, first + num_keys)),
+        (slice(num_queries + num_keys, None), slice(all_keys + first, all_keys + first + num_keys)),
+    )
+    return SharedRows(2 * all_keys, places)
 
 
 class SequenceParallelNorm(RMSNorm):
@@ -143,7 +138,7 @@ class SharingProjection(ColumnParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         weights = [self.weight] if self.bias is None else [self.weight, self.bias]
-        return linear(gather(input, self.group), *sum_gradient_rows(self.shared, *weights))
+        return linear(gather(input, self.group), *sum_shared_rows(self.group, self.shared, *weights))
 
 
 class RowParallelLinear(Linear):

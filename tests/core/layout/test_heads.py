@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.heads import Heads, heads_on, sharers
+from ductile.core.layout.heads import Heads, are_shared, heads_on
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.parameters import parameters
 from ductile.core.layout.spec import ModelSpec
@@ -55,27 +55,23 @@ def test_key_heads_go_with_the_queries_that_read_them(
     assert [query for each in heads for query in each.queries] == [*range(num_heads)]
 
 
-def test_sharers() -> None:
-    assert sharers(SPEC, 2, 1) == {}
-    assert sharers(SPEC, 4, 3) == {(2, 3): (1,)}
-    assert sharers(SPEC, 3, 1) == {(0, 1): (0,), (1, 2): (1,)}
-    assert sharers(replace(SPEC, num_kv_heads=1), 4, 2) == {(0, 1, 2, 3): (0,)}
+@pytest.mark.parametrize(("num_kv_heads", "shared"), [(1, {2, 3, 4}), (2, {3, 4}), (4, {3}), (8, set())])
+def test_which_sizes_have_a_key_head_on_several_slots(num_kv_heads: int, shared: set[int]) -> None:
+    spec = replace(SPEC, num_kv_heads=num_kv_heads)
+    assert {size for size in range(1, 5) if are_shared(spec, size)} == shared
 
 
 @given(specs(), sizes)
 def test_every_query_finds_its_key_on_its_slot(spec: ModelSpec, size: int) -> None:
-    having: dict[int, list[int]] = {key: [] for key in range(spec.num_kv_heads)}
+    num_held = dict.fromkeys(range(spec.num_kv_heads), 0)
     for coordinate in range(size):
         heads = heads_on(spec, size, coordinate)
         read = [query * spec.num_kv_heads // spec.num_heads for query in heads.queries]
         assert [key for key, times in zip(heads.keys, heads.readers, strict=True) for _ in range(times)] == read
         assert 0 not in heads.readers
         for key in heads.keys:
-            having[key].append(coordinate)
-    for coordinate in range(size):
-        told = sharers(spec, size, coordinate)
-        expected = {key: tuple(slots) for key, slots in having.items() if coordinate in slots and len(slots) > 1}
-        assert {key: slots for slots, keys in told.items() for key in keys} == expected
+            num_held[key] += 1
+    assert are_shared(spec, size) == any(times > 1 for times in num_held.values())
 
 
 @given(specs(), sizes)

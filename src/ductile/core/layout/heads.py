@@ -1,10 +1,9 @@
-"""Which attention heads a tp slot has, and who else has them.
+"""Which attention heads a tp slot has.
 
 Query heads are dealt out in equal chunks; a slot has the key/value heads that its query heads read. So with fewer of
 these than slots, neighbours have the same one:
 
-    heads_on(spec, 4, 3)     of 8 query and 2 key/value heads: queries 6 and 7, which read key 1
-    sharers(spec, 4, 3)      {(2, 3): (1,)}: slots 2 and 3 both have key 1
+    heads_on(spec, 4, 3)     of 8 query and 2 key/value heads: queries 6 and 7, which read key 1, as 4 and 5 do
 """
 
 from dataclasses import dataclass
@@ -42,12 +41,6 @@ def heads_on(spec: ModelSpec, size: int, coordinate: int) -> Heads:
     return Heads(queries, keys, spec.num_heads // spec.num_kv_heads)
 
 
-def sharers(spec: ModelSpec, size: int, coordinate: int) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Key heads of a slot that others have too, by the coordinates of all that have them: both in ascending order."""
-    held = [heads_on(spec, size, other).keys for other in range(size)]
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for key in held[coordinate]:
-        having = tuple(other for other, keys in enumerate(held) if key in keys)
-        if len(having) > 1:
-            found[having] = (*found.get(having, ()), key)
-    return found
+def are_shared(spec: ModelSpec, size: int) -> bool:
+    """Whether a key head is on several slots of a tp axis of this size."""
+    return sum(len(heads_on(spec, size, coordinate).keys) for coordinate in range(size)) > spec.num_kv_heads
