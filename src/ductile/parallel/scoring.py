@@ -13,6 +13,7 @@ from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.context_parallel import aligned, split
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.vocabulary_parallel import VocabularyParallelHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ def model_inputs(
     dims = context.layout.dims
     part = split(aligned(packed, cp_style, dims.cp, dims.tp), cp_style, context.group("cp"))
     own_head = LogprobHead(part.rows, part.targets, part.temperatures, chunk_tokens)
+    if dims.tp > 1:
+        own_head = VocabularyParallelHead(own_head, spec.vocab_size, context.group("tp"))
 
     def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return part.gather(*own_head(hidden, weight))
