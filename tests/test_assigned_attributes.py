@@ -9,7 +9,6 @@ import pytest
 
 SOURCES = Path(__file__).parents[1] / "src" / "ductile"
 STAYS = {
-    "cluster.depends_on": "the cluster is there before the trainer",
     "asked.run": "a namespace of argparse",
     "module.weight.data": "a parameter of torch",
     "sequence.blocks": "the scheduler gives sequences their blocks of the cache",
