@@ -95,6 +95,19 @@ def test_three_steps_are_those_of_one_slot(
             torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("style", ["ulysses", "ring"])
+def test_reduced_precision_stays_near(tmp_path: Path, style: CpStyle) -> None:
+    model = {"name": str(make_model_folder(tmp_path / "model", "qwen3")), "cp_style": style, "seq_len": SEQ_LEN}
+    sections = {"model": model, "loss": GRPOLoss(kl_coef=0.1)}
+    exact = TrainerConfig.model_validate(sections).model_dump()
+    reduced = TrainerConfig.model_validate(sections | {"model": model | {"compute_dtype": "bfloat16"}}).model_dump()
+    ((alone, _),) = run_ranks(1, trains, exact, {})
+    for reports, _ in run_ranks(2, trains, reduced, {"cp": 2}):
+        assert reports[0].loss == pytest.approx(alone[0].loss, rel=0.02)
+        assert reports[0].grad_norm == pytest.approx(alone[0].grad_norm, rel=0.05)
+        assert reports[0].grad_norm != alone[0].grad_norm
+
+
 def refused(groups: Groups, members: tuple[int, ...], settings: dict) -> str:
     context = ParallelContext(groups, ParallelLayout.of(members, cp=len(members)))
     with pytest.raises(ValueError, match="cp_style") as wrong:
