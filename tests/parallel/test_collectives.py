@@ -11,7 +11,6 @@ from ductile.config.trainer import SFTLoss, TrainerConfig
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.parallel.data import gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_ranks
@@ -46,7 +45,7 @@ def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, repl
         trainer = Trainer(TrainerConfig.model_validate(settings), context)
         trainer.forward_backward(pack(make_samples((9, 14, 5)), len(members), 64)[context.data_parallel_rank])
         trainer.optim_step(20.0)
-        whole = dict(gathered_tensors(trainer.model))
+        whole = dict(trainer.gathered_weights())
     assert all(type(tensor) is torch.Tensor for tensor in whole.values())
     return asked.names
 

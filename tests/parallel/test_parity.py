@@ -14,7 +14,7 @@ from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominato
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.parallel.data import full
+from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import Sample
 from ductile.trainer.trainer import Trainer

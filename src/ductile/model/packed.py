@@ -9,7 +9,7 @@ such as the completions of one prompt, share their beginning: it is run once, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -81,6 +81,22 @@ class PackedSamples:
             for parts in (token_ids, positions, rows, targets)
         ]
         return cls(as_tensor[0], as_tensor[1], tuple(stems), tuple(branches), as_tensor[2], as_tensor[3], temperatures)
+
+    def padded(self, num_tokens: int) -> "PackedSamples":
+        """The same samples, and behind them a document of token 0 in which nothing is scored, so that there are
+        `num_tokens` to run. Raises ValueError where there are more already."""
+        missing = num_tokens - len(self.token_ids)
+        if missing < 0:
+            raise ValueError(f"{len(self.token_ids)} tokens cannot be padded to {num_tokens}")
+        if not missing:
+            return self
+        return replace(
+            self,
+            token_ids=torch.cat((self.token_ids, self.token_ids.new_zeros(missing))),
+            positions=torch.cat((self.positions, torch.arange(missing, device=self.positions.device))),
+            stems=(*self.stems, missing),
+            branches=(*self.branches, ()),
+        )
 
     @property
     def work(self) -> ForwardWork:

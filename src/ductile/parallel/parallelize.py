@@ -4,7 +4,7 @@
 2. describe it on the meta device, where it takes no memory
 3. shard its parameters over the ranks (`parallel.data`)
 4. give memory to this rank's shards alone
-5. fill them from the full tensors, one at a time, so that no rank ever holds the whole model
+5. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
 Where the caller has the shards already, or brings them later, 4 and 5 are theirs: `build_over`.
 """
@@ -23,6 +23,7 @@ from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel import data
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.parts import SlotParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,16 @@ def build(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     context: ParallelContext,
+    parts: SlotParts,
     device: str | torch.device,
     precision: Precision,
     reshard_after_forward: bool = True,
 ) -> Transformer:
     """The model of `spec`, spread over the context's slots, with the values of `tensors` (our names, full, every
-    parameter once)."""
+    parameter once), of which this slot has `parts`."""
     model = _describe(spec, context, precision, reshard_after_forward)
     model.to_empty(device=device)
-    data.fill(model, tensors)
+    data.fill(model, tensors, parts)
     return model
 
 

@@ -5,7 +5,7 @@ on the way; `optim_step` divides once. So it does not matter how many ranks ther
 """
 
 import traceback
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from math import isfinite, nan, sqrt
 
 import torch
@@ -21,7 +21,10 @@ from ductile.kernels.device import peak_of
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
 from ductile.model.transformer import Transformer
 from ductile.parallel import data, parallelize
+from ductile.parallel.gathered import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.parts import SlotParts
+from ductile.parallel.scoring import score
 from ductile.records import MicroBatch, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
@@ -71,6 +74,7 @@ class Trainer:
             torch.set_float32_matmul_precision(config.matmul_precision)
 
         self.spec = spec_of(config)
+        self.parts = SlotParts.of(self.spec, context.layout, context.slot)
         self.model = self._load() if buffers is None else self._build_over(buffers)
         self.optimizer_state = state_of(self._optim, config.model.optimization_dtype)
         self.optimizer = make_optimizer(self._optim, self.optimizer_state, self.model.named_parameters(), buffers)
@@ -104,7 +108,7 @@ class Trainer:
             raise ValueError(
                 f"the loss denominator of an optimizer step is {loss_denominator}; it must be a number of at least 0"
             )
-        gradients = data.gradients(self.model)
+        gradients = data.named_gradients(self.model)
         if loss_denominator == 0:
             if gradients:
                 raise ValueError("the loss denominator of an optimizer step is 0, and there is a gradient")
@@ -119,7 +123,7 @@ class Trainer:
         if applied:
             limit = self._optim.max_norm
             clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
-            for gradient in gradients:
+            for gradient in gradients.values():
                 data.local_shard(gradient).mul_(clip / loss_denominator)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -140,6 +144,14 @@ class Trainer:
         self.optimizer.zero_grad()
         self._sums = {}
 
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """`parallel.gathered.gathered_tensors`: what is published."""
+        return gathered_tensors(self.model, self.context, self.precision.compute)
+
+    def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """`parallel.gathered.full_tensors`: what is exported."""
+        return full_tensors(self.model, self.context, dtype)
+
     def go_on_at(self, step: int, num_updates: int) -> None:
         """Take up a loaded state: its counts are the trainer's, and there is no gradient."""
         self.forget_gradient()
@@ -149,7 +161,7 @@ class Trainer:
     def progress(self) -> TrainProgress:
         """What there is besides tensors, with this rank's sums."""
         sums = {name: value.item() for name, value in self._sums.items()}
-        return TrainProgress(self.step, self.num_updates, bool(data.gradients(self.model)), sums)
+        return TrainProgress(self.step, self.num_updates, bool(data.named_gradients(self.model)), sums)
 
     def go_on_from(self, progress: TrainProgress) -> None:
         """Take over what there is besides tensors. `progress.sums` are of all ranks: the first one keeps them."""
@@ -168,7 +180,7 @@ class Trainer:
         else:
             weights = read_tensors(_folder(self.config), self.spec)
         reshard = model.reshard_after_forward
-        return parallelize.build(self.spec, weights, self.context, self.device, self.precision, reshard)
+        return parallelize.build(self.spec, weights, self.context, self.parts, self.device, self.precision, reshard)
 
     def _build_over(self, buffers: MutableMapping[str, Tensor]) -> Transformer:
         prefix = "model/"
@@ -182,7 +194,7 @@ class Trainer:
 
     def _run(self, batch: Batch) -> str:
         """Run a batch forward and backward. Returns how the loss function failed, or ""."""
-        logprobs, entropies = batch.packed.score(self.model, self.config.model.head_chunk_tokens)
+        logprobs, entropies = score(self.model, batch.packed, self.context, self.config.model.head_chunk_tokens)
         try:
             outputs = self._loss(batch.loss_inputs(logprobs, entropies))
             # Without trained tokens: zeros for every parameter, whatever a custom loss made of the made-up token.
@@ -203,9 +215,9 @@ class Trainer:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         return ""
 
-    def _totals(self, gradients: list[Tensor]) -> dict[str, float]:
+    def _totals(self, gradients: Mapping[str, Tensor]) -> dict[str, float]:
         """The sums since the last step, and the square of the gradient, over all ranks: one reduction."""
-        self._sums["grad_square"] = self.context.share_of_square(gradients)
+        self._sums["grad_square"] = self.context.share_of_square(gradients, self.parts).to(self.device)
         peak = peak_of(self.device, self._arithmetic)
         share = peak.flops_per_s / self.context.num_on_device if peak else nan
         self._sums["peak_flops_per_s"] = torch.tensor(share, dtype=torch.float64, device=self.device)
