@@ -58,10 +58,10 @@ gpu:
 ONLY ?=
 
 parity: setup
-	$(BIN)/python -m tests.parity meshes $(ONLY)
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.parity meshes $(ONLY)
 
 resize-parity: setup
-	$(BIN)/python -m tests.parity resizes $(ONLY)
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.parity resizes $(ONLY)
 
 # 500 endings in virtual time and 40 with real processes and signals; about a quarter of an hour on two cores.
 endings: setup

@@ -22,6 +22,9 @@ TABLES = {
     },
 }
 
+NUM_TRACEBACKS = 3
+"""Of the first rows that failed without a value."""
+
 
 def main(which: str, words: Sequence[str]) -> int:
     began_s = time.monotonic()
@@ -29,9 +32,8 @@ def main(which: str, words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, Harness(Path(folder)) as harness:
         for title, checks in TABLES[which].items():
             rows += _table(title, [check for check in checks() if _has(check, words)], harness)
-    for row in rows:
-        if row.traceback:
-            print(f"\n{row.name}, {row.model}:\n{row.traceback}")
+    for row in [row for row in rows if row.traceback][:NUM_TRACEBACKS]:
+        print(f"\n{row.name}, {row.model}:\n{row.traceback}")
     print(f"\n{summary(rows)}; {time.monotonic() - began_s:.0f} s")
     return int(any(row.verdict == "FAIL" for row in rows))
 

@@ -44,9 +44,11 @@ class Harness:
         return read_spec(self._models[model])
 
     def new_folder(self) -> Path:
-        """For a checkpoint."""
+        """For what a check writes."""
         self._num_folders += 1
-        return self.folder / f"checkpoint_{self._num_folders}"
+        folder = self.folder / f"check_{self._num_folders}"
+        folder.mkdir()
+        return folder
 
     @contextmanager
     def trainer(

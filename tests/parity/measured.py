@@ -26,6 +26,7 @@ STATE = (*PARAMETERS, "exp_avg/", "exp_avg_sq/")
 GRADIENT = ("gradient/",)
 """Prefixes of the names of a trainer's tensors."""
 
+
 BOUNDS = {"loss": 1e-4, "logprob": 1e-4, "entropy": 1e-4, "grad_norm": 1e-4, "gradient": 1e-4, "update": 1e-3}
 """How far a mesh may be from one device (`differences`)."""
 
@@ -108,6 +109,11 @@ def whole_state(fleet: Fleet, spec: ModelSpec, kinds: tuple[str, ...]) -> dict[s
     return assemble(state_layout(spec, fleet.layout, kinds), held)
 
 
+def published(fleet: Fleet) -> list[dict[str, Array]]:
+    """The parameters as each slot gathers them when a version is published."""
+    return list(fleet.call(fleet.layout.slots, _gathered).values())
+
+
 def measure_textbook(
     role: TrainRole | None, folder: Path, batches: Sequence[TrainingBatch], settings: dict
 ) -> Measured:
@@ -152,6 +158,10 @@ def _held(role: TrainRole, kinds: tuple[str, ...]) -> Buffers:
     trainer = role._live
     parts = parts_of(named_state(trainer) | named_gradient(trainer))
     return {name: part.numpy() for name, part in parts.items() if name.startswith(kinds)}
+
+
+def _gathered(role: TrainRole) -> dict[str, Array]:
+    return {f"model/{name}": tensor.clone().numpy() for name, tensor in role._live.gathered_weights()}
 
 
 def _recorded_tokens(fleet: Fleet, batches: Sequence[TrainingBatch]) -> dict[Token, list[Recorded]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ductile.config.trainer import GRPOLoss
 from ductile.trainer.loss import LossInputs, LossOutputs, ppo_clip
 
-LOSS = GRPOLoss(kl_coef=0.1, clip_high=0.3)
+LOSS = GRPOLoss(kl_coef=0.01, clip_high=0.3)
 ENTROPY_COEF = 0.01
 
 Token = float
