@@ -97,11 +97,11 @@ def _after_resize(harness: Harness, first: MeshCase, second: MeshCase, model: st
     reference = harness.one_slot(model)
     spec, kinds = harness.spec(model), (*STATE, *GRADIENT)
     begun, interrupted, last = BATCHES
-    with harness.trainer(first, model, second.cp_style, memory) as fleet:
+    with harness.trainer(first, model, second, memory) as fleet:
         reports = [train_on(fleet, begun)]
         run_chunk(fleet, interrupted.chunks[0])
-        before = whole_state(fleet, spec, kinds)
-        moved = fleet.resize(second.layout)
+        before: dict[str, Array] = {}
+        moved = fleet.resize(second.layout, when_frozen=lambda: before.update(whole_state(fleet, spec, kinds)))
         after = whole_state(fleet, spec, kinds)
         for chunk in interrupted.chunks[1:]:
             run_chunk(fleet, chunk)

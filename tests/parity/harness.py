@@ -13,7 +13,7 @@ from types import TracebackType
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.checkpoint import read_spec
 from tests.parity.measured import Measured, measure, measure_textbook
-from tests.parity.meshes import NUM_SLOTS, CpStyle, MeshCase, mesh
+from tests.parity.meshes import NUM_SLOTS, MeshCase, mesh
 from tests.parity.model import Memory, make_batch, make_folders, settings_for
 from tests.trainer.fleet import Fleet
 
@@ -52,12 +52,13 @@ class Harness:
 
     @contextmanager
     def trainer(
-        self, case: MeshCase, model: str, cp_style: CpStyle | None = None, memory: Memory = "shadow"
+        self, case: MeshCase, model: str, resized_to: MeshCase | None = None, memory: Memory = "shadow"
     ) -> Iterator[Fleet]:
-        """A fresh trainer on the mesh's slots. The block may resize it to meshes with `cp_style`."""
+        """A fresh trainer on the mesh's slots, which the block may resize to another mesh."""
         fleet = self._fleet = self._fleet or Fleet({}, range(NUM_SLOTS))
         try:
-            fleet.settings = settings_for(self._models[model], case.cp_style or cp_style, memory)
+            settings = dict(case.settings) | dict(resized_to.settings if resized_to else ())
+            fleet.settings = settings_for(self._models[model], settings, memory)
             fleet.assign_in(case.layout)
             yield fleet
             fleet.release(fleet.layout.slots)

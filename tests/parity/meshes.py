@@ -5,11 +5,11 @@ slots of tp, or of cp in ulysses' style, are more than there are heads of keys a
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from types import MappingProxyType
 
 from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
 from ductile.parallel import parallelize
@@ -17,8 +17,6 @@ from ductile.parallel import parallelize
 NUM_SLOTS = 8
 """Slots that there are. A mesh lies on some of them, in an order of its own: coordinates are no slot numbers."""
 NUM_LAYERS = 4
-
-CpStyle = Literal["ring", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +26,14 @@ class MeshCase:
     axes: tuple[tuple[str, int], ...]
     stages: tuple[int, ...] = ()
     """Stage of each layer; empty: the default."""
-    cp_style: CpStyle | None = None
-    """None for a mesh without cp, which goes with either."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Keys of [trainer.model] that say how the axes do their work, such as cp_style, and their values."""
 
     @property
     def name(self) -> str:
         axes = ",".join(f"{axis}={size}" for axis, size in self.axes) or "one slot"
-        stages = "stages=" + "".join(map(str, self.stages)) if self.stages else ""
-        return " ".join(filter(None, (axes, stages, self.cp_style)))
+        stages = ["stages=" + "".join(map(str, self.stages))] if self.stages else []
+        return " ".join([axes, *stages, *(f"{key}={value}" for key, value in self.settings)])
 
     @property
     def num_slots(self) -> int:
@@ -52,12 +50,13 @@ class MeshCase:
         return [axis for axis, size in self.axes if _is_refused(ParallelDims(**{axis: size}))]
 
     def goes_with(self, other: "MeshCase") -> bool:
-        """Whether a trainer can be resized from one to the other: cp's style is the configuration's, which stays."""
-        return self.cp_style is None or other.cp_style is None or self.cp_style == other.cp_style
+        """Whether a trainer can be resized from one to the other: settings are the run's, which stay."""
+        ours, theirs = dict(self.settings), dict(other.settings)
+        return all(ours[key] == theirs[key] for key in ours.keys() & theirs.keys())
 
 
-def mesh(cp_style: CpStyle | None = None, stages: tuple[int, ...] = (), **axes: int) -> MeshCase:
-    return MeshCase(tuple(axes.items()), stages, cp_style)
+def mesh(settings: Mapping[str, str] = MappingProxyType({}), stages: tuple[int, ...] = (), **axes: int) -> MeshCase:
+    return MeshCase(tuple(axes.items()), stages, tuple(settings.items()))
 
 
 def _is_refused(dims: ParallelDims) -> bool:
@@ -68,7 +67,10 @@ def _is_refused(dims: ParallelDims) -> bool:
     return False
 
 
+RING, ULYSSES = {"cp_style": "ring"}, {"cp_style": "ulysses"}
+ZERO_BUBBLE = {"pp_schedule": "zero_bubble"}
 INTERLEAVED = (0, 1, 0, 1)
+"""Stages of the layers, each of which has two runs of them."""
 
 MESHES = (
     mesh(),
@@ -98,51 +100,54 @@ MESHES = (
     mesh(pp=2, stages=(0, 0, 0, 1)),
     mesh(pp=3, stages=(0, 1, 1, 2)),
     mesh(pp=2, stages=INTERLEAVED),
+    mesh(ZERO_BUBBLE, pp=2, stages=INTERLEAVED),
+    mesh(ZERO_BUBBLE, pp=4),
     mesh(pp=2, dp_shard=2),
     mesh(pp=2, dp_replicate=2),
     mesh(pp=2, dp_shard=3, stages=(0, 1, 1, 1)),
     mesh(pp=4, dp_shard=2),
     mesh(pp=2, dp_replicate=2, dp_shard=2, stages=INTERLEAVED),
     # cp
-    mesh("ring", cp=2),
-    mesh("ulysses", cp=2),
-    mesh("ring", cp=3),
-    mesh("ring", cp=4),
-    mesh("ulysses", cp=4),
-    mesh("ring", cp=8),
-    mesh("ulysses", cp=8),
-    mesh("ring", dp_shard=2, cp=2),
-    mesh("ulysses", dp_shard=2, cp=2),
-    mesh("ring", dp_replicate=2, cp=2),
-    mesh("ulysses", dp_shard=2, cp=4),
-    mesh("ulysses", dp_replicate=2, dp_shard=2, cp=2),
+    mesh(RING, cp=2),
+    mesh(ULYSSES, cp=2),
+    mesh(RING, cp=3),
+    mesh(RING, cp=4),
+    mesh(ULYSSES, cp=4),
+    mesh(RING, cp=8),
+    mesh(ULYSSES, cp=8),
+    mesh(RING, dp_shard=2, cp=2),
+    mesh(ULYSSES, dp_shard=2, cp=2),
+    mesh(RING, dp_replicate=2, cp=2),
+    mesh(ULYSSES, dp_shard=2, cp=4),
+    mesh(ULYSSES, dp_replicate=2, dp_shard=2, cp=2),
     # two and more of tp, pp and cp
-    mesh("ring", cp=2, tp=2),
-    mesh("ulysses", cp=2, tp=2),
-    mesh("ring", cp=4, tp=2),
-    mesh("ulysses", cp=2, tp=4),
-    mesh("ring", dp_shard=2, cp=2, tp=2),
-    mesh("ulysses", dp_replicate=2, cp=2, tp=2),
+    mesh(RING, cp=2, tp=2),
+    mesh(ULYSSES, cp=2, tp=2),
+    mesh(RING, cp=4, tp=2),
+    mesh(ULYSSES, cp=2, tp=4),
+    mesh(RING, dp_shard=2, cp=2, tp=2),
+    mesh(ULYSSES, dp_replicate=2, cp=2, tp=2),
     mesh(pp=2, tp=2),
     mesh(pp=2, tp=4),
     mesh(pp=4, tp=2),
     mesh(pp=2, dp_shard=2, tp=2),
+    mesh(ZERO_BUBBLE, pp=2, dp_shard=2, tp=2),
     mesh(pp=3, tp=2, stages=(0, 0, 1, 2)),
     mesh(pp=2, dp_replicate=2, tp=2, stages=INTERLEAVED),
-    mesh("ring", pp=2, cp=2),
-    mesh("ulysses", pp=2, cp=2, stages=INTERLEAVED),
-    mesh("ring", pp=2, dp_shard=2, cp=2),
-    mesh("ulysses", pp=2, dp_replicate=2, cp=2),
-    mesh("ring", pp=2, cp=2, tp=2, stages=(0, 0, 0, 1)),
-    mesh("ulysses", pp=2, cp=2, tp=2),
+    mesh(RING, pp=2, cp=2),
+    mesh(ULYSSES, pp=2, cp=2, stages=INTERLEAVED),
+    mesh(RING, pp=2, dp_shard=2, cp=2),
+    mesh(ULYSSES, pp=2, dp_replicate=2, cp=2),
+    mesh(RING, pp=2, cp=2, tp=2, stages=(0, 0, 0, 1)),
+    mesh(ULYSSES, pp=2, cp=2, tp=2),
 )
 
 Pair = tuple[MeshCase, MeshCase]
 RESIZES = (
     (mesh(tp=2), mesh(tp=4)),
     (mesh(dp_shard=4), mesh(pp=2, tp=2)),
-    (mesh(dp_shard=2), mesh("ring", dp_shard=2, cp=2)),
-    (mesh(dp_shard=2), mesh("ulysses", dp_shard=2, cp=2)),
+    (mesh(dp_shard=2), mesh(RING, dp_shard=2, cp=2)),
+    (mesh(dp_shard=2), mesh(ULYSSES, dp_shard=2, cp=2)),
     (mesh(pp=2), mesh(dp_shard=2)),
     (mesh(pp=2), mesh(pp=2, stages=INTERLEAVED)),
     (mesh(dp_shard=2), mesh(dp_shard=8)),

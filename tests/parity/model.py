@@ -1,6 +1,6 @@
 """The models, the batches and the loss that parity is shown with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import MicroBatch, Sample
-from tests.parity.meshes import NUM_LAYERS, CpStyle
+from tests.parity.meshes import NUM_LAYERS
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
 
@@ -35,10 +35,11 @@ def make_folders(root: Path) -> dict[str, Path]:
     return {model: make_model_folder(root / model, model, **shared, **SHAPES[model]) for model in MODELS}
 
 
-def settings_for(folder: Path, cp_style: CpStyle | None = None, memory: Memory = "shadow") -> dict[str, Any]:
-    """A dumped `TrainerConfig`. Sizes of axes are not among them: a trainer is given its layout."""
+def settings_for(folder: Path, model: Mapping[str, str], memory: Memory = "shadow") -> dict[str, Any]:
+    """A dumped `TrainerConfig`; `model` has keys of [trainer.model]. Sizes of axes are not among them: a trainer is
+    given its layout."""
     sections = {
-        "model": {"name": str(folder)} | ({"cp_style": cp_style} if cp_style else {}),
+        "model": {"name": str(folder), **model},
         "resize": {"memory": memory},
         "loss": CustomLoss(import_path="tests.parity.recorded.recording_loss", needs_reference=True),
         "optim": OPTIM,

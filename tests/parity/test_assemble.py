@@ -9,7 +9,7 @@ from ductile.core.layout.layout import Layout
 from ductile.core.layout.parameters import parameters
 from ductile.core.layout.spec import ModelSpec
 from tests.parity.assemble import Array, WrongParts, assemble, differing, state_layout
-from tests.parity.meshes import MeshCase, mesh
+from tests.parity.meshes import RING, MeshCase, mesh
 
 SPEC = ModelSpec("llama", 30, 16, 24, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, tie_embeddings=True)
 KINDS = ("model/", "gradient/")
@@ -18,7 +18,7 @@ CASES = (
     mesh(dp_shard=3),
     mesh(dp_replicate=2, dp_shard=2),
     mesh(tp=4),
-    mesh("ring", dp_shard=2, cp=2, tp=2),
+    mesh(RING, dp_shard=2, cp=2, tp=2),
     mesh(pp=2, tp=2, stages=(0, 1, 0, 1)),
 )
 

@@ -6,7 +6,7 @@ import pytest
 
 from ductile.core.layout.spec import ModelSpec
 from tests.parity.assemble import state_layout
-from tests.parity.meshes import INTERLEAVED, MESHES, NUM_LAYERS, NUM_SLOTS, MeshCase
+from tests.parity.meshes import INTERLEAVED, MESHES, NUM_LAYERS, NUM_SLOTS, RING, ULYSSES, MeshCase
 from tests.parity.model import MODELS, SHAPES
 from tests.parity.plan import (
     checkpoint_checks,
@@ -41,11 +41,13 @@ def test_every_axis_is_alone_and_with_each_other() -> None:
 
 
 def test_both_styles_of_cp_uneven_and_interleaved_stages_and_more_slots_than_heads() -> None:
-    sizes = [dict(case.axes) | {"style": case.cp_style} for case in MESHES]
-    assert all(("cp" in each) == (each["style"] is not None) for each in sizes)
+    for axis, key in (("cp", "cp_style"), ("pp", "pp_schedule")):
+        assert all(axis in dict(case.axes) for case in MESHES if key in dict(case.settings))
+    assert all("cp_style" in dict(case.settings) for case in MESHES if "cp" in dict(case.axes))
     most_heads = max(shape["num_key_value_heads"] for shape in SHAPES.values())
-    for axis, style in (("tp", None), ("cp", "ring"), ("cp", "ulysses")):
-        assert max(each.get(axis, 1) for each in sizes if style in (None, each["style"])) > most_heads
+    for axis, settings in (("tp", {}), ("cp", RING), ("cp", ULYSSES)):
+        having = [case for case in MESHES if settings.items() <= dict(case.settings).items()]
+        assert max(dict(case.axes).get(axis, 1) for case in having) > most_heads
     stages = {case.stages for case in MESHES if case.stages}
     assert INTERLEAVED in stages
     assert any(max(counts.values()) > min(counts.values()) for counts in map(Counter, stages))

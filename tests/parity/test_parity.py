@@ -15,6 +15,8 @@ from tests.parity.meshes import mesh
 from tests.parity.plan import checkpoint_checks, mesh_checks_of_the_suite, resize_checks, sampled
 from tests.trainer.fleet import SlotFailed
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [*mesh_checks_of_the_suite(), *sampled(resize_checks(), 8), *sampled(checkpoint_checks(), 2)]
 NUDGED = "norm.weight"
 
@@ -25,7 +27,6 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
         yield harness
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check}-{check.model}")
 def test_parity(harness: Harness, check: Check) -> None:
     if check.not_built:

@@ -194,13 +194,16 @@ class Fleet:
     def roll_back(self, change: ResizeOrder, slots: Iterable[int] | None = None) -> None:
         self.ask(dict.fromkeys(change.slots if slots is None else slots, Rollback(change.epoch)))
 
-    def resize(self, after: ParallelLayout, release: bool = True) -> dict[int, StateTransferred]:
+    def resize(
+        self, after: ParallelLayout, release: bool = True, when_frozen: Callable[[], None] = lambda: None
+    ) -> dict[int, StateTransferred]:
         """A whole change. Slots that leave release the role, or else keep it for when they join again."""
         change = self.prepare_change(after)
         self.assign_joining([slot for slot in change.joiners if slot not in self.idle])
         self.step("prepare", change)
         self.until_ready(change)
         progress = self.total(change, self.step("freeze", change))
+        when_frozen()
         moved: dict[int, StateTransferred] = self.step("transfer", change, progress)
         for slot, reply in moved.items():
             assert reply.sent == {peer: other.received[slot] for peer, other in moved.items() if slot in other.received}
