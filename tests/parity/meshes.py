@@ -11,8 +11,8 @@ from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
-from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
-from ductile.parallel import parallelize
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.parallel.parallelize import BUILT
 
 NUM_SLOTS = 8
 """Slots that there are. A mesh lies on some of them, in an order of its own: coordinates are no slot numbers."""
@@ -47,7 +47,7 @@ class MeshCase:
     @property
     def axes_not_built(self) -> list[str]:
         """Axes of the mesh that `parallelize` refuses: no trainer can be built on it yet."""
-        return [axis for axis, size in self.axes if _is_refused(ParallelDims(**{axis: size}))]
+        return [axis for axis, _ in self.axes if axis not in BUILT]
 
     def goes_with(self, other: "MeshCase") -> bool:
         """Whether a trainer can be resized from one to the other: settings are the run's, which stay."""
@@ -57,14 +57,6 @@ class MeshCase:
 
 def mesh(settings: Mapping[str, str] = MappingProxyType({}), stages: tuple[int, ...] = (), **axes: int) -> MeshCase:
     return MeshCase(tuple(axes.items()), stages, tuple(settings.items()))
-
-
-def _is_refused(dims: ParallelDims) -> bool:
-    try:
-        parallelize._refuse_unbuilt(dims)
-    except ValueError:
-        return True
-    return False
 
 
 RING, ULYSSES = {"cp_style": "ring"}, {"cp_style": "ulysses"}
