@@ -9,7 +9,7 @@ TORCH_CPU ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: setup quickstart check format test test-fast endings chaos figures gpu clean
+.PHONY: setup quickstart check format test test-fast parity resize-parity endings chaos figures gpu clean
 
 setup: .venv/.installed
 
@@ -51,6 +51,17 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py
+
+# Every mesh of tests/parity/meshes.py against one device, and pairs of them: resized in the middle of a batch, saved on one
+# and loaded on the other. A table each, of which the suite has a part; `make parity ONLY="qwen3 tp=2"` takes the rows that
+# have all of these words.
+ONLY ?=
+
+parity: setup
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.parity meshes $(ONLY)
+
+resize-parity: setup
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.parity resizes $(ONLY)
 
 # 500 endings in virtual time and 40 with real processes and signals; about a quarter of an hour on two cores.
 endings: setup

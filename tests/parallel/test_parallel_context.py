@@ -8,7 +8,7 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.sharding import Shard, place
 from ductile.fabric.groups import Groups
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.parts import Parts
+from ductile.parallel.parts import SlotParts
 from tests.ranks import run_ranks
 
 SLOTS = (5, 1, 4, 2)
@@ -29,7 +29,7 @@ def sums_and_places(groups: Groups, members: tuple[int, ...]) -> dict[str, objec
         mesh.slots,
     )
     gradients = {"half": half, "all": torch.tensor([12.0])}
-    sums["norm"] = context.sum(context.share_of_square(gradients, Parts(layout, groups.slot))).sqrt().item()
+    sums["norm"] = context.sum(context.share_of_square(gradients, SlotParts(layout, groups.slot))).sqrt().item()
     sums["tokens"] = context.sum(torch.tensor(100.0 * context.reports)).item()
     sums["rank"] = context.data_parallel_rank
     sums["first"] = context.is_first

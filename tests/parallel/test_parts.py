@@ -13,7 +13,7 @@ from ductile.core.layout.strategy import model_layout
 from ductile.fabric.groups import Groups
 from ductile.parallel import data, state
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.parts import Parts
+from ductile.parallel.parts import SlotParts
 from ductile.parallel.state import HeldTensor
 from tests.ranks import run_ranks
 
@@ -74,13 +74,13 @@ def test_a_slot_takes_its_part_of_full_tensors_and_rows_of_padding_are_zero(name
     layout = LAYOUTS[name]
     for slot in layout.slots:
         mine = local(layout, slot, value=torch.nan)
-        data.fill(Flat(mine), whole().items(), Parts.of(SPEC, layout, slot))  # pyright: ignore[reportArgumentType]
+        data.fill(Flat(mine), whole().items(), SlotParts.of(SPEC, layout, slot))  # pyright: ignore[reportArgumentType]
         for parameter, expected in as_it_should_be(layout, slot).items():
             assert torch.equal(mine[parameter], expected), (slot, parameter)
 
 
 def test_a_full_tensor_of_another_shape_is_refused() -> None:
-    parts = Parts.of(SPEC, LAYOUTS["tp4"], 1)
+    parts = SlotParts.of(SPEC, LAYOUTS["tp4"], 1)
     with pytest.raises(ValueError, match=r"norm.weight has shape \[3\], the model wants \[16\]"):
         data.fill(nn.Module(), [("norm.weight", torch.zeros(3))], parts)
 
@@ -95,13 +95,13 @@ def test_what_one_mesh_saves_another_one_loads(tmp_path: Path, before: str, afte
 
 
 def save(groups: Groups, members: tuple[int, ...], layout: ParallelLayout, path: Path) -> None:
-    context, parts = ParallelContext(groups, layout), Parts.of(SPEC, layout, groups.slot)
+    context, parts = ParallelContext(groups, layout), SlotParts.of(SPEC, layout, groups.slot)
     mine = as_it_should_be(layout, groups.slot)
     state.save({name: HeldTensor(flat, parts, name) for name, flat in mine.items()}, path, context)
 
 
 def load(groups: Groups, members: tuple[int, ...], layout: ParallelLayout, path: Path) -> None:
-    context, parts = ParallelContext(groups, layout), Parts.of(SPEC, layout, groups.slot)
+    context, parts = ParallelContext(groups, layout), SlotParts.of(SPEC, layout, groups.slot)
     mine = local(layout, groups.slot)
     state.load({name: HeldTensor(flat, parts, name) for name, flat in mine.items()}, path, context)
     for name, expected in as_it_should_be(layout, groups.slot).items():

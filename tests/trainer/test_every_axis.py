@@ -136,7 +136,7 @@ def test_a_resize_is_carried_out() -> None:
 
 def test_what_is_not_built_is_refused_when_the_model_is_made_parallel() -> None:
     precision = parallelize.Precision.of(CONFIG.model, "cpu")
-    with pytest.raises(ValueError, match=r"^trainer\.model\.cp = 2\. Not built yet: context parallelism") as refused:
+    with pytest.raises(ValueError, match=r"^trainer\.model\.ep = 4\. Not built yet: expert parallelism") as refused:
         parallelize.build(SPEC, (), SimpleNamespace(layout=BEFORE), None, "cpu", precision)  # pyright: ignore[reportArgumentType]
     keys = [word for word in str(refused.value).split() if word.startswith("trainer.model.")]
-    assert keys == ["trainer.model.cp", "trainer.model.tp", "trainer.model.ep"]
+    assert keys == ["trainer.model.ep"]

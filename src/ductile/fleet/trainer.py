@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -81,7 +82,8 @@ class RemoteTrainer:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         """Changes and commands that wait for the next boundary."""
-        self._held = False
+        self.is_held = False
+        """No micro-step begins; those in flight end."""
         self._given: list[_Given] = []
         self.on_micro_step = Listeners[[int, int, float, int]]()
         """Told after each micro-step the tokens of the data-parallel rank that has most, the number of these ranks, the
@@ -111,8 +113,8 @@ class RemoteTrainer:
         self.layout, self.epoch = layout, epoch
 
     def hold_training(self, held: bool) -> None:
-        """Hold training, or let it go on. While it is held no micro-step begins; those in flight end."""
-        self._held = held
+        """Hold training, or let it go on."""
+        self.is_held = held
         self._changed.notify_all()
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
@@ -250,11 +252,11 @@ class RemoteTrainer:
 
     async def _released(self, given: _Given) -> None:
         try:
-            await self._changed.wait_for(lambda: not self._held or self._end is not None, self._deadlines.patience_s)
+            await self._changed.wait_for(lambda: not self.is_held or self._end is not None, self._deadlines.patience_s)
         except TimeoutError:
             raise Late(
-                f"the scheduling policy held training back for {self._deadlines.patience_s:g} s "
-                f"(cluster.patience_timeout_s), with {given.num_samples} samples waiting"
+                f"the scheduling policy held training back for {said(self._deadlines.patience_s)}, with "
+                f"{given.num_samples} samples waiting"
             ) from None
 
     def _keeper(self, version: int) -> _Kept | None:
@@ -278,7 +280,7 @@ class RemoteTrainer:
         in_flight: deque[tuple[MicroStep, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
         try:
             while True:
-                while steps and len(in_flight) < IN_FLIGHT and not self._num_waiting and not self._held:
+                while steps and len(in_flight) < IN_FLIGHT and not self._num_waiting and not self.is_held:
                     step = steps.popleft()
                     in_flight.append((step, asyncio.create_task(self._micro_step(step))))
                     self.with_gradient = True

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ductile.core.layout.holdings import volume
 from ductile.model.transformer import Transformer
 from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
-from ductile.parallel.parts import Parts
+from ductile.parallel.parts import SlotParts
 
 
 def shard(
@@ -44,7 +44,7 @@ def shard(
                 module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
-def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parts: Parts) -> None:
+def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parts: SlotParts) -> None:
     """Copy this slot's part out of full tensors; those of which it has none may come too. Every parameter of the model
     must come exactly once."""
     parameters = dict(model.named_parameters())

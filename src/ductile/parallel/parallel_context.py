@@ -9,7 +9,7 @@ from torch import Tensor
 from ductile.core.layout.parallel_layout import AXES, FULLY_SHARDED, ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.data import flat_shard
-from ductile.parallel.parts import Parts
+from ductile.parallel.parts import SlotParts
 
 
 class ParallelContext:
@@ -55,7 +55,7 @@ class ParallelContext:
         dist.all_reduce(tensor, group=self.everyone)
         return tensor
 
-    def share_of_square(self, gradients: Mapping[str, Tensor], parts: Parts) -> Tensor:
+    def share_of_square(self, gradients: Mapping[str, Tensor], parts: SlotParts) -> Tensor:
         """This slot's share of the squared norm of the whole gradient, of which these are its parts: `sum` adds the
         shares up. What several slots have alike (copies of the state, a norm's weight along tp) counts on the one that
         owns it."""

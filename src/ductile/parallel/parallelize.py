@@ -1,13 +1,14 @@
 """How a textbook model becomes a parallel one. The order of things, on one page:
 
-1. refuse the axes that are not built yet
+1. refuse the axes that are not built yet (all but `BUILT`)
 2. describe it on the meta device, where it takes no memory: of the layers, those of this slot's stage
    (`parallel.pipeline`)
-3. shard its parameters over the ranks (`parallel.data`)
-4. give memory to this rank's shards alone
-5. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
+3. keep this slot's part of each weight, and modules that compute with it (`parallel.tensor_parallel`)
+4. shard what that leaves over the ranks (`parallel.data`); cp does no more to it (`parallel.context_parallel`)
+5. give memory to this rank's shards alone
+6. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
-Where the caller has the shards already, or brings them later, 4 and 5 are theirs: `build_over`.
+Where the caller has the shards already, or brings them later, 5 and 6 are theirs: `build_over`.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -22,9 +23,12 @@ from ductile.core.layout.parallel_layout import DATA_PARALLEL, ParallelDims
 from ductile.core.layout.peak import compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
-from ductile.parallel import data, pipeline
+from ductile.parallel import data, pipeline, tensor_parallel
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.parts import Parts
+from ductile.parallel.parts import SlotParts
+
+BUILT = (*DATA_PARALLEL, "pp", "cp", "tp")
+"""Axes that a model can be spread over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +49,13 @@ class Precision:
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BUILT = ("pp", *DATA_PARALLEL)
-"""Axes that are built."""
 
 
 def build(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     context: ParallelContext,
-    parts: Parts,
+    parts: SlotParts,
     device: str | torch.device,
     precision: Precision,
     reshard_after_forward: bool = True,
@@ -92,6 +94,8 @@ def _describe(
         reshard_after_forward = False  # all micro-batches of a schedule need them
     with torch.device("meta"):
         model = Transformer(spec, layers).to(precision.parameters)
+    if context.layout.dims.tp > 1:
+        tensor_parallel.apply(model, context)
     data.shard(model, context.mesh, precision.compute, precision.reduce, reshard_after_forward)
     return model
 

@@ -17,7 +17,7 @@ from ductile.core.transfer.cells import Atoms, atoms
 from ductile.core.transfer.owners import owned_boxes
 
 
-class Parts:
+class SlotParts:
     """Knows where each of a slot's numbers belongs. `local` is always the slot's part of the tensor `name`, flat."""
 
     def __init__(self, layout: Layout, slot: int) -> None:
@@ -28,7 +28,7 @@ class Parts:
         """Function that gives the boxes of a tensor which this slot owns (`ductile.core.transfer.owners`)."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, parallel: ParallelLayout, slot: int) -> "Parts":
+    def of(cls, spec: ModelSpec, parallel: ParallelLayout, slot: int) -> "SlotParts":
         """The slot's part of the model's parameters, by their names."""
         return cls(model_layout(spec, parallel.mesh, stages=parallel.stages or None), slot)
 

@@ -60,7 +60,8 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         """`model` has the layers of this slot's runs. `dtype` is that of hidden states."""
-        self._model, self._schedule, self._dtype, self._device = model, schedule, dtype, device
+        self._model, self._dtype, self._device = model, dtype, device
+        self._schedule: PipelineSchedule = schedule
         self._group = context.messages("pp")
         self._pp, self._runs = context.layout.dims.pp, _runs_of_slot(model.spec, context.layout, context.slot)
         self._num_runs = self._pp * len(self._runs)
@@ -97,12 +98,12 @@ class Pipeline:
         schedule.step(micro_batch=which, target=which, return_outputs=False)
 
     def _make_schedule(
-        self, stages: list[_PipelineStageBase], number: int, loss: Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
+        self, stages: Sequence[_PipelineStageBase], number: int, loss: Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
     ) -> _PipelineSchedule:
         if self._schedule == "zero_bubble":
-            return ScheduleInterleavedZeroBubble(stages, number, loss, scale_grads=False)
+            return ScheduleInterleavedZeroBubble([*stages], number, loss, scale_grads=False)
         if len(stages) > 1:
-            return ScheduleInterleaved1F1B(stages, number, loss, scale_grads=False)
+            return ScheduleInterleaved1F1B([*stages], number, loss, scale_grads=False)
         # With fewer micro-batches than stages 1F1B is GPipe, and torch asks for the latter.
         kind = Schedule1F1B if number >= self._pp else ScheduleGPipe
         return kind(stages[0], number, loss, scale_grads=False)

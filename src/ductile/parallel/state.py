@@ -23,7 +23,7 @@ from ductile.core.layout.holdings import Box
 from ductile.disk import named
 from ductile.parallel.metadata import SafeReader
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.parts import Parts
+from ductile.parallel.parts import SlotParts
 
 
 class StateError(Exception):
@@ -34,7 +34,7 @@ class HeldTensor:
     """A slot's part of a tensor, as torch's distributed checkpoint asks for it: a slot writes the boxes that it owns,
     and reads those that it holds."""
 
-    def __init__(self, local: Tensor, parts: Parts, parameter: str) -> None:
+    def __init__(self, local: Tensor, parts: SlotParts, parameter: str) -> None:
         """`local` is the slot's part, flat; it lies as that of `parameter` does."""
         self._local, self._parts, self._parameter = local, parts, parameter
 

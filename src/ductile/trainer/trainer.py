@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
+from ductile.core.layout.context_parallel import style_violations
 from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
@@ -23,7 +24,7 @@ from ductile.model.transformer import Transformer
 from ductile.parallel import data, parallelize
 from ductile.parallel.gathered import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.parts import Parts
+from ductile.parallel.parts import SlotParts
 from ductile.parallel.pipeline import Pipeline
 from ductile.parallel.reduction import GradientReduction
 from ductile.parallel.scoring import model_inputs, score
@@ -55,8 +56,8 @@ class Trainer:
         With `buffers` nothing is loaded: they are this rank's parts of parameters and moments, flat, by the names of
         `ductile.trainer.state`, and the trainer works on them. They are taken out of the mapping.
 
-        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule) for what the config
-        asks for and cannot be had.
+        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule, cp_style) for what
+        the config asks for and cannot be had.
         """
         self.config = config
         self.context = context
@@ -76,7 +77,10 @@ class Trainer:
             torch.set_float32_matmul_precision(config.matmul_precision)
 
         self.spec = spec_of(config)
-        self.parts = Parts.of(self.spec, context.layout, context.slot)
+        dims = context.layout.dims
+        if found := style_violations(config.model.cp_style, self.spec.num_heads, dims.cp, dims.tp):
+            raise ValueError(f"trainer.model.{found[0]}")
+        self.parts = SlotParts.of(self.spec, context.layout, context.slot)
         self.model = self._load() if buffers is None else self._build_over(buffers)
         self._reduction = GradientReduction(self.model, context, config.model.reduce_every == "step")
         self._pipeline = None
@@ -105,8 +109,9 @@ class Trainer:
         """How the loss function failed."""
         self._reduction.begin()
         if self._pipeline is None:
+            settings = self.config.model
             for batch in batches:
-                scores = score(self.model, batch.packed, self.context, self.config.model.head_chunk_tokens)
+                scores = score(self.model, batch.packed, self.context, settings.head_chunk_tokens, settings.cp_style)
                 self._loss_of(batch, *scores, failures).backward()
         else:
             self._run_stages(self._pipeline, batches, failures)
@@ -224,8 +229,9 @@ class Trainer:
         def loss(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
             return self._loss_of(batches[number], logprobs, entropies, failures)
 
-        size = self.config.model.head_chunk_tokens
-        pipeline.run([model_inputs(batch.packed, self.context, size) for batch in batches], loss)
+        size, style = self.config.model.head_chunk_tokens, self.config.model.cp_style
+        inputs = [model_inputs(self.spec, batch.packed, self.context, size, style) for batch in batches]
+        pipeline.run(inputs, loss)
         if not pipeline.has_loss:
             # Sums are added up by their names, of which a loss that nobody here has computed may have some.
             nothing = collate(MicroBatch(()), self._required, self.device)

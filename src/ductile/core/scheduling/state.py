@@ -5,7 +5,7 @@ decide on them, tests write them down by hand.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ductile.core.instances.instances import (
@@ -153,6 +153,10 @@ class Limits:
     slots_per_generator: int = 1
     """Slots that one generator takes."""
     slots_per_scorer: int = 1
+
+    def at(self, placement: Placement, *, on_gpu: bool) -> "Limits":
+        """The same with what depends on the placement that a run begins with."""
+        return replace(self, min_score=1 if placement.score else 0, may_share=may_share(placement, on_gpu=on_gpu))
 
     def slots_per(self, role: Serving) -> int:
         """Slots that one instance of the role takes."""
