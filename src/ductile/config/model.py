@@ -89,7 +89,7 @@ class TrainerModelConfig(ModelConfig):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gradient reductions."""
     reduce_every: Literal["micro_step", "step"] = "micro_step"
-    """When ranks add their gradients up. step: once before the optimizer step, and before the trainer moves to other
+    """Moment at which ranks add their gradients up. step: once before the optimizer step, and before the trainer moves to other
     slots; until then each rank keeps the gradients of all weights that it computes with, in `reduce_dtype`. micro_step:
     after each micro-batch; with `pp` after all that a message brings, as no stage may wait for a sum in between."""
     dp_replicate: int = Field(default=1, ge=1)
@@ -106,7 +106,7 @@ class TrainerModelConfig(ModelConfig):
     tp: Annotated[int, NotBuilt("tensor parallelism")] = Field(default=1, ge=1)
     pp: Annotated[int, NotBuilt("pipeline parallelism")] = Field(default=1, ge=1)
     pp_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
-    """With `pp`: the order in which a slot runs forward and backward passes. 1f1b is interleaved where a slot has
+    """Order in which a slot runs forward and backward passes, with `pp`. 1f1b is interleaved where a slot has
     several runs of layers; zero_bubble makes the gradients of weights while a slot would wait for other stages."""
     cp: Annotated[int, NotBuilt("context parallelism")] = Field(default=1, ge=1)
     cp_style: Annotated[Literal["ring", "ulysses"], NotBuilt("context parallelism")] = "ring"
