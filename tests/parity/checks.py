@@ -6,7 +6,7 @@
                   losses are those of a trainer that was never resized; with shadow memory or streaming
     checkpoint    what is saved on one mesh is on another, bit for bit, what it was, and so is what is exported
 
-What cannot be built yet is not looked at.
+How far they may be apart: `tests.parity.measured` and this page.
 """
 
 import time
@@ -64,16 +64,7 @@ class Check:
         memory = " (streaming)" if self.kind == "streaming resize" else ""
         return " -> ".join(case.name for case in self.cases) + memory
 
-    @property
-    def not_built(self) -> str:
-        """Why one of the meshes can have no trainer yet; "" when all can."""
-        axes = dict.fromkeys(axis for case in self.cases for axis in case.axes_not_built)
-        return f"{', '.join(axes)} not built yet" if axes else ""
-
     def run(self, harness: Harness) -> Row:
-        """The row; SKIP, without a look, for what is not built."""
-        if self.not_built:
-            return Row(str(self), self.model, "SKIP", {}, self.not_built)
         find, bounds = _KINDS[self.kind]
         began_s = time.monotonic()
         try:

@@ -77,6 +77,7 @@ def measure(fleet: Fleet, spec: ModelSpec, batches: Sequence[TrainingBatch]) -> 
         for chunk in batch.chunks:
             run_chunk(fleet, chunk)
         if not gradients:
+            fleet.call(fleet.layout.slots, _reduce)
             summed = whole_state(fleet, spec, GRADIENT)
             gradients.append({name: gradient / batch.loss_denominator for name, gradient in summed.items()})
         reports.append(fleet.optim_step(batch.loss_denominator))
@@ -158,6 +159,10 @@ def _held(role: TrainRole, kinds: tuple[str, ...]) -> Buffers:
     trainer = role._live
     parts = parts_of(named_state(trainer) | named_gradient(trainer))
     return {name: part.numpy() for name, part in parts.items() if name.startswith(kinds)}
+
+
+def _reduce(role: TrainRole) -> None:
+    role._live.reduce_gradients()
 
 
 def _gathered(role: TrainRole) -> dict[str, Array]:

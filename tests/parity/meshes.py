@@ -12,7 +12,6 @@ from math import prod
 from types import MappingProxyType
 
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.parallel.parallelize import BUILT
 
 NUM_SLOTS = 8
 """Slots that there are. A mesh lies on some of them, in an order of its own: coordinates are no slot numbers."""
@@ -44,11 +43,6 @@ class MeshCase:
         slots = random.Random(self.name).sample(range(NUM_SLOTS), self.num_slots)
         return ParallelLayout.of(slots, self.stages, **dict(self.axes))
 
-    @property
-    def axes_not_built(self) -> list[str]:
-        """Axes of the mesh that `parallelize` refuses: no trainer can be built on it yet."""
-        return [axis for axis, _ in self.axes if axis not in BUILT]
-
     def goes_with(self, other: "MeshCase") -> bool:
         """Whether a trainer can be resized from one to the other: settings are the run's, which stay."""
         ours, theirs = dict(self.settings), dict(other.settings)
@@ -61,6 +55,7 @@ def mesh(settings: Mapping[str, str] = MappingProxyType({}), stages: tuple[int, 
 
 RING, ULYSSES = {"cp_style": "ring"}, {"cp_style": "ulysses"}
 ZERO_BUBBLE = {"pp_schedule": "zero_bubble"}
+ONCE_A_STEP = {"reduce_every": "step"}
 INTERLEAVED = (0, 1, 0, 1)
 """Stages of the layers, each of which has two runs of them."""
 
@@ -76,6 +71,7 @@ MESHES = (
     mesh(dp_replicate=2, dp_shard=2),
     mesh(dp_replicate=3, dp_shard=2),
     mesh(dp_replicate=2, dp_shard=4),
+    mesh(ONCE_A_STEP, dp_replicate=2, dp_shard=2),
     # tp
     mesh(tp=2),
     mesh(tp=4),
@@ -95,6 +91,7 @@ MESHES = (
     mesh(ZERO_BUBBLE, pp=2, stages=INTERLEAVED),
     mesh(ZERO_BUBBLE, pp=4),
     mesh(pp=2, dp_shard=2),
+    mesh(ONCE_A_STEP, pp=2, dp_shard=2),
     mesh(pp=2, dp_replicate=2),
     mesh(pp=2, dp_shard=3, stages=(0, 1, 1, 1)),
     mesh(pp=4, dp_shard=2),
@@ -119,6 +116,7 @@ MESHES = (
     mesh(ULYSSES, cp=2, tp=4),
     mesh(RING, dp_shard=2, cp=2, tp=2),
     mesh(ULYSSES, dp_replicate=2, cp=2, tp=2),
+    mesh(ULYSSES | ONCE_A_STEP, dp_shard=2, cp=2, tp=2),
     mesh(pp=2, tp=2),
     mesh(pp=2, tp=4),
     mesh(pp=4, tp=2),

@@ -48,7 +48,7 @@ def settings_for(folder: Path, model: Mapping[str, str], memory: Memory = "shado
     return TrainerConfig.model_validate(sections).model_dump()
 
 
-SEQ_LEN = 48
+SEQ_LEN = 64
 """Most tokens of a micro-batch."""
 MANY, FEW = (31, 7, 18, 44, 12, 25, 9, 16, 21, 13), (28, 5)
 """Lengths of the samples of two chunks of a batch, in tokens. Of the second chunk most ranks of a large mesh have

@@ -64,12 +64,12 @@ def test_rows() -> None:
     bounds = {"changed": 0.0, "loss": 1e-5}
     good = judged("tp=2", "llama", {"changed": 0, "loss": 2e-6, "moved_kib": 12}, bounds, 1.25)
     bad = judged("tp=2 -> pp=2", "qwen3", {"changed": 3, "loss": NAN, "moved_kib": 12}, bounds, 1.25)
-    skipped = Row("cp=2 ring", "qwen3", "SKIP", {}, "cp not built yet")
+    nothing = Row("cp=2", "qwen3", "FAIL", {}, "SlotGone: slot 3 ended with -9", 2.5)
     assert (good.verdict, bad.verdict) == ("PASS", "FAIL")
-    assert [header(good.values, 12), *(row.line(12) for row in (good, bad, skipped))] == [
+    assert [header(good.values, 12), *(row.line(12) for row in (good, bad, nothing))] == [
         "                            changed      loss moved_kib     s",
         "PASS  llama  tp=2                 0   2.0e-06        12   1.2",
         "FAIL  qwen3  tp=2 -> pp=2         3       nan        12   1.2  changed is above 0; loss is above 1e-05",
-        "SKIP  qwen3  cp=2 ring     cp not built yet",
+        "FAIL  qwen3  cp=2           2.5  SlotGone: slot 3 ended with -9",
     ]
-    assert summary([good, good, bad, skipped]) == "4 rows: 2 PASS, 1 FAIL, 1 SKIP"
+    assert summary([good, good, bad, nothing]) == "4 rows: 2 PASS, 2 FAIL"
