@@ -8,10 +8,15 @@ trainer goes through
 once between two batches and once in the middle of one, when the accumulated gradient moves as well. While slots
 prepare, training goes on; the pause is all the time in which the trainer could not work.
 
-The other way to do it, for the first three changes: write the state (torch's distributed checkpoint), end all workers,
-start new ones (one process imports torch, which is in the page cache, and forks them), build the trainer from the model
-folder, read the state. What was accumulated is lost. The orchestrator lives on, so its own restart does not count. The
-checkpoint is once on disk, as a run writes it, and once in memory (/dev/shm).
+Then, pair by pair, it goes to a layout with other axes and back, `--rounds` times between two batches and as often in
+the middle of one:
+
+    tp2->tp4    dp4->pp2·tp2    dp2->cp2·dp2    pp2->dp2
+
+The other way to do it, for the first three changes and for each pair: write the state (torch's distributed
+checkpoint), end all workers, start new ones (one process imports torch, which is in the page cache, and forks them),
+build the trainer from the model folder, read the state. What was accumulated is lost. The orchestrator lives on, so its
+own restart does not count. The checkpoint is once on disk, as a run writes it, and once in memory (/dev/shm).
 
     python benchmarks/resize.py --json benchmarks/results/resize.json
 """
@@ -40,35 +45,19 @@ from ductile.transport.deadlines import Deadlines
 from provenance import provenance, write
 
 LAYOUTS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 32_000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
+PAIRS = {
+    "tp2->tp4": (ParallelLayout.of(range(2), tp=2), ParallelLayout.of(range(4), tp=4)),
+    "dp4->pp2·tp2": (ParallelLayout.of(range(4)), ParallelLayout.of(range(4), pp=2, tp=2)),
+    "dp2->cp2·dp2": (ParallelLayout.of(range(2)), ParallelLayout.of(range(4), cp=2)),
+    "pp2->dp2": (ParallelLayout.of(range(2), pp=2), ParallelLayout.of(range(2))),
 }
+"""From a layout to another one, whose slots the first one's are among."""
+RESTARTS = 3
+"""For a pair, with the checkpoint on disk and in memory each."""
 SEQ_LEN = 32
 SAMPLES_A_RANK = 1
 """In half a batch; each is a micro-step."""
 TIMEOUT_S = 120.0
-
-
-def make_model(folder: Path) -> int:
-    """A model folder with random weights; returns the number of parameters."""
-    from ductile.model.checkpoint import random_tensors, read_spec, save_model
-
-    source = folder.with_name("source")
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(MODEL))
-    spec = read_spec(source)
-    save_model(folder, spec, dict(random_tensors(spec, 0)), source)
-    return spec.num_parameters
 
 
 def samples(count: int) -> list[Sample]:
@@ -84,8 +73,7 @@ class Live:
         self.cluster, self.settings = cluster, settings.model_dump(mode="json")
         self.terms = ResizeOptions(self.settings, cluster.rendezvous, settings.resize.timeout_s, leave_s=5)
 
-    async def assign(self, members: Sequence[int]) -> None:
-        layout = ParallelLayout.of(members)
+    async def assign(self, layout: ParallelLayout) -> None:
         await assign_role(self.cluster.mailbox, "train", self.settings, [layout], TIMEOUT_S, self.cluster.rendezvous)
         self.trainer = RemoteTrainer(self.cluster.mailbox, layout, Deadlines.same(TIMEOUT_S))
 
@@ -103,23 +91,22 @@ class Live:
         return await self.half_a_batch() + await self.optim_step()
 
 
-async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, Any]:
+async def resize(live: Live, after: ParallelLayout, inside: bool) -> dict[str, Any]:
     """One change while the trainer works, in the middle of a batch or between two; then a step."""
-    before = live.trainer.layout.slots
+    before = live.trainer.layout
     if inside:
         await live.half_a_batch()
-    transaction = Transaction(
-        live.cluster.mailbox, live.trainer, ParallelLayout.of(after), live.terms, live.cluster.condemn
-    )  # fmt: skip
-    result = await transaction.run()
+    result = await Transaction(
+        live.cluster.mailbox, live.trainer, after, live.terms, live.cluster.condemn
+    ).run()  # fmt: skip
     if result.outcome != "resized":
         raise SystemExit(f"{before} -> {after}: {result.reason}")
     first_step_s = await live.step()
     slots = result.slot_seconds
     return {
-        "before": list(before),
-        "after": list(after),
-        "layouts": f"fsdp {len(before)} -> fsdp {len(after)}",
+        "before": list(before.slots),
+        "after": list(after.slots),
+        "layouts": f"{axes.named(before)} -> {axes.named(after)}",
         "in_a_batch": inside,
         "moved_bytes": result.num_bytes,
         "carrier": result.carrier,
@@ -139,13 +126,13 @@ async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, 
     }
 
 
-async def restart(live: Live, after: tuple[int, ...], folder: Path) -> float:
+async def restart(live: Live, after: ParallelLayout, folder: Path) -> float:
     """The same change by way of a checkpoint: seconds until the trainer could work again."""
     state = folder / "state"
     began_s = time.perf_counter()
     await live.trainer.save(str(state))
     await live.cluster.stop()
-    live.cluster.slots = after
+    live.cluster.slots = after.slots
     await live.cluster.start()
     live.terms = ResizeOptions(live.settings, live.cluster.rendezvous, live.terms.timeout_s, live.terms.leave_s)
     await live.assign(after)
