@@ -111,8 +111,11 @@ class Fleet:
         return {slot: self.answer(slot) for slot in slots}
 
     def assign(self, slots: Sequence[int], dp_replicate: int = 1) -> None:
-        self.layout = ParallelLayout.of(slots, dp_replicate=dp_replicate)
-        self._assign(slots, joining=False)
+        self.assign_in(ParallelLayout.of(slots, dp_replicate=dp_replicate))
+
+    def assign_in(self, layout: ParallelLayout) -> None:
+        self.layout = layout
+        self._assign(layout.slots, joining=False)
 
     def _assign(self, slots: Sequence[int], joining: bool) -> None:
         for slot in slots:
