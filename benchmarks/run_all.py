@@ -26,7 +26,7 @@ RUNS = "RUNS"
 BENCHMARKS: dict[str, str] = {
     "generate": "",
     "grpo_step": "",
-    "train_step": "",
+    "train": "",
     "micro_steps": "",
     "reshard": "",
     "resize": "",

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 
-import axes
 from ductile.cluster.node import FREED_MEMORY_STAYS
 from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
@@ -59,7 +58,9 @@ AXES: dict[str, dict[str, Any]] = {
     "cp 2, ulysses": {"cp": 2, "cp_style": "ulysses"},
     "cp 2, ring": {"cp": 2, "cp_style": "ring"},
 }
-"""What `trainer.model` says for two processes, by contender; dp_shard is what the other axes leave."""
+"""Axes of two processes' layout, by contender; dp_shard is what the others leave."""
+PEERS = {f"{peer}{', direct' if direct else ''}": (peer, direct) for peer in peers.MODELS for direct in (False, True)}
+"""Whose model a contender has, and whether it has ductile's collectives for CPUs."""
 SAME_LOSS = 1e-3
 LONGEST_S = 600.0
 """For one turn."""
@@ -130,22 +131,18 @@ class Contenders:
         self._seq_len = (num_tokens + 1) * num_samples // 2
         """Half of the samples: what each of two data-parallel ranks has at once."""
 
-    def all(self, measured_peers: Sequence[str]) -> dict[str, list[Make]]:
+    def all(self) -> dict[str, list[Make]]:
+        """`1 slot` comes first: its losses are what the others' must be."""
         return {
-            **{name: self._ours((0, 1), **model) for name, model in AXES.items() if not axes.unbuilt(model)},
-            **{
-                f"{peer}{', direct' if direct else ''}": self._peer(peer, direct)
-                for peer in measured_peers
-                for direct in (False, True)
-            },
+            ONE: self._ours((0,)),
+            **{name: self._ours((0, 1), **axes) for name, axes in AXES.items()},
+            **{name: self._peer(*peer) for name, peer in PEERS.items()},
             PLAIN: [partial(plain, self._config(), self._packed(1)[0])],
             APART: [partial(plain, self._config(), of_rank) for of_rank in self._packed(2)],
-            ONE: self._ours((0,)),
         }
 
-    def _ours(self, slots: tuple[int, ...], **model: Any) -> list[Make]:
-        config = self._config(**model)
-        layout = config.model.layout(slots)
+    def _ours(self, slots: tuple[int, ...], cp_style: str = "ring", **sizes: int) -> list[Make]:
+        layout, config = ParallelLayout.of(slots, **sizes), self._config(cp_style)
         work = self._packed(layout.num_data_parallel)
         return [
             partial(ductile, config, self._place(layout, slot), work[layout.data_parallel_rank(slot)], self.num_tokens)
@@ -160,10 +157,12 @@ class Contenders:
             for slot in layout.slots
         ]
 
-    def _config(self, **model: Any) -> TrainerConfig:
-        """Weights change fast enough that another gradient would soon show as another loss."""
-        section = {"name": str(self._folder), "seq_len": self._seq_len, **model}
-        return TrainerConfig.model_validate({"model": section, "loss": {"type": "sft"}, "optim": {"type": "adamw", "lr": 1e-4}})
+    def _config(self, cp_style: str = "ring") -> TrainerConfig:
+        """Weights change so fast that a gradient which is wrong shows in the next step's loss."""
+        section = {"name": str(self._folder), "seq_len": self._seq_len, "cp_style": cp_style}
+        return TrainerConfig.model_validate(
+            {"model": section, "loss": {"type": "sft"}, "optim": {"type": "adamw", "lr": 1e-4}}
+        )
 
     def _place(self, layout: ParallelLayout, slot: int) -> RoleAssignment:
         return RoleAssignment(slot, layout, len(layout.slots), "cpu", self._rendezvous)
@@ -206,11 +205,10 @@ def turn(jobs: Sequence[Make], num_steps: int) -> list[Timed]:
     ]
 
 
-def figures_of(steps: dict[str, list[Timed]], num_tokens: int, rows_of: dict[str, str]) -> dict[str, Any]:
-    """`rows_of`: the contenders that are not measured, and why."""
+def figures_of(steps: dict[str, list[Timed]], num_tokens: int) -> dict[str, Any]:
     wall_s = {name: statistics.median(step.wall_s for step in of) for name, of in steps.items()}
     cpu_s = {name: statistics.median(step.cpu_s for step in of) for name, of in steps.items()}
-    theirs = [name for name in steps if name.partition(",")[0] in peers.MODELS]
+    theirs = [name for name in steps if name in PEERS]
     best = min(theirs, key=lambda name: wall_s[name], default=None)
     return {
         "ratio_vs_best_peer": wall_s[best] / wall_s[OURS] if best else None,
@@ -218,7 +216,6 @@ def figures_of(steps: dict[str, list[Timed]], num_tokens: int, rows_of: dict[str
         "tokens_per_s": {name: num_tokens / wall_s[name] for name in steps},
         "cpu_s_per_token": {name: cpu_s[name] / num_tokens for name in steps},
         "cpu_vs_one_slot": {name: cpu_s[name] / cpu_s[ONE] for name in steps if name not in theirs},
-        "not_measured": rows_of,
         "wall_s": {name: [step.wall_s for step in of] for name, of in steps.items()},
         "cpu_s": {name: [step.cpu_s for step in of] for name, of in steps.items()},
     }
@@ -236,27 +233,29 @@ def same_losses(name: str, found: Sequence[Timed], expected: Sequence[Timed]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3, help="of a turn, besides its first one")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="of a turn, besides its first one")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="of a sample")
-    parser.add_argument("--only", nargs="+", help="contenders, by name")
+    names = (ONE, *AXES, *PEERS, PLAIN, APART)
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="name", help=f"of: {'; '.join(names)}"
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model: whether it works, and not how fast")
     options = parser.parse_args()
     shape = LLAMA | (SMALL if options.small else {})
     os.environ |= FREED_MEMORY_STAYS  # read when a process starts
     multiprocessing.set_forkserver_preload(["ductile.trainer.worker", "peers.train", *peers.MODULES.values()])
-    absent = {peer: sentence for peer in peers.MODELS if (sentence := peers.missing(peer))}
-    absent |= {name: sentence for name, model in AXES.items() if (sentence := axes.unbuilt(model))}
-    for name, sentence in absent.items():
-        print(f"{name}: {sentence}", file=sys.stderr)
+    missing = {peer: sentence for peer in peers.MODELS if (sentence := peers.missing(peer))}
+    for sentence in missing.values():
+        print(sentence, file=sys.stderr)
     store = rendezvous.host_store()
     with tempfile.TemporaryDirectory() as work_folder:
         folder = Path(work_folder) / "model"
         num_params = make_model(folder, shape)
         contenders = Contenders(folder, options.samples, options.tokens, shape["vocab_size"], store.port)
-        jobs = contenders.all([peer for peer in peers.MODELS if peer not in absent])
-        jobs = {name: jobs[name] for name in [ONE, *jobs] if name == ONE or name in (options.only or jobs)}
+        asked = {ONE, *options.only}.difference(name for name, (peer, _) in PEERS.items() if peer in missing)
+        jobs = {name: makes for name, makes in contenders.all().items() if name in asked}
         steps: dict[str, list[Timed]] = {name: [] for name in jobs}
         for number in range(options.rounds):
             first: list[Timed] = []
@@ -267,7 +266,7 @@ def main() -> None:
                 steps[name] += found[1:]
                 told = statistics.median(step.wall_s for step in found[1:])
                 print(f"round {number}  {name:24} {contenders.num_tokens / told:8.0f} tokens/s", flush=True)
-    figures = figures_of(steps, contenders.num_tokens, absent)
+    figures = figures_of(steps, contenders.num_tokens)
     print(f"{'':24}{'tokens/s':>10}{'CPU ms a token':>16}{'over ' + ONE:>14}")
     for name, speed in figures["tokens_per_s"].items():
         over = figures["cpu_vs_one_slot"].get(name)

@@ -92,7 +92,9 @@ Model = tuple[nn.Module, Iterable[nn.Module], Score]
 
 def transformers(folder: Path) -> Model:
     from transformers import LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def score(inputs: Tensor, labels: Tensor) -> Tensor:
