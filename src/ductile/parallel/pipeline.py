@@ -21,8 +21,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
 )
 from torch.distributed.pipelining.stage import (
-    _PipelineStageBase,  # pyright: ignore[reportPrivateUsage]
-    _RecvInfo,  # pyright: ignore[reportPrivateUsage]
+    _PipelineStageBase,
+    _RecvInfo,
 )
 
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -32,7 +32,7 @@ from ductile.model.transformer import Transformer
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.scoring import ModelInputs
 
-Loss = Callable[[int, Tensor, Tensor], Tensor]
+StageLoss = Callable[[int, Tensor, Tensor], Tensor]
 """Function of a micro-batch's number, its log-probs and its entropies that gives its loss, to be minimised."""
 
 
@@ -72,7 +72,7 @@ class Pipeline:
         """How many micro-batches `run` takes, at least so many."""
         return num_to_run(num_micro_batches, self._pp, len(self._runs), self._schedule)
 
-    def run(self, micro_batches: Sequence[ModelInputs], loss: Loss) -> None:
+    def run(self, micro_batches: Sequence[ModelInputs], loss: StageLoss) -> None:
         """Run all micro-batches forward and backward, and add to the gradients, divided by nothing. Collective.
 
         `loss` is called once for each, in the last stage.
