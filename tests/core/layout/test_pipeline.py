@@ -54,10 +54,14 @@ def test_schedules_with_rounds_are_filled_up(number, pp, runs_of_slot, schedule,
     [
         (ONE_SLOT, 1, "a slot waits for no other stage"),
         (ParallelLayout.of(range(6), tp=2), 1, "a slot waits for no other stage"),
-        (ParallelLayout.of(range(4), pp=2), 8, "a pipeline of 2 stages fills and empties for each message: 11% of 8"),
-        (ParallelLayout.of(range(4), (0, 1, 0, 1), pp=2), 4, "11% of 4 micro-batches"),
-        (ParallelLayout.of(range(8), pp=8), 32, "18% of 32 micro-batches"),
-        (ParallelLayout.of(range(2), (0, 1) * 8, pp=2), 2, "6% of 2 micro-batches"),
+        (
+            ParallelLayout.of(range(4), pp=2),
+            8,
+            "2 stages fill and empty for each message: with 8 micro-batches 11%",
+        ),
+        (ParallelLayout.of(range(4), (0, 1, 0, 1), pp=2), 4, "with 4 micro-batches 11%"),
+        (ParallelLayout.of(range(8), pp=8), 32, "with 32 micro-batches 18%"),
+        (ParallelLayout.of(range(2), (0, 1) * 8, pp=2), 2, "with 2 micro-batches 6%"),
     ],
 )
 def test_a_message_fills_the_pipeline(layout: ParallelLayout, expected: int, why: str) -> None:
