@@ -20,7 +20,7 @@ from ductile.fabric.groups import Groups
 from ductile.generator.worker import load_engine
 from ductile.kernels.device import peak_memory, peak_of
 from ductile.messages.workers import Receive, Score
-from ductile.parallel.data import full, gathered_tensors
+from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
 from ductile.scorer.worker import ScoreRole
@@ -121,7 +121,7 @@ def three_steps(settings: dict[str, Any]) -> tuple[list[float], dict[str, list],
         report = trainer.optim_step(loss_denominator(samples))
         losses.append(report.loss)
         flops, peak = report.flops, report.peak_flops_per_s
-    return losses, {name: tensor.tolist() for name, tensor in gathered_tensors(trainer.model)}, flops, peak
+    return losses, {name: tensor.tolist() for name, tensor in trainer.gathered_weights()}, flops, peak
 
 
 def test_three_steps_of_the_trainer_are_those_of_torch_on_a_cpu(folder: Path) -> None:

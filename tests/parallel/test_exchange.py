@@ -15,8 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from ductile.core.layout.mesh import Mesh
 from ductile.fabric.groups import Groups
 from ductile.parallel import exchange
-from ductile.parallel.data import full
 from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter, FreshMemory
+from ductile.parallel.gathered import full
 from tests.ranks import run_ranks
 
 PART = 5

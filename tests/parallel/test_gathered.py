@@ -10,7 +10,6 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.parallel.data import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.trainer.trainer import Trainer
 from ductile.weights.shared_memory import SharedMemory
@@ -32,7 +31,7 @@ def publishes_before_and_after_a_step(
         trainer.forward_backward(pack(samples, len(members), SEQ_LEN)[context.data_parallel_rank])
         trainer.optim_step(1.0)
         after = received(publisher, version, trainer)
-        for name, tensor in full_tensors(trainer.model, trainer.precision.compute):
+        for name, tensor in trainer.full_weights(trainer.precision.compute):
             assert torch.equal(after[name], tensor), f"{name} of version {version}"
     wrapped = [isinstance(parameter, DTensor) for parameter in trainer.model.parameters()]
     assert len(set(wrapped)) == 1, "every unit is as it was"
@@ -42,7 +41,7 @@ def publishes_before_and_after_a_step(
 
 def received(publisher: SharedMemory, version: int, trainer: Trainer) -> dict[str, torch.Tensor]:
     """Through a real segment: whoever holds gathered memory breaks the next gather."""
-    return SharedMemory().receive(publisher.publish(version, gathered_tensors(trainer.model)))
+    return SharedMemory().receive(publisher.publish(version, trainer.gathered_weights()))
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])

@@ -2,11 +2,13 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.sharding import Shard, place
 from ductile.fabric.groups import Groups
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.parts import SlotParts
 from tests.ranks import run_ranks
 
 SLOTS = (5, 1, 4, 2)
@@ -20,11 +22,14 @@ def sums_and_places(groups: Groups, members: tuple[int, ...]) -> dict[str, objec
         dist.all_reduce(value, group=context.group(*axes))
         sums["+".join(axes)] = value.item()
     # Each slot of tp has a half of one gradient, [3, 4], and all of another one, [12]; both copies have all of both.
-    mesh = groups.mesh(context.layout.mesh.around(groups.slot, ("dp_replicate",), ("tp",)))
     half = torch.tensor([3.0 + context.layout.coordinates(groups.slot)["tp"]])
-    parts = [(half, [Replicate(), Shard(0)]), (torch.tensor([12.0]), [Replicate(), Replicate()])]
-    gradients = [DTensor.from_local(local, mesh, placements, run_check=False) for local, placements in parts]
-    sums["norm"] = context.sum(context.share_of_square(gradients)).sqrt().item()
+    mesh = context.layout.mesh
+    layout = Layout(
+        [Tensor("half", "float32", place((2,), mesh, [Shard("tp")])), Tensor("all", "float32", place((1,), mesh))],
+        mesh.slots,
+    )
+    gradients = {"half": half, "all": torch.tensor([12.0])}
+    sums["norm"] = context.sum(context.share_of_square(gradients, SlotParts(layout, groups.slot))).sqrt().item()
     sums["tokens"] = context.sum(torch.tensor(100.0 * context.reports)).item()
     sums["rank"] = context.data_parallel_rank
     sums["first"] = context.is_first

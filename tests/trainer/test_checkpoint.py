@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from ductile.config.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.parallel.data import full
+from ductile.parallel.gathered import full
 from ductile.parallel.metadata import SafeReader, UnsafeMetadata
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.state import StateError

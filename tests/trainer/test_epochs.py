@@ -8,7 +8,6 @@ import pytest
 from ductile.config.trainer import SFTLoss, SGDConfig, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.parallel.data import gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import MicroBatch, StepReport
 from ductile.trainer.trainer import Trainer
@@ -27,7 +26,7 @@ def train_in_many_epochs(
         trainer = Trainer(TrainerConfig.model_validate(settings), ParallelContext(of_epoch, ParallelLayout.of(members)))
         trainer.forward_backward([MicroBatch(tuple(make_samples((9, 14))))])
         reports.append(trainer.optim_step(20.0))
-        assert sum(tensor.numel() for _, tensor in gathered_tensors(trainer.model)) == trainer.spec.num_parameters
+        assert sum(tensor.numel() for _, tensor in trainer.gathered_weights()) == trainer.spec.num_parameters
         del trainer
         of_epoch.destroy()
         num_fds.append(len(os.listdir("/proc/self/fd")))

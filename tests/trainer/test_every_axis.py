@@ -31,19 +31,19 @@ from tests.transport.memory_transport import MemoryTransport
 
 SPEC = ModelSpec("qwen3", 30, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)
 CONFIG = TrainerConfig.model_validate({"model": {"pp": 2, "dp_replicate": 2, "cp": 2, "tp": 2, "ep": 4}})
-BEFORE = replace(CONFIG.model.layout(range(32)), stages=(0, 0, 1))
+BEFORE = ParallelLayout.of(range(32), (0, 0, 1), pp=2, dp_replicate=2, cp=2, tp=2, ep=4)
 AFTER = stays_put(BEFORE, BEFORE.on(range(24, 40)))
 """On 8 slots that leave and 8 that join; half as many in all."""
 ORDER = ResizeOrder(3, BEFORE, AFTER)
 
 
-def test_the_configuration_names_every_axis_but_dp_shard() -> None:
+def test_a_layout_has_every_axis() -> None:
     assert BEFORE.dims == ParallelDims(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
     assert AFTER.dims == replace(BEFORE.dims, dp_shard=1)
     assert {*AFTER.slots} == {*range(24, 40)}
     assert AFTER.stages == BEFORE.stages
     with pytest.raises(ValueError, match="the number of slots, 12, must be a multiple of pp 2 · dp_replicate 2 · cp 2"):
-        CONFIG.model.layout(range(12))
+        BEFORE.on(range(12))
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])
@@ -114,7 +114,8 @@ def test_samples_go_to_data_parallel_ranks() -> None:
             for commands in ranks.values()
             for command in commands
             if isinstance(command, ForwardBackward)
-            for part in command.micro_batches[0].samples
+            for micro_batch in command.micro_batches
+            for part in micro_batch.samples
         ]
         assert sorted(trained) == list(range(13))
         assert {*told} == {4}, "speeds are those of data-parallel ranks"
@@ -135,7 +136,7 @@ def test_a_resize_is_carried_out() -> None:
 
 def test_what_is_not_built_is_refused_when_the_model_is_made_parallel() -> None:
     precision = parallelize.Precision.of(CONFIG.model, "cpu")
-    with pytest.raises(ValueError, match=r"^trainer\.model\.pp = 2\. Not built yet: pipeline parallelism") as refused:
-        parallelize.build(SPEC, (), SimpleNamespace(layout=BEFORE), "cpu", precision)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"^trainer\.model\.ep = 4\. Not built yet: expert parallelism") as refused:
+        parallelize.build(SPEC, (), SimpleNamespace(layout=BEFORE), None, "cpu", precision)  # pyright: ignore[reportArgumentType]
     keys = [word for word in str(refused.value).split() if word.startswith("trainer.model.")]
-    assert keys == ["trainer.model.pp", "trainer.model.cp", "trainer.model.tp", "trainer.model.ep"]
+    assert keys == ["trainer.model.ep"]

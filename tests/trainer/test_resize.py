@@ -13,7 +13,7 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.transfer.reshard import Planner
 from ductile.fabric.groups import Groups
 from ductile.messages.workers import Commit, ForwardBackward, Freeze, Prepare, Publish, StateTransferred, Withdraw
-from ductile.parallel.data import full
+from ductile.parallel.gathered import full
 from ductile.trainer import prepare
 from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.worker import TrainRole

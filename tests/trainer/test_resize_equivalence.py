@@ -12,7 +12,8 @@ from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.messages.workers import SaveState
-from ductile.parallel.data import full, local_shard
+from ductile.parallel.data import local_shard
+from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import StepReport
 from ductile.trainer.checkpoint import load_state

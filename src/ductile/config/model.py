@@ -7,6 +7,7 @@ from annotated_types import Ge
 from pydantic import Field
 
 from ductile.config.section import NotBuilt, Section
+from ductile.core.layout.pipeline import PipelineSchedule
 
 
 class VisionConfig(Section):
@@ -86,10 +87,16 @@ class TrainerModelConfig(ModelConfig):
     """Dtype of the forward and backward arithmetic. Default: bfloat16 on a GPU, float32 on a CPU."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gradient reductions."""
+    reduce_every: Literal["micro_step", "step"] = "micro_step"
+    """micro_step: ranks add their gradients up in the backward pass of each micro-batch; with `pp` behind those of a
+    whole schedule, as no stage may wait for a sum while another waits for it. step: once before the optimizer step, and
+    before the trainer moves to other slots; until then each rank keeps the gradients of all weights that it computes
+    with, in `reduce_dtype`."""
     dp_replicate: int = Field(default=1, ge=1)
     """Copies of the state (HSDP); each is sharded over its part of the train slots, whose number it must divide."""
     reshard_after_forward: bool = True
-    """Free gathered parameters after the forward pass; false keeps them until the backward pass."""
+    """Free gathered parameters after the forward pass; false keeps them until the backward pass. With `pp` they are
+    kept while a stage has micro-batches to run."""
     fsdp_cpu_offload: Annotated[bool, NotBuilt("FSDP CPU offload")] = False
     """Keep parameters, gradients and optimizer state in host memory."""
     optim_cpu_offload: Annotated[bool, NotBuilt("optimizer offload")] = False
@@ -99,10 +106,10 @@ class TrainerModelConfig(ModelConfig):
     tp: Annotated[int, NotBuilt("tensor parallelism")] = Field(default=1, ge=1)
     pp: Annotated[int, NotBuilt("pipeline parallelism")] = Field(default=1, ge=1)
     """Stages of a pipeline: each has some of the layers. Which ones follows: stages take about equally long."""
-    pp_schedule: Annotated[Literal["1f1b", "interleaved", "zero_bubble"], NotBuilt("pipeline parallelism")] = "1f1b"
-    """Order in which a stage runs micro-batches forward and backward. interleaved: 1f1b with several runs of layers on
-    each slot (`vpp`); zero_bubble: gradients of weights are made while a slot would wait for others."""
-    vpp: Annotated[Annotated[int, Ge(1)] | Literal["auto"], NotBuilt("pipeline parallelism")] = "auto"
+    pp_schedule: PipelineSchedule = "1f1b"
+    """Order in which a slot of a pipeline runs forward and backward passes. interleaved: 1f1b with several runs of
+    layers on each slot (`vpp`); zero_bubble: gradients of weights wait until the slot would wait for another stage."""
+    vpp: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     """Runs of layers on each slot of `pp`; Megatron: `virtual_pipeline_model_parallel_size`. "auto": 2 with
     `pp_schedule` "interleaved", else 1."""
     cp: Annotated[int, NotBuilt("context parallelism")] = Field(default=1, ge=1)

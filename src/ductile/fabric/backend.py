@@ -3,8 +3,8 @@
 NCCL takes one rank a GPU and refuses a second one. gloo does not ask: it has the collectives that FSDP2 and HSDP call
 on CUDA tensors (all-gather, reduce-scatter and all-reduce of `torch.distributed`), and takes them through pinned memory
 of the host. It does not have all: its coalesced all-gather, which DTensor uses, takes a GPU's addresses for the host's
-(`ductile.parallel.data.full` gathers by itself), and it sends no CUDA tensor from rank to rank (`ductile.fabric.p2p`
-stages them).
+(`ductile.parallel.gathered.full` gathers by itself), and it sends no CUDA tensor from rank to rank
+(`ductile.fabric.p2p` stages them).
 """
 
 from collections.abc import Collection, Sequence

@@ -3,6 +3,7 @@
 Both ways go parameter by parameter (`ductile.core.layout.parameters`), so that neither ever holds the model twice.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,9 @@ COPIED = (
     "LICENSE",
 )
 """Files that a saved folder takes over from its source, where they are there."""
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Most bytes of weights in one file, as `transformers` writes them."""
 
 # -- Reading ---------------------------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ def save_model(
     tensors: Mapping[str, Tensor],
     source: str | Path,
     dtype: torch.dtype = torch.float32,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     eos_token_ids: Sequence[int] = (),
 ) -> None:
     """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files.
@@ -148,23 +152,63 @@ def save_model(
     the next, so a mapping that gathers on demand is enough. The folder appears whole or not at all; one that was there
     before is replaced. Raises DiskError when it cannot be written.
     """
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building, old = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "old"))
-    shutil.rmtree(building, ignore_errors=True)  # left by a writer that was killed
-    if old.exists() and not folder.exists():
-        old.rename(folder)  # the writer was killed between two renames
-    building.mkdir()
+    in_order = (tensors[parameter.name] for parameter in parameters(spec))
+    begin_folder(folder, spec, source, dtype, max_shard_bytes, eos_token_ids)
     try:
-        in_order = (tensors[parameter.name] for parameter in parameters(spec))
+        write_weights(folder, spec, in_order, dtype, max_shard_bytes)
+        finish_folder(folder)
+    finally:
+        discard_folder(folder)
+
+
+def begin_folder(
+    folder: str | Path,
+    spec: ModelSpec,
+    source: str | Path,
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    eos_token_ids: Sequence[int] = (),
+) -> None:
+    """Write all of a folder but the weights, under another name: `write_weights` goes on there, then `finish_folder`
+    gives it its name, or `discard_folder` deletes it. Raises DiskError."""
+    folder, building, old = _names(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(building, ignore_errors=True)  # left by a writer that was killed
+        if old.exists() and not folder.exists():
+            old.rename(folder)  # the writer was killed between two renames
+        building.mkdir()
         _write_config(building, spec, Path(source), dtype)
         _write_eos(building, eos_token_ids)
-        _write_weights(building, spec, in_order, dtype, max_shard_bytes)
+        _write_index(building, spec, dtype, max_shard_bytes)
+    except OSError as error:
+        discard_folder(folder)
+        raise named(error, folder) from error
+    except BaseException:
+        discard_folder(folder)
+        raise
+
+
+def finish_folder(folder: str | Path) -> None:
+    """Give a folder that is whole its name, in the place of one that was there. Raises DiskError."""
+    folder, building, old = _names(folder)
+    try:
         _replace(folder, building, old)
     except OSError as error:
         raise named(error, folder) from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+
+
+def discard_folder(folder: str | Path) -> None:
+    """Delete what `begin_folder` has begun, if it has not got its name."""
+    _, building, _ = _names(folder)
+    shutil.rmtree(building, ignore_errors=True)
+
+
+def _names(folder: str | Path) -> tuple[Path, Path, Path]:
+    """The folder; what it is called before it is whole; what it is called while another one takes its place."""
+    folder = Path(folder)
+    building, old = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "old"))
+    return folder, building, old
 
 
 def _write_config(building: Path, spec: ModelSpec, source: Path, dtype: torch.dtype) -> None:
@@ -192,19 +236,48 @@ def _write_eos(building: Path, eos_token_ids: Sequence[int]) -> None:
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(
-    building: Path, spec: ModelSpec, tensors: Iterator[Tensor], dtype: torch.dtype, max_shard_bytes: int
+def write_weights(
+    folder: str | Path,
+    spec: ModelSpec,
+    tensors: Iterator[Tensor],
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    writer: int = 0,
+    num_writers: int = 1,
 ) -> None:
-    shards = _shards(spec, dtype.itemsize, max_shard_bytes)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    """Write one writer's files into a folder that is begun: of several writers, each has every `num_writers`-th file.
+    `tensors` are all parameters in their order. Raises DiskError."""
+    folder, building, _ = _names(folder)
+    for number, (file, shard) in enumerate(_files(spec, dtype, max_shard_bytes)):
+        of_shard = itertools.islice(tensors, len(shard))
+        if number % num_writers != writer:
+            for _ in of_shard:
+                pass
+            continue
         parts = [part for parameter in shard for part in parameter.parts]
-        write_safetensors(building / file, parts, dtype, (_bytes(next(tensors), p, dtype) for p in shard))
-        weight_map |= {part.name: file for part in parts}
-    if len(shards) > 1:
+        chunks = (_bytes(tensor, parameter, dtype) for parameter, tensor in zip(shard, of_shard, strict=True))
+        try:
+            write_safetensors(building / file, parts, dtype, chunks)
+        except OSError as error:
+            raise named(error, folder) from error
+
+
+def _write_index(building: Path, spec: ModelSpec, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    files = _files(spec, dtype, max_shard_bytes)
+    if len(files) > 1:
+        weight_map = {part.name: file for file, shard in files for parameter in shard for part in parameter.parts}
         index = {"metadata": {"total_size": spec.num_parameters * dtype.itemsize}, "weight_map": weight_map}
         (building / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _files(spec: ModelSpec, dtype: torch.dtype, max_shard_bytes: int) -> list[tuple[str, list[Parameter]]]:
+    """The safetensors files of a folder, each with its parameters in their order."""
+    shards = _shards(spec, dtype.itemsize, max_shard_bytes)
+    if len(shards) == 1:
+        return [(WEIGHTS, shards[0])]
+    return [
+        (f"model-{number:05d}-of-{len(shards):05d}.safetensors", shard) for number, shard in enumerate(shards, start=1)
+    ]
 
 
 def _shards(spec: ModelSpec, itemsize: int, max_shard_bytes: int) -> list[list[Parameter]]:

@@ -4,7 +4,9 @@ Only the rows that are asked for are multiplied with the output embeddings, a ch
 pass makes each chunk's probabilities again, unless there is only one chunk. N rows, M hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -24,6 +26,17 @@ those of the 883 rows of 2^27 four times as long.
 
 
 @dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """Says that the weight's rows are a part of the vocabulary, maybe none of it."""
+
+    has_target: Tensor
+    """[N] bool: whether the part has the token to score. Where it has not, `LogprobHead.targets` names any row."""
+    over_all: Callable[[Tensor], Tensor]
+    """Function of what the part says of each token: its target's logit, or 0; the log of the summed exponentials of its
+    logits; their mean, weighed by probability. [3, N] -> [3, N], the same over the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
 class LogprobHead:
     """Called by the model as `head(hidden [T, M], weight [V, M])`; returns fp32 log-probs [N] and entropies [N].
 
@@ -38,15 +51,18 @@ class LogprobHead:
     """[N] fp32: what the logits of each row are divided by; None means 1."""
     chunk_tokens: int | None = None
     """Tokens that are scored at a time; None: `tokens_of_chunk`."""
+    part: VocabularyPart | None = None
+    """The part of the vocabulary that V rows are; None: all of it."""
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         size = self.chunk_tokens or tokens_of_chunk(weight.device.type, len(weight))
-        return _ChosenLogprobs.apply(hidden, weight, self.rows, self.targets, self.temperatures, size)  # pyright: ignore
+        scored = (self.rows, self.targets, self.temperatures)
+        return _ChosenLogprobs.apply(hidden, weight, *scored, size, self.part)  # pyright: ignore
 
 
 def tokens_of_chunk(device_type: str, vocab_size: int) -> int:
     """Tokens of a chunk: as many as have `CHUNK_ELEMENTS` logits."""
-    return max(1, CHUNK_ELEMENTS[device_type] // vocab_size)
+    return max(1, CHUNK_ELEMENTS[device_type] // max(1, vocab_size))
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -59,41 +75,58 @@ class _ChosenLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperatures: Tensor | None,
         chunk_tokens: int,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         hidden = all_hidden[chosen]
-        logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
-        chunks = _chunks(len(hidden), chunk_tokens)
+        chunks = _chunks(hidden, weight, chunk_tokens)
+        scores = torch.zeros(3, len(hidden), device=hidden.device)
+        target_logits, log_totals, mean_logits = scores
+        if not len(weight):
+            log_totals.fill_(-inf)
         kept = None
         for rows in chunks:
             logits = _logits(hidden, weight, temperatures, rows)
             log_total = logits.logsumexp(-1, keepdim=True)
-            logprobs[rows] = (logits.gather(1, targets[rows, None]) - log_total)[:, 0]
+            target_logits[rows] = logits.gather(1, targets[rows, None])[:, 0]
+            log_totals[rows] = log_total[:, 0]
             probabilities = (logits - log_total).exp_()
-            entropies[rows] = log_total[:, 0] - logits.mul_(probabilities).sum(-1)
+            mean_logits[rows] = logits.mul_(probabilities).sum(-1)
             kept = probabilities
         kept = kept if len(chunks) == 1 else None
-        ctx.save_for_backward(hidden, weight, chosen, targets, temperatures, entropies, kept)
+        has_target = None
+        if part is not None:
+            has_target = part.has_target
+            target_logits.mul_(has_target)
+            of_part = log_totals
+            target_logits, log_totals, mean_logits = part.over_all(scores)
+            if kept is not None:
+                kept.mul_((of_part - log_totals).exp_()[:, None])
+        entropies = log_totals - mean_logits
+        ctx.save_for_backward(hidden, weight, chosen, targets, temperatures, log_totals, entropies, has_target, kept)
         ctx.num_hidden, ctx.chunk_tokens = len(all_hidden), chunk_tokens
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return target_logits - log_totals, entropies
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, weight, chosen, targets, temperatures, entropies, kept = ctx.saved_tensors
+    ) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+        hidden, weight, chosen, targets, temperatures, log_totals, entropies, has_target, kept = ctx.saved_tensors
         grad = torch.zeros_like(entropies) if of_logprobs is None else of_logprobs
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if temperatures is not None:
             grad = grad / temperatures
             of_entropies = None if of_entropies is None else of_entropies / temperatures
-        for rows in _chunks(len(hidden), ctx.chunk_tokens):
+        at_target = grad if has_target is None else grad * has_target
+        for rows in _chunks(hidden, weight, ctx.chunk_tokens):
             # d logprob / d logits = onehot(target) - probabilities
-            probabilities = kept if kept is not None else _logits(hidden, weight, temperatures, rows).softmax(-1)
+            probabilities = kept
+            if probabilities is None:
+                probabilities = _logits(hidden, weight, temperatures, rows).sub_(log_totals[rows, None]).exp_()
             grad_logits = probabilities * -grad[rows, None]
-            grad_logits.scatter_add_(1, targets[rows, None], grad[rows, None])
+            grad_logits.scatter_add_(1, targets[rows, None], at_target[rows, None])
             if of_entropies is not None:
                 # d entropy / d logits = -p (log p + entropy)
                 surprise = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropies[rows, None])
@@ -103,10 +136,12 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_weight += grad_logits.t() @ hidden[rows]
         # A row may speak about several tokens: the first ones of all completions of a prompt.
         grad_all = hidden.new_zeros((ctx.num_hidden, hidden.shape[1])).index_add_(0, chosen, grad_hidden)
-        return grad_all, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_all, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
-def _chunks(num_rows: int, size: int) -> list[slice]:
+def _chunks(hidden: Tensor, weight: Tensor, size: int) -> list[slice]:
+    """Rows of each chunk; none where there is nothing to compare with."""
+    num_rows = len(hidden) if len(weight) else 0
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 

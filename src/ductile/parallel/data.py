@@ -5,21 +5,18 @@ several copies of the state, each deals them out among its own ranks. Gradients 
 averaged: the loss is a sum as well, and is divided once, at the optimizer step.
 """
 
-from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
-from itertools import groupby
-from math import prod
+from collections.abc import Iterable, MutableMapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ductile.core.layout.parameters import parameters
+from ductile.core.layout.holdings import volume
 from ductile.model.transformer import Transformer
 from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
+from ductile.parallel.parts import SlotParts
 
 
 def shard(
@@ -34,7 +31,7 @@ def shard(
         return
     # Activations have the weights' dtype as it is; cos and sin stay fp32, as in the generator.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    for layer in model.layers:
+    for layer in model.layers.values():
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The root's parameters are needed again as soon as the backward pass starts.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -47,16 +44,21 @@ def shard(
                 module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
-def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy this rank's rows out of full tensors. Every parameter must come exactly once."""
+def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parts: SlotParts) -> None:
+    """Copy this slot's part out of full tensors; those of which it has none may come too. Every parameter of the model
+    must come exactly once."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors:
-            parameter = parameters.pop(name)
-            if tensor.shape != parameter.shape:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}, the model wants {list(parameter.shape)}")
-            local, rows = local_shard(parameter), _rows(parameter)
-            local.copy_(tensor[rows])
+            if tensor.shape != parts.shape(name):
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the model wants {list(parts.shape(name))}")
+            if name not in parameters:
+                continue
+            local, held = flat_shard(parameters.pop(name)), parts.held(name)
+            if local.numel() > sum(map(volume, held)):
+                local.zero_()  # rows of padding
+            for box in held:
+                parts.view(name, local, box).copy_(tensor[tuple(map(slice, *box))])
     if parameters:
         raise ValueError(f"no values came for {', '.join(parameters)}")
 
@@ -90,88 +92,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def num_copies(tensor: Tensor) -> int:
-    """Slots that have the same part of the tensor as this one, itself among them."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    return prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
+def flat_shard(tensor: Tensor) -> Tensor:
+    """`local_shard`, flat: what a `Layout` describes."""
+    return local_shard(tensor).view(-1)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, without gradient; all ranks must ask for it.
-
-    DTensor's own way asks gloo for a collective that it does not have for what lies on a GPU.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    mesh, local = tensor.device_mesh, local_shard(tensor)
-    chunk = local.contiguous()
-    if len(local) < _chunk(tensor):
-        chunk = local.new_zeros((_chunk(tensor), *tensor.shape[1:]))
-        chunk[: len(local)] = local
-    whole = chunk.new_empty((mesh.size(mesh.ndim - 1) * len(chunk), *tensor.shape[1:]))
-    dist.all_gather_into_tensor(whole, chunk, group=mesh.get_group(mesh.ndim - 1))
-    return whole[: len(tensor)]
-
-
-def _rows(parameter: Tensor) -> slice:
-    if not isinstance(parameter, DTensor):
-        return slice(None)
-    mesh = parameter.device_mesh
-    num_rows, rank, chunk = len(parameter), mesh.get_local_rank(mesh.ndim - 1), _chunk(parameter)
-    return slice(min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows))
-
-
-def _chunk(parameter: DTensor) -> int:
-    """Rows of a rank that has as many as a rank can have."""
-    mesh = parameter.device_mesh
-    return -(-len(parameter) // mesh.size(mesh.ndim - 1))
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
+def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Every accumulated gradient, sharded as its parameter is. Empty before the first backward pass."""
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def full_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter in `dtype`, gathered one at a time, in the order of `parameters(spec)`. All ranks must run it to
-    its end."""
-    ours = dict(model.named_parameters())
-    for parameter in parameters(model.spec):
-        local = ours[parameter.name].detach().to(dtype)
-        yield parameter.name, full(local)
-
-
-def gathered_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter as the forward pass computes with it, in the order of `parameters(spec)`. All ranks must run it
-    to its end.
-
-    What FSDP2 gathers at once for a forward pass, a layer say, is gathered at once. So a tensor is there until the next
-    one is asked for, and its memory must not be held: `Tensor.numpy` would keep FSDP2 from freeing it.
-    """
-    names = (parameter.name for parameter in parameters(model.spec))
-    with _unsharded(model):
-        for owner, of_owner in groupby(names, key=_unit_of):
-            with _unsharded(model.get_submodule(owner)) if owner else nullcontext():
-                for name in of_owner:
-                    yield name, model.get_parameter(name).detach()
-
-
-def _unit_of(name: str) -> str:
-    """The module that `shard` has wrapped for this parameter; "" is the model itself."""
-    first, number, *_ = name.split(".")
-    return f"{first}.{number}" if first == "layers" else ""
-
-
-@contextmanager
-def _unsharded(module: nn.Module) -> Iterator[None]:
-    """The module has the whole of the parameters that are its own, and not of another unit. Collective."""
-    if not isinstance(module, FSDPModule):
-        yield
-        return
-    module.unshard()
-    try:
-        yield
-    finally:
-        module.reshard()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -1,6 +1,6 @@
 """A layout, connected: the process groups of its axes, and how numbers are summed over its slots."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -8,17 +8,23 @@ from torch import Tensor
 
 from ductile.core.layout.parallel_layout import AXES, FULLY_SHARDED, ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.parallel.data import local_shard, num_copies
+from ductile.parallel.data import flat_shard
+from ductile.parallel.parts import SlotParts
 
 
 class ParallelContext:
     """A `ParallelLayout` as one of its slots sees it."""
 
     def __init__(self, groups: Groups, layout: ParallelLayout) -> None:
-        """Makes the groups that data parallelism needs; collective over the layout, which makes no others meanwhile."""
+        """Makes the groups of all axes; collective over the layout, which makes no others meanwhile."""
         self.layout = layout
+        self.slot = groups.slot
         self._groups = groups
         self.everyone = self.group(*AXES)
+        for axis in ("pp", "cp", "tp"):
+            self.group(axis)
+        self.ends = self._ends()
+        """Group of this slot's pipeline's first and last slot; None on slots between them, and without pp."""
         products = [("dp_replicate",), FULLY_SHARDED] if layout.dims.dp_replicate > 1 else [FULLY_SHARDED]
         self.mesh = groups.mesh(layout.mesh.around(groups.slot, *products))
         """Mesh of FSDP2: the shards of this slot's copy; before that axis the copies, when there are several."""
@@ -35,15 +41,24 @@ class ParallelContext:
         """The group of the slots that differ along these axes alone; collective among them the first time."""
         return self._groups.group(self.layout.group(self._groups.slot, axes))
 
+    def messages(self, *axes: str) -> dist.ProcessGroup:
+        """`group` as `dist.isend` and `dist.irecv` take it."""
+        return self._groups.messages(self.layout.group(self.slot, axes))
+
+    def _ends(self) -> dist.ProcessGroup | None:
+        in_stages = self.layout.group(self.slot, ("pp",))
+        ends = (in_stages[0], in_stages[-1])
+        return self._groups.group(ends) if len(in_stages) > 1 and self.slot in ends else None
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor in place, over all slots."""
         dist.all_reduce(tensor, group=self.everyone)
         return tensor
 
-    def share_of_square(self, gradients: Sequence[Tensor]) -> Tensor:
+    def share_of_square(self, gradients: Mapping[str, Tensor], parts: SlotParts) -> Tensor:
         """This slot's share of the squared norm of the whole gradient, of which these are its parts: `sum` adds the
-        shares up. What several slots have alike (copies of the state, a norm's weight along tp) counts in part on
-        each."""
-        norms = [torch.linalg.vector_norm(local_shard(gradient), dtype=torch.float32) for gradient in gradients]
-        squares = torch.stack(norms).double().square()
-        return (squares / squares.new_tensor([num_copies(gradient) for gradient in gradients])).sum()
+        shares up. What several slots have alike (copies of the state, a norm's weight along tp) counts on the one that
+        owns it."""
+        owned = [view for name, gradient in gradients.items() for view in parts.owned_views(name, flat_shard(gradient))]
+        norms = [torch.linalg.vector_norm(view, dtype=torch.float32) for view in owned]
+        return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)

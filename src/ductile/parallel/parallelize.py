@@ -1,12 +1,14 @@
 """How a textbook model becomes a parallel one. The order of things, on one page:
 
-1. refuse the axes that are not built yet: all but dp_replicate and dp_shard, which are data parallelism
-2. describe it on the meta device, where it takes no memory
-3. shard its parameters over the ranks (`parallel.data`)
-4. give memory to this rank's shards alone
-5. fill them from the full tensors, one at a time, so that no rank ever holds the whole model
+1. refuse the axes that are not built yet (all but `BUILT`)
+2. describe it on the meta device, where it takes no memory: of the layers, those of this slot's stage
+   (`parallel.pipeline`)
+3. keep this slot's part of each weight, and modules that compute with it (`parallel.tensor_parallel`)
+4. shard what that leaves over the ranks (`parallel.data`); cp does no more to it (`parallel.context_parallel`)
+5. give memory to this rank's shards alone
+6. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
-Where the caller has the shards already, or brings them later, 4 and 5 are theirs: `build_over`.
+Where the caller has the shards already, or brings them later, 5 and 6 are theirs: `build_over`.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -21,8 +23,12 @@ from ductile.core.layout.parallel_layout import DATA_PARALLEL, ParallelDims
 from ductile.core.layout.peak import compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
-from ductile.parallel import data
+from ductile.parallel import data, pipeline, tensor_parallel
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.parts import SlotParts
+
+BUILT = (*DATA_PARALLEL, "pp", "cp", "tp")
+"""Axes that a model can be spread over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +55,16 @@ def build(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     context: ParallelContext,
+    parts: SlotParts,
     device: str | torch.device,
     precision: Precision,
     reshard_after_forward: bool = True,
 ) -> Transformer:
     """The model of `spec`, spread over the context's slots, with the values of `tensors` (our names, full, every
-    parameter once)."""
+    parameter once), of which this slot has `parts`."""
     model = _describe(spec, context, precision, reshard_after_forward)
     model.to_empty(device=device)
-    data.fill(model, tensors)
+    data.fill(model, tensors, parts)
     return model
 
 
@@ -82,15 +89,20 @@ def _describe(
     spec: ModelSpec, context: ParallelContext, precision: Precision, reshard_after_forward: bool
 ) -> Transformer:
     _refuse_unbuilt(context.layout.dims)
+    layers = pipeline.layers_of_slot(spec, context.layout, context.slot)
+    if len(layers) < spec.num_layers:
+        reshard_after_forward = False  # all micro-batches of a schedule need them
     with torch.device("meta"):
-        model = Transformer(spec).to(precision.parameters)
+        model = Transformer(spec, layers).to(precision.parameters)
+    if context.layout.dims.tp > 1:
+        tensor_parallel.apply(model, context)
     data.shard(model, context.mesh, precision.compute, precision.reduce, reshard_after_forward)
     return model
 
 
 def _refuse_unbuilt(dims: ParallelDims) -> None:
     """Raises ValueError for axes above 1 whose keys the config marks as not built."""
-    sizes = {axis: size for axis, size in asdict(dims).items() if size > 1 and axis not in DATA_PARALLEL}
+    sizes = {axis: size for axis, size in asdict(dims).items() if size > 1 and axis not in BUILT}
     marks = {axis: keys(TrainerModelConfig)[axis].not_built for axis in sizes}
     refused = [f"trainer.model.{axis} = {sizes[axis]}. {mark.sentence()}" for axis, mark in marks.items() if mark]
     if refused:

@@ -6,16 +6,18 @@ How it gets there and back is `ductile.parallel.state`.
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ductile.parallel import state
-from ductile.trainer.state import named_state
+from ductile.parallel.state import HeldTensor
+from ductile.trainer.state import named_state, parts_of
 from ductile.trainer.trainer import Trainer
 
 
 def save_state(trainer: Trainer, path: str | Path) -> None:
     """Write the directory `path`; collective. Any number of ranks can load it. Not atomic, but synced to disk."""
     counts = {"step": torch.tensor(trainer.step), "num_updates": torch.tensor(trainer.num_updates)}
-    state.save(named_state(trainer) | counts, path, trainer.context)
+    state.save(_held(trainer) | counts, path, trainer.context)
 
 
 def load_state(trainer: Trainer, path: str | Path) -> None:
@@ -24,5 +26,14 @@ def load_state(trainer: Trainer, path: str | Path) -> None:
     Raises StateError when `path` does not have a whole state of this model and optimizer.
     """
     counts = {"step": torch.tensor(0), "num_updates": torch.tensor(0)}
-    state.load(named_state(trainer) | counts, path, trainer.context)
+    state.load(_held(trainer) | counts, path, trainer.context)
     trainer.go_on_at(int(counts["step"]), int(counts["num_updates"]))
+
+
+def _held(trainer: Trainer) -> dict[str, Tensor | HeldTensor]:
+    """This slot's parts of parameters and moments, by the names of `ductile.trainer.state`, such as
+    `exp_avg/layers.0.mlp.down_proj.weight`."""
+    return {
+        name: HeldTensor(local, trainer.parts, name.split("/", 1)[1])
+        for name, local in parts_of(named_state(trainer)).items()
+    }

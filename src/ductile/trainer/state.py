@@ -21,7 +21,7 @@ from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import model_layout
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
-from ductile.parallel.data import like, local_shard
+from ductile.parallel.data import flat_shard, like
 from ductile.trainer.optimizer import state_of, supported
 from ductile.trainer.trainer import Trainer
 
@@ -55,7 +55,7 @@ def set_gradient(trainer: Trainer, parts: Mapping[str, Tensor]) -> None:
 
 def parts_of(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of each tensor, flat, sharing memory: what a `Layout` calls by the same name."""
-    return {name: local_shard(tensor).view(-1) for name, tensor in named.items()}
+    return {name: flat_shard(tensor) for name, tensor in named.items()}
 
 
 class StatePlans:

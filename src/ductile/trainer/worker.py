@@ -1,10 +1,9 @@
 """The train role of one slot: commands in, replies out."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,23 +33,18 @@ from ductile.messages.workers import (
     TransferState,
     Withdraw,
 )
-from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
-from ductile.model.transformer import Transformer
-from ductile.parallel.data import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.state import StateError
+from ductile.records import Manifest
 from ductile.roles import RoleAssignment, StateKept
-from ductile.tasks.tokenizer import Tokenizer
 from ductile.trainer import checkpoint
+from ductile.trainer.export import FolderNotWritten, export_model
 from ductile.trainer.prepare import TrainerPart
 from ductile.trainer.resize import Resize
 from ductile.trainer.state import StatePlans
 from ductile.trainer.trainer import LossFailed, Trainer, spec_of
 from ductile.weights.shared_memory import SharedMemory
 from ductile.weights.weight_transport import WeightTransport
-
-T = TypeVar("T")
-Tensors = Iterator[tuple[str, Tensor]]
 
 
 class TrainRole:
@@ -91,10 +85,7 @@ class TrainRole:
                     return Stepped(self._live.optim_step(loss_denominator))
             case Publish(version=version):
                 with self._keeping_state():
-                    manifest = self._first_only(
-                        gathered_tensors, lambda tensors: self._transport.publish(version, tensors)
-                    )
-                return Published(manifest)
+                    return Published(self._publish(version))
             case Withdraw(version=version):
                 self._transport.withdraw(version)
             case SaveState(path=path):
@@ -104,13 +95,16 @@ class TrainRole:
                 with self._in_step():
                     checkpoint.load_state(self._live, path)
             case ExportModel(path=path, dtype=dtype):
-                with self._keeping_state():
-                    self._export(path, dtype)
+                with self._keeping_state(), self._in_step():
+                    export_model(self._live, path, dtype)
             case Prepare(order=order):
                 self._prepare(order)
             case Ready(epoch=epoch):
                 return Readiness(self._change(epoch).is_ready)
             case Freeze(epoch=epoch, with_gradient=with_gradient):
+                if self._instance is not None and self._instance.trainer is not None:
+                    with self._in_step():  # whatever else this slot has to say of the change: the others sum, too
+                        self._live.reduce_gradients()
                 return self._change(epoch).freeze(with_gradient)
             case TransferState(epoch=epoch, progress=progress):
                 return self._change(epoch).transfer_state(progress)
@@ -174,32 +168,21 @@ class TrainRole:
         if full is not None:
             raise full
 
-    def _export(self, path: str, named_dtype: str) -> None:
-        spec, source = self._live.spec, Path(self._config.model.name or "")
-        wanted = stored_dtype(source) if named_dtype == "auto" else dtype_named(named_dtype)
-        dtype = wanted or self._live.precision.parameters
-        eos = Tokenizer.from_folder(source).eos_token_ids if (source / "tokenizer.json").is_file() else ()
+    def _publish(self, version: int) -> Manifest | None:
+        """The layout's first slot offers the whole tensors; the others help to gather them.
 
-        def save(tensors: Tensors) -> None:
-            save_model(path, spec, _InOrder(tensors), source, dtype, eos_token_ids=eos)
-
-        self._first_only(lambda model: full_tensors(model, dtype), save)
-
-    def _first_only(self, gather: Callable[[Transformer], Tensors], use: Callable[[Tensors], T]) -> T | None:
-        """The layout's first slot does something with the whole tensors; the others help to gather them.
-
-        When `use` fails half way, the first slot still gathers the rest: the others are spared its failure.
+        When it fails half way, it still gathers the rest: the others are spared its failure.
         """
-        tensors = self._gathered(gather)
+        tensors = self._gathered()
         try:
-            return use(tensors) if self._live.context.is_first else None
+            return self._transport.publish(version, tensors) if self._live.context.is_first else None
         finally:
             for _ in tensors:
                 pass
 
-    def _gathered(self, gather: Callable[[Transformer], Tensors]) -> Tensors:
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         with self._in_step():
-            yield from gather(self._live.model)
+            yield from self._live.gathered_weights()
 
     @property
     def _live(self) -> Trainer:
@@ -217,8 +200,8 @@ class TrainRole:
             raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
         try:
             yield instance
-        except LossFailed:
-            raise  # the trainer is as good as before, and can be saved
+        except (LossFailed, FolderNotWritten):
+            raise  # all slots are in step, and the trainer is as good as before
         except Exception as error:
             instance.drop()
             instance.groups.abandon(error)
@@ -233,22 +216,3 @@ class TrainRole:
             if self._instance is None or self._instance.trainer is None:
                 raise
             raise StateKept(error_text(error)) from error
-
-
-class _InOrder(Mapping[str, Tensor]):
-    """Named tensors that come one at a time, for a reader that asks for each once, in their order."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        found, tensor = next(self._tensors)
-        if found != name:
-            raise KeyError(f"{name} was asked for where {found} is next")
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        raise TypeError("these tensors are read by name, in order")
-
-    def __len__(self) -> int:
-        raise TypeError("these tensors are read by name, in order")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.cp_style import why_not
 from ductile.core.layout.parallel_layout import AXES, ParallelDims
+from ductile.core.layout.pipeline import runs_of_layers
 from ductile.core.layout.planner import LayoutFinding, plan_layout
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.stages import contiguous_stages, runs
 from ductile.core.layout.strategy import model_layout
 
 QWEN = ModelSpec("qwen3", 151_936, 1024, 3072, 28, 16, 8, 128, tie_embeddings=True, qk_norm=True)
@@ -240,8 +240,7 @@ def test_what_it_returns_is_a_layout_that_the_model_can_have(
         on = {slot for tensor in holdings for slot, _, size in tensor.holdings.sizes if size}
         assert on == {*slots}, "tp and pp leave no slot without a part"
     if dims.pp > 1:
-        stages = runs(layout.stages or contiguous_stages(spec.num_layers, dims.pp))
-        assert [stage for stage, _ in stages] == [*range(dims.pp)] * asked.num_runs
+        assert len(runs_of_layers(layout, spec.num_layers)) == dims.pp * asked.num_runs
 
 
 @given(specs(), requests(), st.integers(1, 24))

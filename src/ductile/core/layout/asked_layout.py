@@ -10,9 +10,9 @@ from typing import Literal
 
 from ductile.core.layout.cp_style import CpStyleAsked
 from ductile.core.layout.parallel_layout import ParallelDims
+from ductile.core.layout.pipeline import PipelineSchedule
 
 Auto = Literal["auto"]
-PpSchedule = Literal["1f1b", "interleaved", "zero_bubble"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class AskedLayout:
     cp: int = 1
     tp: int | Auto = 1
     cp_style: CpStyleAsked = "auto"
-    pp_schedule: PpSchedule = "1f1b"
+    pp_schedule: PipelineSchedule = "1f1b"
     vpp: int | Auto = "auto"
     """Runs of layers on each slot of pp. "auto": 2 where the schedule is "interleaved", else 1."""
     seq_len: int = 2048

@@ -19,9 +19,10 @@ from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.cp_style import CpStyleChosen, chosen_style, token_multiple, why_not
 from ductile.core.layout.layout_text import in_words
 from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
+from ductile.core.layout.pipeline import runs_of_layers
 from ductile.core.layout.slot_memory import USABLE, slot_bytes
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.stages import balanced_stages, contiguous_stages, head_layers, runs
+from ductile.core.layout.stages import balanced_stages, contiguous_stages, head_layers
 from ductile.core.layout.tp_sizes import even_tp_sizes, tp_notes, why_not_tp
 
 MOST_AUTO_TP = 8
@@ -91,12 +92,12 @@ def plan_layout(
     reasons = {key: f"auto: {text}" for key, text in _reasons(asked, best, possible)}
     if dims.cp > 1 and asked.cp_style == "auto":
         reasons["cp_style"] = f"auto: {style}, as {why}"
-    stages: tuple[int, ...] = ()
+    layout = ParallelLayout(slots, dims)
     if spec is not None and dims.pp > 1:
         stages = balanced_stages(spec, dims.pp, sized.num_runs)
-        reasons["stages"] = _layers(spec, stages)
-        stages = () if stages == contiguous_stages(spec.num_layers, dims.pp) else stages
-    layout = ParallelLayout(slots, dims, stages)
+        if stages != contiguous_stages(spec.num_layers, dims.pp):
+            layout = replace(layout, stages=stages)
+        reasons["stages"] = _layers(spec, layout)
     return PlannedLayout(layout, style, reasons, warnings=tuple(best.warnings()))
 
 
@@ -304,9 +305,9 @@ def _reasons(asked: AskedLayout, best: _Try, possible: Sequence[_Try]) -> Iterat
             yield axis, "no smaller size fits the number of slots"
 
 
-def _layers(spec: ModelSpec, stages: Sequence[int]) -> str:
-    """ "19 and 9 layers: the output embeddings count as 9.9"."""
-    sizes = _listed([len(layers) for _, layers in runs(stages)], last="and")
+def _layers(spec: ModelSpec, layout: ParallelLayout) -> str:
+    """ "19 and 9 layers, where the output embeddings count as 9.9"."""
+    sizes = _listed([len(layers) for layers in runs_of_layers(layout, spec.num_layers)], last="and")
     return f"{sizes} layers, where the output embeddings count as {head_layers(spec):.1f}"
 
 

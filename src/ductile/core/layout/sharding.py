@@ -82,6 +82,11 @@ def place(
     return Holdings(shape, owners[order], start, stop, offset[:, 0], strides, buffer, tuple(sorted(sizes)))
 
 
+def local_shape(shape: Shape, mesh: Mesh, shards: Sequence[Shard], slot: int) -> Shape:
+    """Shape of a slot's part of a tensor that `shards` cut in this order, padding included."""
+    return _runs(shape, mesh, shards, tuple(mesh.coordinate(slot, shard.axes) for shard in shards))[0]
+
+
 def _row(runs: tuple[IndexRun, ...], strides: Shape) -> tuple[int, ...]:
     """start, stop and strides of every dim, then the offset."""
     start = tuple(position for position, _, _ in runs)
@@ -105,19 +110,24 @@ def _runs(
 
 
 def _split(parts: tuple[tuple[int, int], ...], size: int, coordinate: int) -> tuple[int, list[IndexRun]]:
-    lead = max(units for _, units in parts)
-    chunk = -(-lead // size)
-    low, high = min(coordinate * chunk, lead), min((coordinate + 1) * chunk, lead)
     runs: list[IndexRun] = []
     base = local = 0
-    for length, units in parts:
-        if low < high:
-            first, last = low * units // lead, -(-high * units // lead)
+    held = units_of([units for _, units in parts], size, coordinate)
+    for (length, units), kept in zip(parts, held, strict=True):
+        if kept:
             unit = length // units
-            runs.append((base + first * unit, local, (last - first) * unit))
-            local += (last - first) * unit
+            runs.append((base + kept.start * unit, local, len(kept) * unit))
+            local += len(kept) * unit
         base += length
     return local, runs
+
+
+def units_of(units: Sequence[int], size: int, coordinate: int) -> list[range]:
+    """Units of each component of a fused dim that chunk number `coordinate` of `size` has."""
+    lead = max(units)
+    length = -(-lead // size)
+    low, high = min(coordinate * length, lead), min((coordinate + 1) * length, lead)
+    return [range(low * count // lead, -(-high * count // lead)) if low < high else range(0) for count in units]
 
 
 def chunk(extent: int, runs: list[IndexRun], size: int, coordinate: int) -> tuple[int, list[IndexRun]]:

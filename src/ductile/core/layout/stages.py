@@ -8,9 +8,6 @@ A run of layers with one stage is what `torch.distributed.pipelining` calls a st
 stage); a slot has `vpp` of them, and the last one, with the output embeddings, is always on the last slot.
 """
 
-from collections.abc import Sequence
-from itertools import groupby
-
 from ductile.core.layout.flops import layer_matrix_parameters
 from ductile.core.layout.spec import ModelSpec
 
@@ -33,15 +30,6 @@ def balanced_stages(spec: ModelSpec, pp: int, vpp: int = 1) -> Stages:
 def head_layers(spec: ModelSpec) -> float:
     """How many layers' products the output embeddings are worth, for a token that is scored."""
     return spec.vocab_size * spec.hidden_size / layer_matrix_parameters(spec)
-
-
-def runs(stages: Sequence[int]) -> list[tuple[int, range]]:
-    """(stage, layers) of every run of layers: what one stage of `torch.distributed.pipelining` has."""
-    found: list[tuple[int, range]] = []
-    for stage, layers in groupby(range(len(stages)), key=lambda layer: stages[layer]):
-        numbers = list(layers)
-        found.append((stage, range(numbers[0], numbers[-1] + 1)))
-    return found
 
 
 def _layers_of_runs(num_layers: int, num_runs: int, head: float) -> list[int]:

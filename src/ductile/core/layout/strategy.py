@@ -16,7 +16,7 @@ from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.parallel_layout import FULLY_SHARDED
 from ductile.core.layout.parameters import parameters
-from ductile.core.layout.sharding import Shard, place
+from ductile.core.layout.sharding import Shard, local_shape, place
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.stages import contiguous_stages
 
@@ -59,8 +59,7 @@ def model_layout(
         stages = contiguous_stages(spec.num_layers, mesh.size(("pp",)))
     if len(stages) != spec.num_layers or not all(0 <= stage < mesh.size(("pp",)) for stage in stages):
         raise ValueError(f"stages {tuple(stages)} do not place {spec.num_layers} layers on {mesh.size(('pp',))} stages")
-    unit = vocab_multiple * mesh.size(("tp",))
-    splits = tensor_parallel(spec, -(-spec.vocab_size // unit) * unit)
+    splits = tensor_parallel(spec, _vocab_rows(spec, mesh, vocab_multiple))
     known: dict[tuple[Shape, tuple[Shard, ...], tuple[int, ...]], Holdings] = {}
     tensors: list[Tensor] = []
     for parameter in parameters(spec):
@@ -71,6 +70,21 @@ def model_layout(
             known[what] = place(parameter.shape, mesh, steps, (("pp", what[2]),))
         tensors.append(Tensor(parameter.name, dtype, known[what]))
     return Layout(tensors, mesh.slots)
+
+
+def tensor_parallel_shapes(spec: ModelSpec, mesh: Mesh, slot: int) -> dict[str, Shape]:
+    """Shape that tp leaves of each parameter on a slot, before FSDP2 deals out its rows; padding included."""
+    splits = tensor_parallel(spec, _vocab_rows(spec, mesh))
+    found: dict[str, Shape] = {}
+    for parameter in parameters(spec):
+        split = splits.get(_kind(parameter.name))
+        found[parameter.name] = local_shape(parameter.shape, mesh, [split] if split else [], slot)
+    return found
+
+
+def _vocab_rows(spec: ModelSpec, mesh: Mesh, multiple: int = 1) -> int:
+    unit = multiple * mesh.size(("tp",))
+    return -(-spec.vocab_size // unit) * unit
 
 
 def _kind(name: str) -> str:

@@ -5,7 +5,7 @@ decide on them, tests write them down by hand.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ductile.core.instances.instances import (
@@ -20,6 +20,7 @@ from ductile.core.instances.instances import (
 from ductile.core.instances.placement import Placement, Role
 from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.pipeline import micro_batches_of_message
 from ductile.core.scheduling.cost import Speeds, SwitchCosts
 
 IN_FLIGHT = 2
@@ -154,6 +155,10 @@ class Limits:
     """Slots that one generator takes."""
     slots_per_scorer: int = 1
 
+    def at(self, placement: Placement, *, on_gpu: bool) -> "Limits":
+        """The same with what depends on the placement that a run begins with."""
+        return replace(self, min_score=1 if placement.score else 0, may_share=may_share(placement, on_gpu=on_gpu))
+
     def slots_per(self, role: Serving) -> int:
         """Slots that one instance of the role takes."""
         return self.slots_per_generator if role == "generate" else self.slots_per_scorer
@@ -252,7 +257,12 @@ class ClusterState:
     def micro_step_s(self) -> float:
         """Seconds of a full micro-step."""
         dims = self.trainer.layout.dims
-        return self.speeds.train.seconds(self.trainer.seq_len, dims.num_data_parallel, dims.rank_shape)
+        return self.speeds.train.seconds(self._micro_step_tokens, dims.num_data_parallel, dims.rank_shape)
+
+    @property
+    def _micro_step_tokens(self) -> int:
+        """Tokens of a data-parallel rank in a full micro-step."""
+        return self.trainer.seq_len * micro_batches_of_message(self.trainer.layout)[0]
 
     @property
     def patience_s(self) -> float:
@@ -264,10 +274,8 @@ class ClusterState:
     def resize_wait_s(self) -> float:
         """Seconds from the decision until the trainer's slots can change: messages wait for the micro-steps that were
         sent before, on average for half of the one that runs, and the slots say once more that they are ready."""
-        num_ranks, seq_len = self.trainer.layout.num_data_parallel, self.trainer.seq_len
-        micro_steps = (
-            0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / (num_ranks * seq_len))
-        )
+        tokens = self.trainer.layout.num_data_parallel * self._micro_step_tokens
+        micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / tokens)
         return micro_steps * self.micro_step_s + self.costs.prepare_s
 
     @property

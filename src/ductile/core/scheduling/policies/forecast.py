@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ductile.core.layout.pipeline import micro_batches_of_message
 from ductile.core.scheduling.arithmetic import FloatArray, chance_of_any, dot, interpolate, mixed_power, ordered_sum
 from ductile.core.scheduling.cost import context_transfer
 from ductile.core.scheduling.lengths import Survival, histogram
@@ -204,7 +205,9 @@ class _Stage:
         before, paused_s = self.generators, np.zeros_like(left)
         change = ~self.second & (left <= plans.until)
         # A slot that joins a trainer at work waits for the end of a micro-step, on average for half of it.
-        lag_s = state.speeds.train.seconds(state.trainer.seq_len, 1, state.trainer.layout.dims.rank_shape) / 2
+        now = state.trainer.layout
+        tokens = state.trainer.seq_len * micro_batches_of_message(now)[0]
+        lag_s = state.speeds.train.seconds(tokens, 1, now.dims.rank_shape) / 2
         if change.any():
             paused_s += np.where(change, plans.resize_s + lag_s * (self.trainers > 0) * (plans.resize_s > 0), 0.0)
             self.generators = np.where(change, plans.then, self.generators)

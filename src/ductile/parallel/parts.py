@@ -1,0 +1,63 @@
+"""A slot's part of a model's tensors: boxes of the whole tensors, as views of the slot's own memory.
+
+Which boxes these are follows from the layout (`ductile.core.layout.strategy.model_layout`), so nothing here knows an
+axis. Parameters, moments and gradients of one parameter all lie alike.
+"""
+
+from functools import lru_cache
+
+from torch import Tensor
+
+from ductile.core.layout.holdings import Box, volume
+from ductile.core.layout.layout import Layout
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.strategy import model_layout
+from ductile.core.transfer.cells import Atoms, atoms
+from ductile.core.transfer.owners import owned_boxes
+
+
+class SlotParts:
+    """Knows where each of a slot's numbers belongs. `local` is always the slot's part of the tensor `name`, flat."""
+
+    def __init__(self, layout: Layout, slot: int) -> None:
+        self._layout, self._slot = layout, slot
+        self._turns = {tensor.name: turn for turn, tensor in enumerate(layout)}
+        self._atoms: dict[bytes, Atoms] = {}
+        self.owned = lru_cache(maxsize=None)(self._owned)
+        """Function that gives the boxes of a tensor which this slot owns (`ductile.core.transfer.owners`)."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, parallel: ParallelLayout, slot: int) -> "SlotParts":
+        """The slot's part of the model's parameters, by their names."""
+        return cls(model_layout(spec, parallel.mesh, stages=parallel.stages or None), slot)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self._layout[name].shape
+
+    def held(self, name: str) -> list[Box]:
+        """The boxes that this slot holds, whoever owns them."""
+        return [(start, stop) for start, stop, *_ in self._layout[name].holdings.rows_of(self._slot)]
+
+    def view(self, name: str, local: Tensor, box: Box) -> Tensor:
+        """A box that this slot holds, in its own memory."""
+        view = self._layout[name].holdings.view(self._slot, box)
+        return local.as_strided(view.shape, view.strides, local.storage_offset() + view.offset)
+
+    def owned_views(self, name: str, local: Tensor) -> list[Tensor]:
+        """The numbers that this slot owns, in its own memory: all of `local` in one piece where it owns all of it."""
+        boxes = self.owned(name)
+        if not boxes:
+            return []
+        if len(boxes) == len(self._layout[name].holdings.rows_of(self._slot)) and local.numel() == sum(
+            volume(box) for box in boxes
+        ):
+            return [local]
+        return [self.view(name, local, box) for box in boxes]
+
+    def _owned(self, name: str) -> list[Box]:
+        holdings = self._layout[name].holdings
+        if holdings.geometry not in self._atoms:
+            self._atoms[holdings.geometry] = atoms(holdings)
+        return owned_boxes(self._atoms[holdings.geometry], self._slot, self._turns[name])

@@ -1,0 +1,82 @@
+"""Writing the trainer's model as a Hugging Face folder, several slots at once.
+
+    first slot     begins the folder: config, tokenizer, index
+    all slots      gather the parameters, one at a time; each slot writes the files that are dealt to it
+    first slot     gives the folder its name, if all have written theirs
+
+No slot ever holds more than one whole parameter, and none writes more than its files. A slot that cannot write still
+helps to gather, so that all slots stay in step.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ductile.config.weight_headers import ModelFolderError
+from ductile.core.layout.spec import SpecError
+from ductile.model.checkpoint import (
+    MAX_SHARD_BYTES,
+    begin_folder,
+    discard_folder,
+    dtype_named,
+    finish_folder,
+    stored_dtype,
+    write_weights,
+)
+from ductile.tasks.tokenizer import Tokenizer
+from ductile.trainer.trainer import Trainer
+
+
+class FolderNotWritten(Exception):
+    """The folder cannot be written. All slots are in step, and the trainer is as it was."""
+
+
+def export_model(trainer: Trainer, path: str, named_dtype: str, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write the folder `path`, which appears whole or not at all; collective. `named_dtype`: "auto" is that of the
+    folder the model came from.
+
+    Raises FolderNotWritten on each slot that cannot write its files, once all slots are through; the others return, and
+    there is no folder.
+    """
+    source, context = Path(trainer.config.model.name or ""), trainer.context
+    wanted = stored_dtype(source) if named_dtype == "auto" else dtype_named(named_dtype)
+    dtype = wanted or trainer.precision.parameters
+    slots = context.layout.slots
+
+    def begin() -> None:
+        if context.is_first:
+            eos = Tokenizer.from_folder(source).eos_token_ids if (source / "tokenizer.json").is_file() else ()
+            begin_folder(path, trainer.spec, source, dtype, max_shard_bytes, eos)
+
+    def write() -> None:
+        named = trainer.full_weights(dtype)
+        try:
+            tensors = (tensor for _, tensor in named)
+            write_weights(path, trainer.spec, tensors, dtype, max_shard_bytes, slots.index(context.slot), len(slots))
+        finally:
+            for _ in named:  # the other slots gather to the end
+                pass
+
+    def finish() -> None:
+        if context.is_first:
+            finish_folder(path)
+
+    try:
+        all(_by_all(step, trainer) for step in (begin, write, finish))  # no step after one that a slot could not do
+    finally:
+        if context.is_first:
+            discard_folder(path)
+
+
+def _by_all(step: Callable[[], None], trainer: Trainer) -> bool:
+    """Take a step that may fail on one slot alone: it fails there, and the others learn that it did."""
+    failure: Exception | None = None
+    try:
+        step()
+    except (OSError, ModelFolderError, SpecError) as error:  # all else is a failure of the slots' work together
+        failure = error
+    num_failed = trainer.context.sum(torch.tensor(float(failure is not None), device=trainer.device))
+    if failure is not None:
+        raise FolderNotWritten(str(failure)) from failure
+    return not num_failed.item()
