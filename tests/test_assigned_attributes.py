@@ -11,7 +11,9 @@ SOURCES = Path(__file__).parents[1] / "src" / "ductile"
 STAYS = {
     "cluster.depends_on": "the cluster is there before the trainer",
     "asked.run": "a namespace of argparse",
+    "ctx.group": "a context of torch.autograd",
     "ctx.num_tokens": "a context of torch.autograd",
+    "ctx.shared": "a context of torch.autograd",
     "module.weight.data": "a parameter of torch",
     "sequence.blocks": "the scheduler gives sequences their blocks of the cache",
     "sequence.imported": "as `sequence.blocks`",
