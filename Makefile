@@ -9,7 +9,7 @@ TORCH_CPU ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: setup quickstart check format test test-fast endings chaos figures gpu clean
+.PHONY: setup quickstart check format test test-fast parity resize-parity endings chaos figures gpu clean
 
 setup: .venv/.installed
 
@@ -52,6 +52,17 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py
 
+# Every mesh of tests/parity/meshes.py against one device, and pairs of them: resized in the middle of a batch, saved on one
+# and loaded on the other. A table each, of which the suite has a part; `make parity ONLY="qwen3 tp=2"` takes the rows that
+# have all of these words.
+ONLY ?=
+
+parity: setup
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.parity meshes $(ONLY)
+
+resize-parity: setup
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.parity resizes $(ONLY)
+
 # 500 endings in virtual time and 40 with real processes and signals; about a quarter of an hour on two cores.
 endings: setup
 	ENDINGS_VIRTUAL=500 ENDINGS_REAL=40 $(BIN)/python -m pytest tests/end_to_end/test_endings.py -q -s
@@ -61,8 +72,8 @@ endings: setup
 chaos: setup
 	KILL_TRIALS=60 CHAOS_TRIALS=10 $(BIN)/python -m pytest tests/end_to_end/test_kills.py tests/end_to_end/test_chaos.py -q -rA
 
-# Every benchmark but gpu.py, each to its file in benchmarks/results, then the tables of README and docs: about two hours on
-# two cores with nothing else at work. The peers come with the extra `bench`.
+# Every benchmark but gpu.py, each to its file in benchmarks/results, then the tables of README and docs: some two and a
+# half hours on two cores with nothing else at work. The peers come with the extra `bench`.
 figures: setup
 	$(PIP) install -e '.[dev,bench]'
 	$(BIN)/python benchmarks/run_all.py

@@ -9,11 +9,7 @@ import pytest
 
 SOURCES = Path(__file__).parents[1] / "src" / "ductile"
 STAYS = {
-    "cluster.depends_on": "the cluster is there before the trainer",
     "asked.run": "a namespace of argparse",
-    "ctx.group": "a context of torch.autograd",
-    "ctx.num_tokens": "a context of torch.autograd",
-    "ctx.shared": "a context of torch.autograd",
     "module.weight.data": "a parameter of torch",
     "sequence.blocks": "the scheduler gives sequences their blocks of the cache",
     "sequence.imported": "as `sequence.blocks`",
@@ -61,12 +57,14 @@ def homes(sources: Sources) -> dict[str, set[str]]:
 def foreign(sources: Sources) -> dict[str, str]:
     """Assignments to attributes that classes of other modules have, and none of the module itself, with their place.
 
-    An attribute that no class of ours has is a library's.
+    An attribute that no class of ours has is a library's, and so is any of `ctx`, a context of torch.autograd.
     """
     known, found = homes(sources), dict[str, str]()
     for module, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             for attribute in assigned(node):
+                if ast.unparse(attribute.value) == "ctx":
+                    continue
                 if not is_own(attribute) and known[attribute.attr] and module not in known[attribute.attr]:
                     found[ast.unparse(attribute)] = f"{module}:{attribute.lineno}"
     return found

@@ -25,6 +25,18 @@ def test_the_import_order_of_the_docs_is_the_one_that_is_enforced():
     assert " > ".join(f"`{layer}`" for layer in contract["layers"]) in text
 
 
+def test_the_bands_of_the_docs_name_all_packages_in_the_order_of_their_imports():
+    (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer.split(" | ") for layer in reversed(contract["layers"])]
+    height = {package: at for at, packages in enumerate(layers) for package in packages}
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    table = text[text.index("| band |") :].split("\n\n")[0].splitlines()[2:]
+    bands = [re.findall(r"`(\w+)`", line.split("|")[2]) for line in table]
+    for packages in bands:
+        assert packages == sorted(packages, key=lambda package: height[package])
+    assert {package for packages in bands for package in packages} == height.keys()
+
+
 def test_ductile_is_on_the_path_before_it_is_called():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.index("\nsource .venv/bin/activate ") < text.index("```\nductile check")

@@ -14,6 +14,8 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 
 Scope = Literal["request", "instance", "slot", "run"]
+SCOPES: tuple[Scope, ...] = ("run", "slot", "instance", "request")
+"""All scopes, the widest first."""
 
 
 class Failure(Exception):
@@ -27,7 +29,8 @@ class Failure(Exception):
     retryable: ClassVar[bool] = False
     """The same may be asked again, of another instance or later: nothing that it needs is lost."""
     scope: ClassVar[Scope] = "run"
-    """What has failed; all that is beyond it is well."""
+    """What has failed; all that is beyond it is well. Where several fail together, the widest is what is raised: the
+    others follow from it (`ductile.transport.fanout`)."""
 
 
 class SlotLost(Failure):

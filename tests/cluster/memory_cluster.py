@@ -36,7 +36,7 @@ class MemoryCluster:
         start_s: seconds that a start takes."""
         self.mailbox, self.slots = mailbox, tuple(slots)
         self.rendezvous = "127.0.0.1:1"
-        self.depends_on: Callable[[int], bool] = lambda slot: True
+        self._needed: Callable[[int], bool] = lambda slot: True
         self.devices = dict.fromkeys(slots, "cpu")
         self.processes: dict[int, MemoryProcess] = {}
         self.running: set[int] = set()
@@ -72,6 +72,16 @@ class MemoryCluster:
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
         return await survey(self.mailbox, self.slots, 10.0, measure)
 
+    def ends_without(self, needed: Callable[[int], bool]) -> None:
+        self._needed = needed
+
+    def depends_on(self, slot: int) -> bool:
+        return self._needed(slot)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failed.is_set()
+
     async def death(self) -> str:
         await self._failed.wait()
         if self.errors:
@@ -86,10 +96,9 @@ class MemoryCluster:
         self.running.discard(slot)
         if slot in self.mailbox.lost:
             return
-        needed = self.depends_on(slot)
-        self.mailbox.lose(slot, sentence)
-        if needed:
+        if self.depends_on(slot):
             self.fail(sentence)
+        self.mailbox.lose(slot, sentence)
 
     def fail(self, sentence: str) -> None:
         self.sentences.append(sentence)

@@ -34,7 +34,7 @@ def play(folder: Path, story: Callable[[AgentCluster, list[tuple[int, str]]], Aw
     async def whole() -> None:
         config = ClusterConfig(device="cpu", **keys)
         async with AgentCluster([0, 1], config, folder, [()], 2, ECHO) as cluster:
-            cluster.depends_on = lambda slot: False
+            cluster.ends_without(lambda slot: False)
             deaths: list[tuple[int, str]] = []
             cluster.mailbox.subscribe(
                 lambda slot, event: deaths.append((slot, event.reason)) if isinstance(event, Died) else None

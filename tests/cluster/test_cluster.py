@@ -99,7 +99,7 @@ def test_a_death_is_reported_once_and_ends_the_run_only_if_it_is_needed(play, ne
         cluster.mailbox.subscribe(
             lambda slot, event: deaths.append((slot, event.reason)) if isinstance(event, Died) else None
         )
-        cluster.depends_on = lambda slot: needed
+        cluster.ends_without(lambda slot: needed)
         dying = asyncio.create_task(cluster.death())
         kill(1)
         await eventually(lambda: deaths)
@@ -121,7 +121,7 @@ def test_a_death_is_reported_once_and_ends_the_run_only_if_it_is_needed(play, ne
 
 def test_slots_that_do_not_run_are_added_and_lost_ones_start_anew(play):
     async def story(cluster: Cluster, kill, running):
-        cluster.depends_on = lambda slot: False
+        cluster.ends_without(lambda slot: False)
         cluster.condemn(1, "slot 1 hangs")
         assert cluster.mailbox.lost == {1: "slot 1 hangs"}
         assert await cluster.add([0, 1, 2]) == [1, 2]

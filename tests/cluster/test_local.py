@@ -314,7 +314,7 @@ def test_a_slot_that_cannot_be_measured_does_not_start(tmp_path: Path):
                 return await ask(slot, command, timeout_s)
 
             cluster.mailbox.ask = late
-            cluster.depends_on = lambda slot: slot == 0
+            cluster.ends_without(lambda slot: slot == 0)
             with pytest.raises(StartFailed, match="slot 1 did not reply to Survey"):
                 await cluster.add([1])
             assert 1 in cluster.mailbox.lost

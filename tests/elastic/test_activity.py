@@ -2,8 +2,20 @@ import asyncio
 from typing import get_args
 
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.elastic.activity import ACTIVITIES, Situation, SlotActivity
-from ductile.messages.workers import AssignRole, Command, Done, EngineStats, Generate, OptimStep, ReleaseRole
+from ductile.elastic.activity import ACTIVITIES, SlotActivity
+from ductile.elastic.situation import Situation
+from ductile.messages.workers import (
+    AssignRole,
+    Command,
+    Done,
+    EngineStats,
+    Generate,
+    OptimStep,
+    Ping,
+    ReleaseRole,
+    Stop,
+    Survey,
+)
 from ductile.records import GenerateRequest, Sampling
 from ductile.transport.mailbox import Mailbox
 from tests.transport.memory_transport import MemoryTransport
@@ -34,7 +46,8 @@ def test_commands_and_engines_make_activities():
 
         carrier = MemoryTransport({0: respond, 1: respond})
         mailbox, view = Mailbox(carrier), Seen()
-        activity = SlotActivity(mailbox, view, lambda: now_s)
+        activity = SlotActivity(mailbox, lambda: now_s)
+        activity.on_slot.add(view.on_slot)
         await mailbox.ask(0, AssignRole("train", {}, ParallelLayout.of((0,))), 1)
         await mailbox.ask(1, AssignRole("generate", {}, ParallelLayout.of((1,))), 1)
         await mailbox.ask(0, OptimStep(1.0), 1)
@@ -72,7 +85,7 @@ def test_statistics_from_before_a_request_do_not_make_its_generator_idle():
             return Done()
 
         carrier._slots[0] = respond
-        activity = SlotActivity(mailbox, Seen(), lambda: now_s)
+        activity = SlotActivity(mailbox, lambda: now_s)
         await mailbox.ask(0, AssignRole("generate", {}, ParallelLayout.of((0,))), 1)
         await mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)
         assert activity.account(0).activity == "generate"
@@ -92,7 +105,7 @@ class Story:
         self.now_s, self.situation, self.spans = 0.0, Situation(), []
         self.carrier = MemoryTransport(dict.fromkeys(range(4), lambda slot, command: Done()))
         self.mailbox = Mailbox(self.carrier)
-        self.activity = SlotActivity(self.mailbox, Seen(), lambda: self.now_s)
+        self.activity = SlotActivity(self.mailbox, lambda: self.now_s)
         self.activity.explain_by(lambda: self.situation)
         self.activity.on_span.add(self.spans.append)
 
@@ -169,5 +182,5 @@ def test_a_slot_that_is_gone_is_lost_and_still_accounted_for():
 
 
 def test_every_command_of_a_role_is_some_activity():
-    of_the_slot = {"Ping", "Stop", "Survey"}
-    assert {command.__name__ for command in get_args(Command)} - of_the_slot <= set(ACTIVITIES)
+    of_the_slot = {Ping, Stop, Survey}
+    assert set(get_args(Command)) - of_the_slot == ACTIVITIES.keys()

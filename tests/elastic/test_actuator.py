@@ -11,6 +11,7 @@ from ductile.core.scheduling.orders import Migration
 from ductile.core.scheduling.state import Unfinished
 from ductile.elastic.actuator import LiveActuator
 from ductile.elastic.controller import NotDone
+from ductile.elastic.measuring import Measuring
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.fleet import Fleet
@@ -79,9 +80,10 @@ class Rig:
         self.generators = SimpleNamespace()
         fleet = Fleet(self.trainer, self.generators, None, {})
         self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS, fleet)
-        self.recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace(explain_by=lambda situation: None)
+        self.recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace()
         accounting = SimpleNamespace(batch=lambda pending, num_queued: None)
         setting = SimpleNamespace(home=None, limits=None, seq_len=SEQ_LEN, max_tokens=9)
+        Measuring(mailbox, fleet, self.told)
         self.stage = LiveActuator(
             setting, cluster, fleet, self.resizer, self.recovery, activity, accounting, self.told, clock
         )

@@ -46,7 +46,7 @@ class Harness:
         self.inference = InferenceConfig.model_validate(inference).model_dump(mode="json")
         self.runner = asyncio.Runner()
         self.cluster = LocalCluster([0, 1, 2, TRAINER], ClusterConfig(device="cpu"), folder, ROLES)
-        self.cluster.depends_on = lambda slot: slot == TRAINER
+        self.cluster.ends_without(lambda slot: slot == TRAINER)
         self.version = 0
         self.runner.run(self.cluster.__aenter__())
         self.mailbox = self.cluster.mailbox
@@ -149,7 +149,7 @@ def test_joiners_have_the_live_weights_whoever_leases_them_out(harness: Harness)
         await harness.publish()
         says = (await harness.ask("a")).token_ids
         leased: list[int] = []
-        harness.mailbox.watch(lambda slot, command: leased.append(slot) if command == LeaseWeights.__name__ else None)
+        harness.mailbox.watch(lambda slot, command: leased.append(slot) if command is LeaseWeights else None)
         assert await harness.admit(2)
         assert leased == [0]
         await harness.dismiss(0)

@@ -35,7 +35,7 @@ async def recovering(cluster: Cluster, folder: Path, max_restarts: int = 5, is_s
         cluster.slots.slots[slot] = Slot(slot)
 
     record, slots = Recorder(folder), MemoryCluster(cluster.mailbox, list(cluster.slots.slots), begin, START_S)
-    slots.depends_on = lambda slot: slot == TRAINER
+    slots.ends_without(lambda slot: slot == TRAINER)
     fleet = Fleet(cluster.trainer, cluster.generators, None, {"generate": {}})
     recovery = Recovery(slots, fleet, record, max_restarts, change_over, is_scheduled, how.get("replaced", ()), clock)
     async with recovery:
@@ -213,7 +213,7 @@ def test_a_slot_that_a_resize_takes_while_the_next_attempt_rests_keeps_its_roles
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(START_S + 0.1)
             await slots.add([0])
-            slots.depends_on = lambda slot: slot in (0, TRAINER)
+            slots.ends_without(lambda slot: slot in (0, TRAINER))
             await asyncio.sleep(5)
             assert recovery.under_way == frozenset()
             assert slots.num_started == 2

@@ -14,11 +14,12 @@ from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.elastic.loss_log import LossLog
+from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.assign_role import assign_role
 from ductile.fleet.trainer import RemoteTrainer
-from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
+from ductile.messages.control import Resized, ResizeRequest
 from ductile.messages.workers import Done, Ping, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import SlotLost
@@ -56,7 +57,7 @@ class Harness:
     async def _from_scratch(self, story: Coroutine[Any, Any, None]) -> None:
         for point in self.points.iterdir():
             point.unlink()
-        self.cluster.depends_on = lambda slot: False
+        self.cluster.ends_without(lambda slot: False)
         for slot in self.cluster.slots:
             if slot not in self.mailbox.lost and "train" in self.mailbox.roles(slot):
                 await self.mailbox.ask(slot, ReleaseRole("train"), 10)
@@ -68,15 +69,14 @@ class Harness:
         self.trainer = RemoteTrainer(self.mailbox, LAYOUT, Deadlines.same(30))
         terms = ResizeOptions(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
         self.resizer = TrainerResizer(self.cluster, self.trainer, terms, self.record, NUM_SLOTS)
-        unsubscribe = self.mailbox.subscribe(self.resizer.on_event)
         self.num_steps = 0
         training = asyncio.create_task(self._train())
         try:
-            await story
+            with LossLog(self.cluster, self.resizer, self.record):
+                await story
         finally:
             training.cancel()
             await asyncio.gather(training, return_exceptions=True)
-            unsubscribe()
             self.record.close()
 
     async def _train(self) -> None:
@@ -167,7 +167,9 @@ CELLS += [(JOINER, "AssignRole", "before"), (JOINER, "AssignRole", "after")]
 async def play(harness: Harness, victim: int, command: str, moment: str, signum: signal.Signals) -> None:
     outcome, told_before = expected(victim, command, moment), len(harness.events("slot_lost"))
     if outcome == "lost":
-        with pytest.raises(RunFailed, match=f"slot {victim}.*; slot {victim} held 1 of 2 parts of the trainer's state"):
+        with pytest.raises(
+            ResizeNotDone, match=f"slot {victim}.*; slot {victim} held 1 of 2 parts of the trainer's state"
+        ):
             await harness.resize_and_hit(victim, command, moment, signum)
         with pytest.raises(SlotLost):
             await harness.trainer.optim_step(1.0)
@@ -255,7 +257,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
             ((0, 8), 1, "slot 8 does not exist: this machine has slots 0 to 7, as deployment.gpus_per_node says"),
             (range(12), 1, "slots 8-11 do not exist"),
         ]:
-            with pytest.raises(Unfit, match=sentence):
+            with pytest.raises(CannotResize, match=sentence):
                 await echo.resizer.resize(echo.on(members, replicas))
         same = await echo.resizer.resize(echo.on((0, 1)))
         assert (same.outcome, same.sentence) == ("unchanged", "Trainer is on slots 0-1 already.")
@@ -271,7 +273,7 @@ def test_slots_from_outside_are_a_set(echo: Harness):
         grown = await echo.resizer.resize_to(echo.on((0, 1, 2)))
         assert grown.after.slots == (1, 2, 0), "what moves least"
         assert "from slots 0-1 to slots 0-2 in" in grown.sentence
-        with pytest.raises(Unfit, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
+        with pytest.raises(CannotResize, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
             await echo.resizer.resize_to(echo.on((0, 1, 2), 2))
 
     echo.run(story())
@@ -282,7 +284,7 @@ def test_the_state_keeps_as_many_copies_as_it_has(echo: Harness):
         await echo.resizer.resize(echo.on((0, 1), 2))
         assert (await echo.resizer.resize_to(echo.on((0, 1)))).outcome == "unchanged"
         assert (await echo.resizer.resize_to(echo.on((0, 1, 2, 3)))).after.dims.dp_replicate == 2
-        with pytest.raises(Unfit, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
+        with pytest.raises(CannotResize, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
             await echo.resizer.resize_to(echo.on((0, 1, 2)))
         assert (await echo.resizer.resize_to(echo.on((0, 1, 2), 1))).after.dims.dp_replicate == 1
         event = echo.events("resized")[-1]
@@ -298,10 +300,10 @@ def test_one_change_at_a_time(echo: Harness):
         first = asyncio.create_task(echo.resizer.resize(echo.on([1, 2])))
         await eventually(lambda: reached(echo.points, STAYER, "Freeze", "before"))
         assert echo.resizer.under_way == "freeze, to slots 1-2"
-        with pytest.raises(RunFailed, match="the trainer is on its way to slots 1-2: one resize at a time"):
+        with pytest.raises(ResizeNotDone, match="the trainer is on its way to slots 1-2: one resize at a time"):
             await echo.resizer.resize(echo.on([0]))
         echo.cluster.processes[STAYER].signal(signal.SIGKILL)
-        with pytest.raises(RunFailed):
+        with pytest.raises(ResizeNotDone):
             await first
         assert echo.resizer.under_way == ""
 
@@ -315,7 +317,7 @@ def test_a_failure_that_nobody_thought_of_is_told_and_taken_back(echo: Harness, 
 
         monkeypatch.setattr("ductile.elastic.transaction.violation_in_plans", broken)
         sentence = "Trainer is on slots 0-1; its resize to slots 1-2 failed: KeyError: 'a bug'"
-        with pytest.raises(RunFailed, match=sentence):
+        with pytest.raises(ResizeNotDone, match=sentence):
             await echo.resizer.resize(echo.on([1, 2]))
         monkeypatch.undo()
         event = echo.events("resize_rolled_back")[-1]
@@ -361,7 +363,7 @@ def test_a_slot_that_does_not_start_changes_nothing(echo: Harness, monkeypatch: 
     async def story():
         hasty = echo.cluster._config.model_copy(update={"start_timeout_s": 0.0})
         monkeypatch.setattr(echo.cluster, "_config", hasty)
-        with pytest.raises(Unfit, match=r"slots 7 did not start within 0 s"):
+        with pytest.raises(CannotResize, match=r"slots 7 did not start within 0 s"):
             await echo.resizer.resize(echo.on([0, 1, 7]))
         monkeypatch.undo()
         await echo.trains_on()
@@ -378,9 +380,10 @@ def test_a_slot_that_ends_at_once_is_told_of_and_nobody_goes_on_listening(
     async def story():
         listeners = len(echo.mailbox._listeners)
         monkeypatch.setattr(echo.cluster._home, "_devices", SimpleNamespace(of=lambda slot: "cuda:99"))
-        with pytest.raises(Unfit, match=r"slot 6.* ended with exit code 1 \("):
+        with pytest.raises(CannotResize, match=r"slot 6.* ended with exit code 1 \("):
             await echo.resizer.resize(echo.on([0, 6]))
         monkeypatch.undo()
+        assert 6 not in echo.cluster.slots  # it has never been there: no status shows it
         assert (await echo.resizer.resize(echo.on([0, 6]))).outcome == "resized"
         assert (await echo.resizer.resize(echo.on([0, 1]))).outcome == "resized"
         assert len(echo.mailbox._listeners) == listeners

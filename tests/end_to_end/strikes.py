@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ductile.cluster.local import LocalCluster
+from ductile.messages.workers import Command
 
 How = Literal["kill", "stop", "pause"]
 """pause: stopped for PAUSE_S, and then let go on, as if nothing had been."""
@@ -66,7 +67,8 @@ class Striker:
         self._num_left = strike.nth
         cluster.mailbox.watch(self._on_command)
 
-    def _on_command(self, slot: int, command: str) -> None:
+    def _on_command(self, slot: int, running: type[Command] | None) -> None:
+        command = running.__name__ if running else ""
         before, self._told[slot] = self._told.get(slot, ""), command
         self._at_work |= command == "Generate"  # slots get their first roles before that
         if self._at_work and command == self._strike.command != before:

@@ -54,7 +54,7 @@ def test_a_slot_is_struck_in_a_change(tmp_path: Path, model: Path, start, policy
     code = run.ends(within_s=VERDICT_WITHIN_S)
     print(f"trial {seed} of {policy}: {verdict(run, code)}")
     assert "Traceback" not in run.said()
-    assert not run.events("refused")
+    assert not run.events("policy_failed")
     assert_nothing_is_left(run)
     assert_no_sample_is_trained_twice(tmp_path)
     strike_file = tmp_path / "strike.json"

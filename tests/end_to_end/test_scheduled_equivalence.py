@@ -63,7 +63,7 @@ def test_nobody_can_tell_that_slots_moved(tmp_path: Path, model: Path, start) ->
     for run in (alone, moved):  # side by side
         assert run.ends(within_s=180) == 0, run.said()
     assert not alone.events("switched")
-    assert not moved.events("refused")
+    assert not moved.events("policy_failed")
     assert sum(event["num_migrations"] for event in moved.events("switched")) > 0
     inside = [moved_bit_for_bit(tmp_path / "moved", event["epoch"]) for event in moved.events("resized")]
     assert len(inside) >= NUM_RESIZES
@@ -101,5 +101,5 @@ def test_nobody_can_tell_which_policy_decided(tmp_path: Path, model: Path, start
     alone = runs.pop("alone")
     for moved in runs.values():
         assert moved.events("switched")
-        assert not moved.events("refused")
+        assert not moved.events("policy_failed")
         assert_learned_the_same(moved, alone)

@@ -44,7 +44,7 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
     # Every sampled token is trained once: a sample that got lost or was trained twice would show.
     assert [row["trained_tokens"] for row in rows] == [row["sampled_tokens"] for row in rows]
     assert rows[-1]["groups_dropped"] == rows[-1]["reward_errors"] == 0
-    assert not run.events("refused")
+    assert not run.events("policy_failed")
     switched = run.events("switched")
     assert all(event["failures"] == [] for event in switched)
     decided = " ".join(event["sentence"] for event in run.events("decided"))
@@ -87,7 +87,7 @@ def test_every_decision_is_made_again_the_same_when_a_run_was_killed_and_resumed
     assert main(["replay", str(run.folder)]) == 0
     resumed = start(config, "--resume")
     assert resumed.ends(within_s=120) == 0, resumed.said()
-    assert not resumed.events("refused")
+    assert not resumed.events("policy_failed")
     assert main(["replay", str(run.folder)]) == 0
     said = capsys.readouterr().out
     assert f"by the policy {policy} in 1 start" in said
@@ -122,7 +122,7 @@ def test_the_policies_end_a_run_with_its_last_evaluation(tmp_path, model, start,
     assert run.ends(within_s=60) == 0, run.said()
     waits = " ".join(event["sentence"] for event in [*run.events("decided"), *run.events("held")])
     assert ("rain slots generate until half" in waits) == (flags[:1] == BOTH_RULES[:1])
-    assert not run.events("refused")
+    assert not run.events("policy_failed")
     told = summary(run.folder)
     assert told["eval_reward_last"] is not None
     assert told["steps"] == 2
@@ -146,7 +146,7 @@ def test_the_seed_s_files_run_over_the_quickstart(tmp_path, start, file, schedul
     (setting,) = [Setting.from_fields(event) for event in run.events("setting")]
     assert setting.policy == ("model" if scheduled else "static")
     assert setting.home.num_slots == 8
-    assert not run.events("refused")
+    assert not run.events("policy_failed")
     told = summary(run.folder)
     assert told["steps"] == 2
     # Whether a change pays in two steps is a matter of the machine.

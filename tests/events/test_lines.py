@@ -20,7 +20,7 @@ INSTANCE = instance_on("generate", (2, 3), birth=7)
 SETTING = Setting(Placement((0,), (1,), (), "as said"), Limits(), "model", 2, 4, 2, 64, 128, instances=(INSTANCE,))
 EVENTS = (
     slots.SlotStarted(0, ("train", "generate"), "cpu", 17),
-    slots.SlotWasLost(3),
+    slots.SlotWasLost(3, ("generate",)),
     slots.SlotRestarted(3, ("score",), "cuda:1", 18, 1.5, 2, (INSTANCE,)),
     slots.SlotGivenBack(3, ("score",)),
     steps.WorkBegan(SETTING),
@@ -97,3 +97,14 @@ def test_of_a_line_of_another_version_time_and_sentence_are_read(kind, fields, w
     assert isinstance(event, UnreadEvent)
     assert (event.written, event.time_s, event.sentence) == (kind, 5.0, "It is so.")
     assert why in event.why
+
+
+@pytest.mark.parametrize(
+    ("earlier", "event"),
+    [
+        ("restarted", rollouts.RequestRestarted(InstanceId("generator-2"), sentence="Once.", time_s=1.5)),
+        ("refused", scheduling.PolicyFailed("Traceback", sentence="Once.", time_s=1.5)),
+    ],
+)
+def test_words_of_earlier_versions_are_read(earlier: str, event: RunEvent):
+    assert read_event({**event.as_row(), "kind": earlier}) == event

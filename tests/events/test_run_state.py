@@ -96,6 +96,17 @@ def test_instances_are_there_from_their_beginning_to_their_end():
     ]
 
 
+def test_a_lost_generator_is_restarting_until_it_is_back_or_given_back():
+    lost, more = {"slot": 2, "roles": ["generate"]}, {"device": "cpu", "pid": 7, "seconds": 0.5, "num_attempts": 1}
+    state = RunState.of([row(1000.0, "slot_lost", **lost), row(1001.0, "slot_lost", slot=3, roles=["train"])])
+    assert (state.restarting, state.given_back) == ({2}, set()), "who leaves the trainer does not come back"
+    state.apply(read_event(row(1002.0, "slot_restarted", **lost, **more, began=[])))
+    assert (state.restarting, state.given_back) == (set(), set())
+    for kind in ("slot_lost", "slot_given_back"):
+        state.apply(read_event(row(1003.0, kind, **lost)))
+    assert (state.restarting, state.given_back) == (set(), {2})
+
+
 @pytest.mark.parametrize("kind", ["setting", "profile"])
 def test_what_another_version_wrote_is_told_until_the_next_start(kind):
     strange = row(1001.0, kind, strange=1)

@@ -118,11 +118,11 @@ class TrainSlots:
 
     def _respond(self, slot: Slot, command: Command) -> Reply:
         match command:
-            case ForwardBackward(micro_batches=(micro_batch,)):
+            case ForwardBackward(micro_batches=micro_batches):
                 assert slot.live is not None, "has no state"
                 assert not slot.frozen, "is frozen"
-                slot.live.gradient += [sample.token_ids[0] for sample in micro_batch.samples]
-                return ForwardBackwardDone(micro_batch.num_tokens, self.work_s(slot.number, command))
+                slot.live.gradient += [sample.token_ids[0] for each in micro_batches for sample in each.samples]
+                return ForwardBackwardDone(command.count_tokens(), self.work_s(slot.number, command))
             case OptimStep():
                 return self._optim_step(slot)
             case Publish():

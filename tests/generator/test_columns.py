@@ -35,7 +35,7 @@ def test_an_engine_has_what_it_was_given() -> None:
     torch.manual_seed(0)
     model = Transformer(SPEC)
     engine = Engine(model, InferenceConfig.model_validate({"num_blocks": 8}), (), lambda ids, special: "")
-    assert not engine.model.layers[0].mlp.down_proj.weight.is_contiguous()
+    assert not engine.model.layers["0"].mlp.down_proj.weight.is_contiguous()
     weights = {name: torch.randn(parameter.shape) for name, parameter in model.named_parameters()}
     engine.load_weights(weights, 1)
     for name, parameter in engine.model.named_parameters():

@@ -51,7 +51,7 @@ class Generators:
         self.done: dict[str, tuple[int, Generation]] = {}
         self.runner = asyncio.Runner()
         self.cluster = LocalCluster(range(3), ClusterConfig(device="cpu"), folder)
-        self.cluster.depends_on = lambda slot: False
+        self.cluster.ends_without(lambda slot: False)
         self.runner.run(self.cluster.__aenter__())
         self.cluster.mailbox.subscribe(self._listen)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ductile.kernels import cpu_attention, dispatch, heads, norm, plain, products, swiglu
+from ductile.kernels.partial_attention import ChunkedAttention, VarlenPartialAttention
 from ductile.kernels.trees import Tree
 from ductile.kernels.varlen_attention import VarlenAttention
 from ductile.model.attention import PackedAttention
@@ -212,6 +213,19 @@ def test_which_attention_runs(
     else:
         assert isinstance(run, VarlenAttention)
         assert choice.startswith("one variable-length kernel")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("cpu", torch.bfloat16, ChunkedAttention),
+        (GPU, torch.bfloat16, VarlenPartialAttention),
+        (GPU, torch.float32, ChunkedAttention),
+    ],
+)
+def test_which_partial_attention_runs(monkeypatch, device: str, dtype: torch.dtype, expected: type) -> None:
+    monkeypatch.setattr(dispatch.varlen_attention, "capability_of", lambda device: (9, 0))
+    assert type(dispatch.partial_attention((3, 5), torch.empty(8, 4, 8, device=device, dtype=dtype))) is expected
 
 
 def test_torch_compiles_what_is_picked_for_it() -> None:

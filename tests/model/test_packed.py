@@ -76,6 +76,25 @@ def test_a_single_completion_is_one_document() -> None:
     assert packed.rows.tolist() == [2, 3, 4]
 
 
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_unshared_every_branch_is_a_document_and_has_the_same_scores(model: Transformer, multiple: int) -> None:
+    shared, unshared = PackedSamples.of(SAMPLES), PackedSamples.of(SAMPLES).unshared(multiple)
+    assert unshared.stems == {1: (5, 5, 5, 2, 4), 4: (8, 8, 8, 4, 4)}[multiple]
+    assert unshared.branches == ((),) * 5
+    assert len(unshared.token_ids) == sum(unshared.stems)
+    ours, theirs = unshared.score(model), shared.score(model)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(len(theirs[0]))
+    expected = gradients(model, theirs[0], upstream)
+    for name, gradient in gradients(model, ours[0], upstream).items():
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def test_nothing_unshared_is_nothing() -> None:
+    unshared = PackedSamples.of([]).unshared(4)
+    assert (len(unshared.token_ids), len(unshared.rows), unshared.stems) == (0, 0, ())
+
+
 @pytest.mark.parametrize("samples", [[], SAMPLES[5:6]])
 def test_nothing_to_score(model: Transformer, samples: list[Sample]) -> None:
     logprobs, entropies = PackedSamples.of(samples).score(model)

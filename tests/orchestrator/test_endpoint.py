@@ -275,7 +275,7 @@ def test_the_picture_shows_who_does_what():
     console.print(status_table(STATUS))
     text = console.export_text()
     for part in (
-        "sft: step 3/9, epoch 2, pid 7",
+        "sft: step 3/9, membership epoch 2, pid 7",
         "trainer: slots 0-1 in 2 copies (changing: move, to slots 0-3)",
         "train",
         "lost: slot 1 was killed by SIGKILL",

@@ -36,23 +36,33 @@ class Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, replicas: int) -> set[str]:
+def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, sizes: dict[str, int]) -> set[str]:
     """By everything that a trainer does together with others, but for checkpoints, which speak through the CPU."""
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
         setattr(FSDPModule, name, lambda *_: None)  # those of CPUs: on a GPU FSDP2 keeps its own
     with Asked() as asked:
-        context = ParallelContext(groups, ParallelLayout.of(members, dp_replicate=replicas))
+        context = ParallelContext(groups, ParallelLayout.of(members, **sizes))
         trainer = Trainer(TrainerConfig.model_validate(settings), context)
-        trainer.forward_backward(pack(make_samples((9, 14, 5)), len(members), 64)[context.data_parallel_rank])
+        num_parts = context.layout.num_data_parallel
+        trainer.forward_backward(pack(make_samples((9, 14, 5)), num_parts, 64)[context.data_parallel_rank])
         trainer.optim_step(20.0)
         whole = dict(trainer.gathered_weights())
     assert all(type(tensor) is torch.Tensor for tensor in whole.values())
     return asked.names
 
 
-@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
-def test_a_trainer_asks_for_what_gloo_has_on_a_gpu(tmp_path, num_ranks: int, replicas: int) -> None:
-    sections = {"model": {"name": str(make_model_folder(tmp_path / "model", "qwen3"))}, "loss": SFTLoss()}
-    settings = TrainerConfig.model_validate(sections).model_dump()
-    for asked in run_ranks(num_ranks, asked_of_gloo, settings, replicas):
-        assert asked == ON_A_GPU
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes", "style"),
+    [
+        (2, {}, "ring"),
+        (3, {}, "ring"),
+        (4, {"dp_replicate": 2}, "ring"),
+        (2, {"cp": 2}, "ring"),
+        (4, {"cp": 2}, "ulysses"),
+    ],
+)
+def test_a_trainer_asks_for_what_gloo_has_on_a_gpu(tmp_path, num_ranks: int, sizes: dict[str, int], style: str) -> None:
+    model = {"name": str(make_model_folder(tmp_path / "model", "qwen3")), "cp_style": style}
+    settings = TrainerConfig.model_validate({"model": model, "loss": SFTLoss()}).model_dump()
+    for asked in run_ranks(num_ranks, asked_of_gloo, settings, sizes):
+        assert asked == ON_A_GPU | ({"c10d::alltoall_base_"} if "cp" in sizes else set())

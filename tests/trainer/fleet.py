@@ -63,7 +63,7 @@ class Fleet:
         self.processes = {}
         for slot in slots:
             ours, theirs = Pipe()
-            self.processes[slot], _ = start(_serve, theirs, slot, device, f"127.0.0.1:{self._store.port}", settings)
+            self.processes[slot], _ = start(_serve, theirs, slot, device, f"127.0.0.1:{self._store.port}")
             theirs.close()
             self._pipes[slot] = ours
 
@@ -111,12 +111,18 @@ class Fleet:
         return {slot: self.answer(slot) for slot in slots}
 
     def assign(self, slots: Sequence[int], dp_replicate: int = 1) -> None:
-        self.layout = ParallelLayout.of(slots, dp_replicate=dp_replicate)
-        self._assign(slots, joining=False)
+        self.assign_in(ParallelLayout.of(slots, dp_replicate=dp_replicate))
+
+    def assign_in(self, layout: ParallelLayout) -> None:
+        """Slots that had the role must have released it. Groups of an epoch are made once: this begins another."""
+        self.layout = layout
+        self.epoch += 1
+        self.with_gradient = False
+        self._assign(layout.slots, joining=False)
 
     def _assign(self, slots: Sequence[int], joining: bool) -> None:
         for slot in slots:
-            self.post(slot, "assign", self.layout, self.epoch, joining)
+            self.post(slot, "assign", self.settings, self.layout, self.epoch, joining)
         for slot in slots:
             self.answer(slot)
 
@@ -188,13 +194,16 @@ class Fleet:
     def roll_back(self, change: ResizeOrder, slots: Iterable[int] | None = None) -> None:
         self.ask(dict.fromkeys(change.slots if slots is None else slots, Rollback(change.epoch)))
 
-    def resize(self, after: ParallelLayout, release: bool = True) -> dict[int, StateTransferred]:
+    def resize(
+        self, after: ParallelLayout, release: bool = True, when_frozen: Callable[[], None] = lambda: None
+    ) -> dict[int, StateTransferred]:
         """A whole change. Slots that leave release the role, or else keep it for when they join again."""
         change = self.prepare_change(after)
         self.assign_joining([slot for slot in change.joiners if slot not in self.idle])
         self.step("prepare", change)
         self.until_ready(change)
         progress = self.total(change, self.step("freeze", change))
+        when_frozen()
         moved: dict[int, StateTransferred] = self.step("transfer", change, progress)
         for slot, reply in moved.items():
             assert reply.sent == {peer: other.received[slot] for peer, other in moved.items() if slot in other.received}
@@ -209,7 +218,7 @@ class Fleet:
         return moved
 
 
-def _serve(pipe: Connection, slot: int, device: str, address: str, settings: dict[str, Any]) -> None:
+def _serve(pipe: Connection, slot: int, device: str, address: str) -> None:
     role: TrainRole | None = None
     while True:
         try:
@@ -219,7 +228,7 @@ def _serve(pipe: Connection, slot: int, device: str, address: str, settings: dic
         try:
             answer = None
             if verb == "assign":
-                layout, epoch, joining = what
+                settings, layout, epoch, joining = what
                 role = TrainRole(settings, RoleAssignment(slot, layout, epoch, device, address, joining))
             elif verb == "release":
                 role.close()

@@ -70,7 +70,7 @@ def summed_loss(model: Transformer, sample: Sample, loss) -> Tensor:
     tokens = torch.tensor(sample.token_ids)
     logits = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])) / sample.temperature
     logprobs = logits[:-1].log_softmax(-1)
-    entropies = -(logprobs.exp() * logprobs).sum(-1).detach()
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
     chosen = logprobs.gather(1, tokens[1:, None])[:, 0]
     mask = torch.tensor(sample.loss_mask)[1:]
 

@@ -114,7 +114,8 @@ def test_samples_go_to_data_parallel_ranks() -> None:
             for commands in ranks.values()
             for command in commands
             if isinstance(command, ForwardBackward)
-            for part in command.micro_batches[0].samples
+            for micro_batch in command.micro_batches
+            for part in micro_batch.samples
         ]
         assert sorted(trained) == list(range(13))
         assert {*told} == {4}, "speeds are those of data-parallel ranks"
@@ -135,7 +136,7 @@ def test_a_resize_is_carried_out() -> None:
 
 def test_what_is_not_built_is_refused_when_the_model_is_made_parallel() -> None:
     precision = parallelize.Precision.of(CONFIG.model, "cpu")
-    with pytest.raises(ValueError, match=r"^trainer\.model\.pp = 2\. Not built yet: pipeline parallelism") as refused:
+    with pytest.raises(ValueError, match=r"^trainer\.model\.ep = 4\. Not built yet: expert parallelism") as refused:
         parallelize.build(SPEC, (), SimpleNamespace(layout=BEFORE), None, "cpu", precision)  # pyright: ignore[reportArgumentType]
     keys = [word for word in str(refused.value).split() if word.startswith("trainer.model.")]
-    assert keys == ["trainer.model.pp", "trainer.model.cp", "trainer.model.ep"]
+    assert keys == ["trainer.model.ep"]

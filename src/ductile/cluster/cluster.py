@@ -26,12 +26,9 @@ class Cluster(Protocol):
     on, and by `death` where the run depends on the slot. The double for tests is `tests/cluster/memory_cluster.py`.
     """
 
-    depends_on: Callable[[int], bool]
-    """Whether the run ends when this slot is lost."""
-
     @property
     def slots(self) -> tuple[int, ...]:
-        """All slots that were ever started, also those that are lost."""
+        """All slots that have ever said Hello, also those that are lost."""
         ...
 
     @property
@@ -70,6 +67,20 @@ class Cluster(Protocol):
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
         """`ductile.cluster.survey` of all slots. What it measures is also measured of slots that `add` starts
         later."""
+        ...
+
+    def ends_without(self, needed: Callable[[int], bool]) -> None:
+        """Have the run end with a slot that is `needed` at the moment of its loss, and with no other. Until this is
+        called, every slot is needed."""
+        ...
+
+    def depends_on(self, slot: int) -> bool:
+        """Whether the run would end with this slot now."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run is ending: `death` returns, or raises."""
         ...
 
     async def death(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from ductile.cluster.cluster import StartFailed
 from ductile.cluster.cpu_cap import CpuCap
 from ductile.cluster.processes import ForkedProcess, ProcessServer
+from ductile.concurrency.deadline import Deadline
 from ductile.messages.agents import NodeSettings
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -79,7 +80,9 @@ class Node:
         if settings.cpu_slot_fraction is not None:
             self._cap = CpuCap(settings.cpu_slot_fraction)
         modules = sorted({path.partition(":")[0] for path in settings.roles.values()} | {"ductile.slot.worker"})
-        await self._server.start([*modules, "ductile.slot.store"], settings.start_timeout_s)
+        await self._server.start(
+            [*modules, "ductile.slot.store"], Deadline(settings.start_timeout_s, "cluster.start_timeout_s")
+        )
         self._devices = Devices(await self._count_devices(), settings.slots_per_device, settings.first_slot)
         return self._devices
 

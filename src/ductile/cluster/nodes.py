@@ -25,6 +25,7 @@ from ductile.error_text import capitalised
 from ductile.messages.agents import NodeSettings
 from ductile.messages.workers import Done, Event, Hello, RoleName, Stop, Surveyed
 from ductile.roles import Failure
+from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from ductile.transport.router import Router
 
@@ -57,7 +58,16 @@ class NodesCluster(ABC):
     first, then with SIGKILL.
     """
 
+    mailbox: Mailbox
     _router: Router
+    _home: Node
+    """The node of this machine, which has the run's store."""
+    _nodes: list[SlotNode]
+    _devices: list[Devices]
+    """What each of the nodes has."""
+    _death: "asyncio.Future[str]"
+    # What is declared here begins with `start`: it needs a running event loop, or sockets and processes, which `stop`
+    # gives back.
 
     def __init__(
         self, slots: Sequence[int], config: ClusterConfig, logs: Path, roles: Mapping[RoleName, str], host: str
@@ -67,12 +77,14 @@ class NodesCluster(ABC):
         self.rendezvous = ""
         self.devices: dict[int, str] = {}
         self.processes: dict[int, ForkedProcess] = {}
-        self.depends_on: Callable[[int], bool] = lambda slot: True
+        self._needed: Callable[[int], bool] = lambda slot: True
         self._measured: Arithmetic | None = None
         """Arithmetic that the slots were measured at, as slots that are added later will be; None: not measured."""
         self._config, self._logs, self._roles, self._host = config, logs, roles, host
+        self._command_s = Deadlines.of(config).command_s
         self._starting: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """One a slot: two that want the same slot get one process, and nobody else waits for it."""
+        self._token = secrets.token_bytes(32)
         self._stopping = True
         self._watching: asyncio.Task[None] | None = None
 
@@ -89,8 +101,7 @@ class NodesCluster(ABC):
         return self
 
     async def start(self) -> None:
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._token = secrets.token_bytes(32)
+        self._death = asyncio.get_running_loop().create_future()
         self._home, self._nodes = self._open()
         self.mailbox = Mailbox(self._router, on_error=self.fail_with)
         self._stopping = False
@@ -108,6 +119,16 @@ class NodesCluster(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+    def ends_without(self, needed: Callable[[int], bool]) -> None:
+        self._needed = needed
+
+    def depends_on(self, slot: int) -> bool:
+        return self._needed(slot)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._death.done()
 
     async def death(self) -> str:
         return await asyncio.shield(self._death)
@@ -128,13 +149,12 @@ class NodesCluster(ABC):
                 await self._earlier_ended(new)
                 for slot in new:
                     self.mailbox.welcome(slot)
-                self.slots = tuple(sorted({*self.slots, *new}))
                 with self._greetings(new) as greeted:
                     for slot in new:
                         self.processes[slot] = await self._nodes[self._node_of(slot)].start_slot(slot)
                     await self._greeted_or_ended(greeted, new)
             if self._measured:
-                await survey(self.mailbox, new, self._config.command_timeout_s, self._measured)
+                await survey(self.mailbox, new, self._command_s, self._measured)
         except (TimeoutError, StartFailed, CapNotPermitted, Failure) as error:
             why = str(error) or self._not_started(new)
             for slot in new:
@@ -142,6 +162,7 @@ class NodesCluster(ABC):
                     other = f"slot {slot} was not needed, as another one did not start"
                     self.condemn(slot, other if len(new) > 1 else why)
             raise StartFailed(why) from None
+        self.slots = tuple(sorted({*self.slots, *new}))
         return new
 
     def condemn(self, slot: int, sentence: str) -> None:
@@ -163,7 +184,7 @@ class NodesCluster(ABC):
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
         self._measured = measure or self._measured
-        return await survey(self.mailbox, self.slots, self._config.command_timeout_s, measure)
+        return await survey(self.mailbox, self.slots, self._command_s, measure)
 
     async def stop(self) -> None:
         """Stop all slots: `Stop` first, SIGKILL for those that do not follow."""
@@ -254,7 +275,8 @@ class NodesCluster(ABC):
         await all_ended(earlier, self._config.start_timeout_s / 2)
         if staying := [f"{process.name} (pid {process.pid})" for process in earlier if process.code is None]:
             limit_s = self._config.start_timeout_s / 2
-            raise StartFailed(f"{', '.join(staying)} had been killed, and had not ended {limit_s:g} s later")
+            after = f"{limit_s:g} s later (half of cluster.start_timeout_s)"
+            raise StartFailed(f"{', '.join(staying)} had been killed, and had not ended {after}")
 
     def _not_started(self, slots: Sequence[int]) -> str:
         silent = [slot for slot in slots if slot not in self.mailbox.heard_at_s]
@@ -279,10 +301,10 @@ class NodesCluster(ABC):
     def _lose(self, slot: int, sentence: str) -> None:
         if slot in self.mailbox.lost:
             return
-        needed = self.depends_on(slot)
-        self.mailbox.lose(slot, sentence)
+        needed = self.depends_on(slot)  # asked once, and before anything else is done about the loss
         if needed:
             self.fail(sentence)
+        self.mailbox.lose(slot, sentence)
 
     async def _watch(self) -> None:
         """Lose slots that are silent for too long, by the second."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from ductile.cluster.cluster import StartFailed
 from ductile.concurrency.background import start_reported
+from ductile.concurrency.deadline import said
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class ProcessServer:
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), deadline_s)
         except TimeoutError:
-            raise StartFailed(f"the process server was not ready within {deadline_s:g} s; see {self._log}") from None
+            raise StartFailed(f"the process server was not ready within {said(deadline_s)}; see {self._log}") from None
 
     async def fork(
         self, name: str, entry: str, arguments: dict[str, Any], log: Path, cgroup: str = "", deadline_s: float = 10.0

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
 from ductile.roles import Late
 
 
@@ -53,4 +54,5 @@ class ReadWriteLock:
             await self._changed.wait_for(may, self._timeout_s)
         except TimeoutError:
             others = "; ".join(self._holders) or "others came first"
-            raise Late(f"{what}: it could not begin within {self._timeout_s:g} s, because of this: {others}") from None
+            why = f"it could not begin within {said(self._timeout_s)}, because of this: {others}"
+            raise Late(f"{what}: {why}") from None

@@ -88,10 +88,15 @@ class TrainerModelConfig(ModelConfig):
     """Dtype of the forward and backward arithmetic. Default: bfloat16 on a GPU, float32 on a CPU."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gradient reductions."""
+    reduce_every: Literal["micro_step", "step"] = "micro_step"
+    """Moment at which ranks add their gradients up. step: once before the optimizer step, and before the trainer moves to other
+    slots; until then each rank keeps the gradients of all weights that it computes with, in `reduce_dtype`. micro_step:
+    after each micro-batch; with `pp` after all that a message brings, as no stage may wait for a sum in between."""
     dp_replicate: int = Field(default=1, ge=1)
     """Copies of the state (HSDP); each is sharded over its part of the train slots, whose number it must divide."""
     reshard_after_forward: bool = True
-    """Free gathered parameters after the forward pass; false keeps them until the backward pass."""
+    """Free gathered parameters after the forward pass; false keeps them until the backward pass. With `pp` they are
+    kept while a stage has micro-batches to run."""
     fsdp_cpu_offload: Annotated[bool, NotBuilt("FSDP CPU offload")] = False
     """Keep parameters, gradients and optimizer state in host memory."""
     optim_cpu_offload: Annotated[bool, NotBuilt("optimizer offload")] = False
@@ -100,6 +105,9 @@ class TrainerModelConfig(ModelConfig):
     """Keep optimizer state in host memory and update there, while the backward pass runs."""
     tp: Annotated[int, NotBuilt("tensor parallelism")] = Field(default=1, ge=1)
     pp: Annotated[int, NotBuilt("pipeline parallelism")] = Field(default=1, ge=1)
+    pp_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    """Order in which a slot runs forward and backward passes, with `pp`. 1f1b is interleaved where a slot has
+    several runs of layers; zero_bubble makes the gradients of weights while a slot would wait for other stages."""
     cp: Annotated[int, NotBuilt("context parallelism")] = Field(default=1, ge=1)
     cp_style: Annotated[Literal["ring", "ulysses"], NotBuilt("context parallelism")] = "ring"
     ep: Annotated[int | Literal["auto"], NotBuilt("expert parallelism")] = 1

@@ -1,49 +1,66 @@
 """Who does what: the command that a slot is at, or its engine's own work, or nothing, and why. Kept in a ledger."""
 
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
 from ductile.core.scheduling.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
-from ductile.dashboard.run_display import RunDisplay
-from ductile.messages.workers import EngineStats, Event
+from ductile.elastic.situation import Situation
+from ductile.messages.workers import (
+    Abort,
+    AssignRole,
+    Command,
+    Commit,
+    EndLease,
+    EngineStats,
+    Event,
+    ExportModel,
+    Finalize,
+    Forget,
+    ForwardBackward,
+    Freeze,
+    Generate,
+    LeaseWeights,
+    LoadState,
+    MigrateOut,
+    OptimStep,
+    Prepare,
+    Publish,
+    Ready,
+    Receive,
+    ReleaseRole,
+    Rollback,
+    SaveState,
+    Score,
+    TransferState,
+    Withdraw,
+)
 from ductile.transport.mailbox import Mailbox
 
-ACTIVITIES: dict[str, Activity] = {
-    **dict.fromkeys(("ForwardBackward", "OptimStep"), "train"),
-    **dict.fromkeys(("Generate", "Abort"), "generate"),
-    "Score": "score",
-    **dict.fromkeys(("Publish", "Receive", "Withdraw", "SaveState", "LoadState", "ExportModel"), "publish"),
-    **dict.fromkeys(("AssignRole", "ReleaseRole", "MigrateOut", "Forget", "LeaseWeights", "EndLease"), "switch"),
-    **dict.fromkeys(("Prepare", "Ready", "Freeze", "TransferState", "Commit", "Rollback", "Finalize"), "switch"),
+ACTIVITIES: dict[type[Command], Activity] = {
+    **dict.fromkeys((ForwardBackward, OptimStep), "train"),
+    **dict.fromkeys((Generate, Abort), "generate"),
+    Score: "score",
+    **dict.fromkeys((Publish, Receive, Withdraw, SaveState, LoadState, ExportModel), "publish"),
+    **dict.fromkeys((AssignRole, ReleaseRole, MigrateOut, Forget, LeaseWeights, EndLease), "switch"),
+    **dict.fromkeys((Prepare, Ready, Freeze, TransferState, Commit, Rollback, Finalize), "switch"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """Why slots may have nothing to do."""
-
-    may_start: bool = False
-    """There are rollouts that no generator has begun."""
-    samples_ready: bool = False
-    """There is something to train on."""
-    held: bool = False
-    """A policy has the trainer wait."""
-
-
 class SlotActivity:
-    """Keeps the ledger, and `view` told, as long as the mailbox lives."""
+    """Keeps the ledger as long as the mailbox lives."""
 
-    def __init__(self, mailbox: Mailbox, view: RunDisplay, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, mailbox: Mailbox, clock: Callable[[], float] = time.monotonic) -> None:
+        self.on_slot = Listeners[[Sequence[str], SlotLedger]]()
+        """Told a slot's roles and its account with everything that it begins."""
         self.on_span = Listeners[[Span]]()
         """Told of each closed stretch of one activity."""
         self._situation: Callable[[], Situation] = Situation
         self.ledger = Ledger()
-        self._mailbox, self._view, self._clock = mailbox, view, clock
+        self._mailbox, self._clock = mailbox, clock
         self._opened: set[int] = set()
-        self._command: dict[int, str] = {}
+        self._command: dict[int, type[Command] | None] = {}
         self._generating: set[int] = set()
         self._changing: frozenset[int] = frozenset()
         self._changed = ChangeSignal()
@@ -92,9 +109,9 @@ class SlotActivity:
             for slot in self._opened:
                 self._write(slot)
 
-    def _on_command(self, slot: int, command: str) -> None:
+    def _on_command(self, slot: int, command: type[Command] | None) -> None:
         self._command[slot] = command
-        if command == "Generate":
+        if command is Generate:
             self._generating.add(slot)
         elif "generate" not in self._mailbox.roles(slot):
             self._generating.discard(slot)  # dropped before its engine said that it had nothing left
@@ -115,12 +132,12 @@ class SlotActivity:
         before it."""
         if works:
             self._generating.add(slot)
-        elif self._command.get(slot) != "Generate":
+        elif self._command.get(slot) is not Generate:
             self._generating.discard(slot)
 
     def _tell(self, slot: int) -> None:
         self._write(slot)
-        self._view.on_slot(self._mailbox.roles(slot), self.ledger.account(slot))
+        self.on_slot(self._mailbox.roles(slot), self.ledger.account(slot))
 
     def _write(self, slot: int) -> None:
         activity, cause = self._doing(slot)
@@ -133,7 +150,8 @@ class SlotActivity:
     def _doing(self, slot: int) -> tuple[Activity, IdleCause]:
         if slot in self._mailbox.lost:
             return "idle", "lost"
-        if activity := ACTIVITIES.get(self._command.get(slot, "")):
+        command = self._command.get(slot)
+        if command and (activity := ACTIVITIES.get(command)):
             return activity, "other"
         if slot in self._generating:
             return "generate", "other"

@@ -5,7 +5,6 @@ their generators said last, speeds as measured. What a part of a change cost is 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from ductile.cluster.cluster import Cluster
 from ductile.concurrency.listeners import Listeners
@@ -16,15 +15,15 @@ from ductile.core.scheduling.cost_model import CostModel
 from ductile.core.scheduling.orders import RoleChange
 from ductile.core.scheduling.profile import Setting
 from ductile.core.scheduling.state import ClusterState, SlotState, TrainerState
-from ductile.elastic.activity import Situation, SlotActivity
+from ductile.elastic.activity import SlotActivity
 from ductile.elastic.controller import NotDone
 from ductile.elastic.recovery import Recovery
-from ductile.elastic.step_accounting import SamplesInFlight, StepAccounting
-from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.elastic.situation import pending
+from ductile.elastic.step_accounting import StepAccounting
+from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
-from ductile.messages.control import RunFailed, Unfit
-from ductile.messages.workers import Died, EngineStats, Event, Finished, SlotPhase
+from ductile.messages.workers import Died, Event, Finished, SlotPhase
 from ductile.roles import Failure
 
 WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})
@@ -52,16 +51,9 @@ class LiveActuator:
         """Copies of the state that the run began with, as its config says."""
         self._accounting, self._measured, self._clock = accounting, measured, clock
         self._moves: tuple[RoleChange, ...] = ()
-        self._held = False
-        self._trained_in: int | None = None
-        """The trainer's epoch at the latest micro-step."""
         self._since_s: dict[int, float] = {}
         self.on_change = Listeners[[]]()
-        """Told whenever something happened that may matter to a policy."""
-        activity.explain_by(self._situation)
-        fleet.on_migrated.add(measured.migrated)
-        fleet.on_released.add(partial(measured.took, "release"))
-        fleet.trainer.on_micro_step.add(self._on_micro_step)
+        """Told when a completion has ended, or a slot has died."""
         cluster.mailbox.subscribe(self._on_event)
 
     @property
@@ -84,12 +76,12 @@ class LiveActuator:
                 if slot in there
                 for roles in [self._roles(slot)]
             ),
-            batch=self._accounting.batch(self._pending(), self._generators.num_waiting),
+            batch=self._accounting.batch(pending(self._fleet), self._generators.num_waiting),
             # A resize waits for the boundary that it needs.
             trainer=TrainerState(
                 self._trainer.layout,
                 not self._resizer.under_way,
-                self._held,
+                self._trainer.is_held,
                 self._setting.seq_len,
                 self._dp_replicate,
             ),
@@ -114,25 +106,13 @@ class LiveActuator:
         """A slot may have got a role and wait for its first weights."""
         return all(slot in pool.slots for role, pool in self._fleet.pools.items() if role in roles)
 
-    def _situation(self) -> Situation:
-        accounting = self._accounting
-        return Situation(
-            accounting.to_start(self._generators.num_waiting) > 0,
-            accounting.samples_ready(self._pending()) > 0,
-            self._held,
-        )
-
-    def _pending(self) -> SamplesInFlight:
-        return SamplesInFlight(self._trainer.pending_samples, self._trainer.pending_tokens)
-
     # -- what the controller has it do
 
     def begin(self, version: int) -> None:
         """The loop's books are those of the new step already."""
 
     def hold_training(self, held: bool) -> None:
-        if held != self._held:
-            self._held = held
+        if held != self._trainer.is_held:
             self._trainer.hold_training(held)
             self._activity.look_again()
 
@@ -167,7 +147,7 @@ class LiveActuator:
     async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
         try:
             resized = await self._resizer.resize_to(layout, release)
-        except (Unfit, RunFailed) as error:
+        except (CannotResize, ResizeNotDone) as error:
             raise NotDone(str(error)) from error
         if resized.outcome == "rolled_back":
             raise NotDone("; ".join([*resized.not_released, resized.sentence.rstrip(".")]))
@@ -188,21 +168,6 @@ class LiveActuator:
 
     # -- what happens
 
-    def _on_micro_step(self, tokens_fullest: int, num_ranks: int, seconds: float, tokens_all: int) -> None:
-        # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize is finalized.
-        first, self._trained_in = self._trainer.epoch != self._trained_in, self._trainer.epoch
-        (self._measured.first_micro_step if first else self._measured.micro_step)(tokens_fullest, num_ranks, seconds)
-        self.on_change()
-
     def _on_event(self, slot: int, event: Event) -> None:
-        match event:
-            case Finished() | Died():
-                self.on_change()
-            case EngineStats(decoded=decoded, prefilled=prefilled):
-                knew = self._measured.knows_generation
-                self._measured.decoded(decoded)
-                self._measured.prefilled(*prefilled)
-                if self._measured.knows_generation and not knew:
-                    self.on_change()
-            case _:
-                pass
+        if isinstance(event, Finished | Died):
+            self.on_change()

@@ -96,7 +96,7 @@ class Recovery:
     def _on_event(self, slot: int, event: Event) -> None:
         held = self._cluster.mailbox.roles(slot)
         roles: tuple[Serving, ...] = tuple(role for role in self._fleet.pools if held.count(role))
-        if not isinstance(event, Died) or slot in self._restarting or self._cluster.depends_on(slot):
+        if not isinstance(event, Died) or slot in self._restarting or self._cluster.has_failed:
             return
         if not roles and not self._is_scheduled:
             return

@@ -9,24 +9,30 @@ import msgspec
 
 from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, Transaction
-from ductile.error_text import capitalised, error_text
+from ductile.error_text import error_text
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
-from ductile.events.slots import SlotStarted, SlotWasLost
+from ductile.events.slots import SlotStarted
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
-from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
-from ductile.messages.workers import Died, Event
+from ductile.messages.control import Resized, ResizeRequest
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
 
-MEASURED = ("pause_s", "took_s", "seconds", "slot_seconds", "beside", "num_bytes", "carrier")
-"""Fields of `Resized` that its event has, too."""
+
+class CannotResize(Exception):
+    """What was asked for cannot be, and nothing was tried. The text is a sentence."""
+
+
+class ResizeNotDone(Exception):
+    """Another resize is under way, or the trainer is lost, or the resize failed in an unexpected way. The text is a
+    sentence."""
 
 
 class TrainerResizer:
@@ -43,29 +49,29 @@ class TrainerResizer:
     ) -> None:
         """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else."""
         self.num_resized = 0
+        self.on_end = Listeners[[]]()
+        """Told when a resize has ended, whatever became of it."""
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
         self._num_slots, self._fleet = num_slots, fleet
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
-        self._judged: dict[int, str] = {}
-        """How slots have died whose deaths the resize under way judges."""
         self._paused_s = 0.0
         self._ended = ChangeSignal()
-        cluster.depends_on = self.depends_on
+        cluster.ends_without(self.depends_on)
 
     async def resize(self, after: ParallelLayout, release: Release | None = None) -> Resized:
         """Have the trainer go on in this layout, with its order of slots, and wait for what comes of it.
 
         release: what is released once all is prepared and the trainer stands still, such as joiners' other roles.
 
-        Raises Unfit for slots that do not exist, and RunFailed when another change is under way, when a slot does not
-        start, when the trainer is lost, or when the change fails in an unexpected way.
+        Raises CannotResize for slots that do not exist or do not start, and ResizeNotDone when another change is under
+        way, when the trainer is lost, or when the change fails in an unexpected way.
         """
         self._refuse_unknown(after.slots)
         before = self._trainer.layout
         if self._target is not None:
-            raise RunFailed(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
+            raise ResizeNotDone(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
         if before == after:
             sentence = f"Trainer is on {describe(before)} already."
             return Resized("unchanged", sentence, self._cluster.mailbox.epoch, before, after)
@@ -78,18 +84,16 @@ class TrainerResizer:
             )
             resized = await self._transaction.run()
         except SlotLost as error:
-            self._judged.clear()
             self._cluster.fail(str(error))
-            raise RunFailed(str(error)) from error
-        except (Unfit, RunFailed):
+            raise ResizeNotDone(str(error)) from error
+        except (CannotResize, ResizeNotDone):
             raise
         except Exception as error:
-            raise RunFailed(self._note_failure(before, after, error)) from error
+            raise ResizeNotDone(self._note_failure(before, after, error)) from error
         finally:
             self._target = self._transaction = None
             self._ended.notify_all()
-            while self._judged:
-                self._note_lost(*self._judged.popitem())
+            self.on_end()
         return self._note(resized, time.monotonic() - began_s)
 
     async def resize_to(self, after: ParallelLayout, release: Release | None = None) -> Resized:
@@ -100,11 +104,11 @@ class TrainerResizer:
         return await self.resize(before if same else stays_put(before, after), release)
 
     def layout_of(self, request: ResizeRequest) -> ParallelLayout:
-        """The layout that is asked for. Raises Unfit for one that cannot be."""
+        """The layout that is asked for. Raises CannotResize for one that cannot be."""
         try:
             return self._trainer.layout.on(request.train, **request.sizes)
         except (TypeError, ValueError) as error:
-            raise Unfit(str(error)) from error
+            raise CannotResize(str(error)) from error
 
     @property
     def under_way(self) -> str:
@@ -124,8 +128,12 @@ class TrainerResizer:
 
     async def change_over(self, slot: int) -> None:
         """Returns when no resize is under way that the slot has a part in."""
-        while self._target is not None and slot in {*self._target.slots, *self._trainer.layout.slots}:
+        while self.involves(slot):
             await self._ended.wait()
+
+    def involves(self, slot: int) -> bool:
+        """Whether a resize is under way that the slot has a part in."""
+        return self._target is not None and slot in {*self._target.slots, *self._trainer.layout.slots}
 
     def judges(self, slot: int) -> bool:
         """Whether a resize under way rules on what the slot's death means for the run."""
@@ -144,7 +152,7 @@ class TrainerResizer:
         beyond = [slot for slot in slots if not 0 <= slot < self._num_slots]
         if beyond:
             verb = "does" if len(beyond) == 1 else "do"
-            raise Unfit(
+            raise CannotResize(
                 f"{slots_of(beyond)} {verb} not exist: this machine has slots 0 to {self._num_slots - 1}, as "
                 "deployment.gpus_per_node says; use these, or start the run with another number there"
             )
@@ -153,24 +161,11 @@ class TrainerResizer:
         try:
             started = await self._cluster.add(slots)
         except StartFailed as error:
-            raise Unfit(str(error)) from error
+            raise CannotResize(str(error)) from error
         for slot in started:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
             self._record.event(SlotStarted(slot=slot, roles=(), device=device, pid=pid, sentence=sentence))
-
-    def on_event(self, slot: int, event: Event) -> None:
-        """Write down that a slot has died with which the run does not end. Where a resize judges that, it is written
-        once the resize has ruled that the run goes on; a death that ends the run is told at its end."""
-        if not isinstance(event, Died) or self.depends_on(slot):
-            return
-        if self.judges(slot):
-            self._judged[slot] = event.reason
-        else:
-            self._note_lost(slot, event.reason)
-
-    def _note_lost(self, slot: int, reason: str) -> None:
-        self._record.event(SlotWasLost(slot, sentence=f"{capitalised(reason)}."))
 
     def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""
@@ -185,8 +180,20 @@ class TrainerResizer:
         is_resized = resized.outcome == "resized"
         self.num_resized += is_resized
         self._paused_s += resized.pause_s
-        measured = {name: getattr(resized, name) for name in MEASURED}
-        self._event(is_resized, resized.sentence, resized.epoch, resized.before, resized.after, **measured)
+        self._event(
+            is_resized,
+            resized.sentence,
+            resized.epoch,
+            resized.before,
+            resized.after,
+            pause_s=resized.pause_s,
+            took_s=resized.took_s,
+            seconds=resized.seconds,
+            slot_seconds=resized.slot_seconds,
+            beside=resized.beside,
+            num_bytes=resized.num_bytes,
+            carrier=resized.carrier,
+        )
         return resized
 
     def _event(

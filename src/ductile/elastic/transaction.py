@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ductile.concurrency.background import finish
+from ductile.concurrency.deadline import said
 from ductile.core.instances.membership import (
     Phase,
     Ruling,
@@ -206,7 +207,7 @@ class Transaction:
             for slots, patience_s in ((unready - late, self._options.timeout_s), (late, self._options.patience_s)):
                 if slots and waited_s > patience_s:
                     first = self._mailbox.describe(min(slots))
-                    self._rule_on_violation("prepare", f"{first} did not prepare within {patience_s:g} s")
+                    self._rule_on_violation("prepare", f"{first} did not prepare within {said(patience_s)}")
             if unready:
                 await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
 

@@ -48,6 +48,8 @@ KINDS: dict[str, type[RunEvent]] = {
     )
 }
 """Every kind of event, by its word in the file."""
+EARLIER = {"restarted": "request_restarted", "refused": "policy_failed"}
+"""Words of earlier versions, which other things have, too, with those of today."""
 
 
 class UnreadEvent(RunEvent, tag="", frozen=True):
@@ -61,6 +63,7 @@ class UnreadEvent(RunEvent, tag="", frozen=True):
 
 def read_event(row: Mapping[str, Any]) -> RunEvent:
     """The event of a line; an `UnreadEvent` where this version cannot read it."""
+    row = {**row, "kind": EARLIER.get(row["kind"], row["kind"])}
     kind = KINDS.get(row["kind"])
     why = f"the kind {row['kind']!r} is unknown"
     if kind is not None:

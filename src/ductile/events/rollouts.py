@@ -23,7 +23,7 @@ class PromptDroppedTwice(RunEvent, tag="prompt_dropped_twice", frozen=True):
     """Id of the prompt."""
 
 
-class RequestRestarted(RunEvent, tag="restarted", frozen=True):
+class RequestRestarted(RunEvent, tag="request_restarted", frozen=True):
     """A request begins again because its generator is lost."""
 
     instance: InstanceId | None = None

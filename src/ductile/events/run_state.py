@@ -52,6 +52,8 @@ class RunState(Listener):
     """Generators and scorers in the order in which they began; none of a run whose events do not name them."""
     given_back: set[int] = field(default_factory=set[int])
     """Lost slots that are not started again."""
+    restarting: set[int] = field(default_factory=set[int])
+    """Slots of lost generators and scorers that are being started again."""
     resizes: list[TrainerResized | ResizeRolledBack] = field(default_factory=list[TrainerResized | ResizeRolledBack])
     """Resizes of the trainer, done or not, those by a policy and those by `ductile resize`."""
     waits: list[TrainingHeld] = field(default_factory=list[TrainingHeld])
@@ -79,7 +81,8 @@ class RunState(Listener):
         kind = KINDS.get(event.written) if isinstance(event, UnreadEvent) else type(event)
         if kind is WorkBegan:
             self.began_s, self.setting, self.profiles, self.instances = event.time_s, None, [], {}
-            self.given_back, self.resizes, self.unreadable, self.unread_kinds = set(), [], "", set()
+            self.given_back, self.restarting, self.resizes = set(), set(), []
+            self.unreadable, self.unread_kinds = "", set()
         if self.began_s is None:
             self.began_s = event.time_s
         at_s = event.time_s - self.began_s
@@ -103,10 +106,14 @@ class RunState(Listener):
                 self._end(ended, at_s)
             case SlotRestarted(slot=slot, began=began):
                 self.given_back.discard(slot)
+                self.restarting.discard(slot)
                 self._begin(began, at_s)
             case SlotGivenBack(slot=slot):
                 self.given_back.add(slot)
-            case SlotWasLost(slot=slot):
+                self.restarting.discard(slot)
+            case SlotWasLost(slot=slot, roles=roles):
+                if not {"generate", "score"}.isdisjoint(roles):
+                    self.restarting.add(slot)
                 self._end([name for name, each in self.instances.items() if slot in each.instance.slots], at_s)
             case _:
                 pass

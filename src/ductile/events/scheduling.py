@@ -43,7 +43,7 @@ class OrdersDone(RunEvent, tag="switched", frozen=True):
     """Instances that ended."""
 
 
-class PolicyFailed(RunEvent, tag="refused", frozen=True):
+class PolicyFailed(RunEvent, tag="policy_failed", frozen=True):
     """The policy fails, or orders what cannot be carried out: it is asked no more, and slots return to their
     placement."""
 

@@ -19,6 +19,8 @@ class SlotWasLost(RunEvent, tag="slot_lost", frozen=True):
     """A slot is lost that does not train; the run goes on."""
 
     slot: int
+    roles: tuple[Role, ...] = ()
+    """Roles that it had; empty also in runs of older versions, which did not write them."""
 
 
 class SlotRestarted(RunEvent, tag="slot_restarted", frozen=True):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from ductile.concurrency.background import finish
+from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.routing import route
@@ -99,7 +100,7 @@ class RemoteGenerators(WorkerPool):
         except TimeoutError:
             left = len(self._in_flight.at(instance))
             described = self.describe(instance)
-            waited = f"{self._deadlines.patience_s:g} s (cluster.patience_timeout_s)"
+            waited = said(self._deadlines.patience_s)
             raise Late(f"{described} still had {left} requests after {waited}, and cannot leave") from None
         await self.release(instance)
         self._in_flight.forget(instance)
@@ -138,14 +139,11 @@ class RemoteGenerators(WorkerPool):
     def _kill(self, instance: Instance, request: str, limit_s: float) -> NoReturn:
         """Kill a generator that makes no progress. Raises SlotLost; Late for an external server, which is not ours to
         kill."""
-        said = (
-            f"{self.describe(instance)} made no progress for {limit_s:g} s (cluster.progress_timeout_s) while it had "
-            f"to generate {request}"
-        )
+        stuck = f"{self.describe(instance)} made no progress for {said(limit_s)} while it had to generate {request}"
         if not instance.slots:
-            raise Late(said)
+            raise Late(stuck)
         for slot in instance.slots:
-            self._condemn(slot, f"{said}, and has been killed")
+            self._condemn(slot, f"{stuck}, and has been killed")
         raise SlotLost(self.why_lost(instance))
 
     def _begin_again(self, entry: InFlight, error: Failure) -> None:
@@ -155,8 +153,8 @@ class RemoteGenerators(WorkerPool):
         lost = entry.where
         if isinstance(error, SlotLost):
             if entry.num_lost + 1 == MOST_LOST:
-                said = f"{error}; {MOST_LOST} generators were lost while they had {entry.request.id}"
-                raise SlotLost(said) from error
+                why = f"{error}; {MOST_LOST} generators were lost while they had {entry.request.id}"
+                raise SlotLost(why) from error
         elif entry.num_not_taken * NOT_TAKEN_S > self._deadlines.patience_s:
             raise error
         self._in_flight.reopen(entry, is_lost=isinstance(error, SlotLost))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from ductile.columns import Floats
+from ductile.concurrency.deadline import said
 from ductile.core.batch.packing import split_by_tokens
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.fleet.leases import WeightLeases
@@ -79,7 +80,7 @@ class RemoteScorer(WorkerPool):
         try:
             await self._changed.wait_for(lambda: not self._num_scoring[instance.id], self._deadlines.patience_s)
         except TimeoutError:
-            waited = f"{self._deadlines.patience_s:g} s (cluster.patience_timeout_s)"
+            waited = said(self._deadlines.patience_s)
             raise Late(f"{self.describe(instance)} was still scoring after {waited}") from None
         await self.release(instance)
         del self._num_scoring[instance.id]

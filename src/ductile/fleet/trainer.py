@@ -1,9 +1,10 @@
 """The trainer behind its Protocol: every command goes to all slots of its layout, one command at a time.
 
-Samples go out in micro-steps: one micro-batch a data-parallel rank, the next one already waiting in the slot, so that
-no slot waits for the orchestrator. Between two of them the trainer may change its layout
-(`ductile.elastic.transaction`): what has not gone out by then is packed anew, for the ranks that there are then. All
-other commands come between two, too.
+Samples go out in micro-steps, the next one already waiting in the slot, so that no slot waits for the orchestrator. A
+micro-step is one micro-batch a data-parallel rank, or with pp as many as fill the pipeline
+(`ductile.core.layout.pipeline`). Between two of them the trainer may change its layout (`ductile.elastic.transaction`):
+what has not gone out by then is packed anew, for the ranks that there are then. All other commands come between two,
+too.
 """
 
 import asyncio
@@ -13,9 +14,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.pipeline import micro_batches_of_message
 from ductile.core.scheduling.state import IN_FLIGHT
 from ductile.messages.workers import (
     Command,
@@ -37,8 +40,8 @@ from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import R, ask_each
 from ductile.transport.mailbox import Mailbox
 
-Row = tuple[MicroBatch, ...]
-"""A micro-step: the micro-batch of each data-parallel rank."""
+MicroStep = Sequence[tuple[MicroBatch, ...]]
+"""What is sent at a time: the micro-batches of each data-parallel rank, equally many."""
 
 
 @dataclass(slots=True)
@@ -48,9 +51,9 @@ class _Given:
     num_samples: int
     num_tokens: int
 
-    def did(self, row: Row) -> None:
-        self.num_samples -= sum(len(part.samples) for part in row)
-        self.num_tokens -= sum(part.num_tokens for part in row)
+    def did(self, step: MicroStep) -> None:
+        self.num_samples -= sum(len(micro_batch.samples) for of_rank in step for micro_batch in of_rank)
+        self.num_tokens -= sum(micro_batch.num_tokens for of_rank in step for micro_batch in of_rank)
 
 
 @dataclass(slots=True)
@@ -79,12 +82,13 @@ class RemoteTrainer:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         """Changes and commands that wait for the next boundary."""
-        self._held = False
+        self.is_held = False
+        """No micro-step begins; those in flight end."""
         self._given: list[_Given] = []
         self.on_micro_step = Listeners[[int, int, float, int]]()
-        """Told after each micro-step the tokens of its fullest micro-batch, the number of micro-batches (one a
-        data-parallel rank), the seconds that the slowest slot worked (how long the command waited in the slot is not
-        counted), and the tokens of all micro-batches."""
+        """Told after each micro-step the tokens of the data-parallel rank that has most, the number of these ranks, the
+        seconds that the slowest slot worked (how long the command waited in the slot is not counted), and the tokens of
+        all ranks."""
         self._kept: dict[int, _Kept] = {}
         """Published versions that are not withdrawn yet, by number."""
         self._changed = ChangeSignal()
@@ -109,27 +113,34 @@ class RemoteTrainer:
         self.layout, self.epoch = layout, epoch
 
     def hold_training(self, held: bool) -> None:
-        """Hold training, or let it go on. While it is held no micro-step begins; those in flight end."""
-        self._held = held
+        """Hold training, or let it go on."""
+        self.is_held = held
         self._changed.notify_all()
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
         """Raises Late when it is held for too long."""
         packed_for: ParallelLayout | None = None
         left: Sequence[Sample] = samples
-        rows: deque[Row] = deque()
+        steps: deque[MicroStep] = deque()
         given = _Given(len(samples), sum(map(len, samples)))
         self._given.append(given)
         try:
-            while packed_for is None or rows:
+            while packed_for is None or steps:
                 await self._released(given)
                 async with self._turn:
                     self._check()
                     if packed_for != self.layout:
                         packed_for = self.layout
-                        rows = deque(zip(*pack(left, self.num_ranks, seq_len), strict=True))
-                    await self._micro_steps(rows, given)
-                left = [sample for row in rows for micro_batch in row for sample in micro_batch.samples]
+                        size, _ = micro_batches_of_message(self.layout)
+                        steps = deque(_in_steps(pack(left, self.num_ranks, seq_len), size))
+                    await self._micro_steps(steps, given)
+                left = [
+                    sample
+                    for step in steps
+                    for of_rank in step
+                    for micro_batch in of_rank
+                    for sample in micro_batch.samples
+                ]
         finally:
             self._given.remove(given)
 
@@ -241,11 +252,11 @@ class RemoteTrainer:
 
     async def _released(self, given: _Given) -> None:
         try:
-            await self._changed.wait_for(lambda: not self._held or self._end is not None, self._deadlines.patience_s)
+            await self._changed.wait_for(lambda: not self.is_held or self._end is not None, self._deadlines.patience_s)
         except TimeoutError:
             raise Late(
-                f"the scheduling policy held training back for {self._deadlines.patience_s:g} s "
-                f"(cluster.patience_timeout_s), with {given.num_samples} samples waiting"
+                f"the scheduling policy held training back for {said(self._deadlines.patience_s)}, with "
+                f"{given.num_samples} samples waiting"
             ) from None
 
     def _keeper(self, version: int) -> _Kept | None:
@@ -264,35 +275,35 @@ class RemoteTrainer:
         kept.num_users += 1
         return kept.manifest
 
-    async def _micro_steps(self, rows: deque[Row], given: _Given) -> None:
-        """Run `rows` from the left, and take them out, until none is left, a change is due or training is held."""
-        in_flight: deque[tuple[Row, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
+    async def _micro_steps(self, steps: deque[MicroStep], given: _Given) -> None:
+        """Run `steps` from the left, and take them out, until none is left, a change is due or training is held."""
+        in_flight: deque[tuple[MicroStep, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
         try:
             while True:
-                while rows and len(in_flight) < IN_FLIGHT and not self._num_waiting and not self._held:
-                    row = rows.popleft()
-                    in_flight.append((row, asyncio.create_task(self._micro_step(row))))
+                while steps and len(in_flight) < IN_FLIGHT and not self._num_waiting and not self.is_held:
+                    step = steps.popleft()
+                    in_flight.append((step, asyncio.create_task(self._micro_step(step))))
                     self.with_gradient = True
                 if not in_flight:
                     return
-                row, task = in_flight[0]
+                step, task = in_flight[0]
                 done = await task
                 in_flight.popleft()
-                given.did(row)
-                self._tell(row, done)
+                given.did(step)
+                self._tell(step, done)
         finally:
             for _, task in in_flight:
                 task.cancel()
             await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
 
-    def _tell(self, row: Row, done: Mapping[int, ForwardBackwardDone]) -> None:
-        tokens = [part.num_tokens for part in row]
+    def _tell(self, step: MicroStep, done: Mapping[int, ForwardBackwardDone]) -> None:
+        tokens = [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in step]
         busy_s = max(reply.busy_s for reply in done.values())
-        self.on_micro_step(max(tokens), len(row), busy_s, sum(tokens))
+        self.on_micro_step(max(tokens), len(step), busy_s, sum(tokens))
 
-    async def _micro_step(self, row: Row) -> Mapping[int, ForwardBackwardDone]:
+    async def _micro_step(self, step: MicroStep) -> Mapping[int, ForwardBackwardDone]:
         return await self._ask(
-            {slot: ForwardBackward((part,)) for slot, part in self.layout.deal(row).items()}, ForwardBackwardDone
+            {slot: ForwardBackward(of_rank) for slot, of_rank in self.layout.deal(step).items()}, ForwardBackwardDone
         )
 
     async def _all(self, command: Command, expected: type[R]) -> Mapping[int, R]:
@@ -307,3 +318,8 @@ class RemoteTrainer:
         except Late as error:  # whatever else is asked, saving too, would wait behind this as long again
             self.lose(SlotLost(str(error)))
             raise
+
+
+def _in_steps(packed: Sequence[Sequence[MicroBatch]], size: int) -> list[MicroStep]:
+    """The micro-batches of every rank, `size` of each at a time."""
+    return [[tuple(of_rank[start : start + size]) for of_rank in packed] for start in range(0, len(packed[0]), size)]

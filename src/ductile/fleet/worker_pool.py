@@ -17,6 +17,7 @@ from typing import Protocol
 
 from ductile.concurrency.background import finish, start
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.read_write_lock import ReadWriteLock
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order, slots_on
@@ -149,8 +150,7 @@ class WorkerPool:
                 await self._changed.wait_for(lambda: bool(there()), self._deadlines.patience_s)
             except TimeoutError:
                 raise Late(
-                    f"for {self._deadlines.patience_s:g} s (cluster.patience_timeout_s) no slot had the role "
-                    f"{self._role!r}, for {what}"
+                    f"for {said(self._deadlines.patience_s)} no slot had the role {self._role!r}, for {what}"
                 ) from None
             finally:
                 self.num_waiting -= 1

@@ -8,6 +8,7 @@
 | `swiglu` | `swiglu`: gradients go straight to where they belong | everywhere |
 | `packed_attention` | `cpu_attention`: tiles of a core's cache | on a CPU |
 | | `varlen_attention`: one kernel for all documents | on a GPU that has the kernel for these heads |
+| `partial_attention` | torch's flash kernels, whose log-sum-exp they give | on a CPU, and on such a GPU |
 
 Elsewhere it is torch's own (`plain`), and so it is everywhere under torch.compile, which fuses such chains by itself.
 
@@ -26,6 +27,13 @@ from torch.nn import functional as F
 from ductile.host import is_amd_with_avx512
 from ductile.kernels import cpu_attention, norm, plain, products, varlen_attention
 from ductile.kernels.heads import split_heads as split_heads_by_hand
+from ductile.kernels.partial_attention import (
+    CPU_FLASH,
+    PLAIN,
+    ChunkedAttention,
+    PartialAttention,
+    VarlenPartialAttention,
+)
 from ductile.kernels.swiglu import swiglu as swiglu_by_hand
 from ductile.kernels.trees import Tree
 
@@ -83,6 +91,17 @@ def packed_attention(trees: Sequence[Tree], q: Tensor) -> tuple[AttentionFunctio
             return varlen_attention.VarlenAttention(trees, q.device), "one variable-length kernel a layer"
         _tell(f"attention is one call a document and layer: {reason}")
     return partial(plain.attention, trees), f"one call a document and layer: {reason}"
+
+
+def partial_attention(lengths: Sequence[int], q: Tensor) -> PartialAttention:
+    """Attention of chunks of these lengths to as many keys, with such queries [S, H, D], in all layers."""
+    if q.device.type == "cpu":
+        return ChunkedAttention(lengths, CPU_FLASH)
+    reason = varlen_attention.why_not(q.dtype, q.shape[2], varlen_attention.capability_of(q.device))
+    if not reason:
+        return VarlenPartialAttention(lengths, q.device)
+    _tell(f"attention to a part of the keys holds all scores of a chunk: {reason}")
+    return ChunkedAttention(lengths, PLAIN)
 
 
 @cache

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ductile.kernels.plain import wide_type
+from ductile.kernels.select import select
 from ductile.kernels.trees import Tree
 
 HEAD_SIZES = range(8, 257, 8)
@@ -138,25 +137,8 @@ class VarlenAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
         if self._key_rows is not None:
-            k, v = (_Gather.apply(x, self._key_rows) for x in (k, v))
+            k, v = (select(x, 0, self._key_rows) for x in (k, v))
         return self._kernel(q, k, v, self._query_offsets, self._key_offsets, *self._most)
-
-
-class _Gather(torch.autograd.Function):
-    """`index_select` of rows, whose gradients are added up in fp32: a stem may have dozens of branches."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.num_tokens = len(x)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        total = grad.new_zeros((ctx.num_tokens, *grad.shape[1:]), dtype=wide_type(grad))
-        return total.index_add_(0, rows, grad.to(total.dtype)).to(grad.dtype), None
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -67,8 +67,8 @@ class SlotStatus(Words):
     device: str
     roles: tuple[str, ...]
     doing: str
-    """An activity of the ledger: train, generate, score, publish, switch, idle; or "lost", or "given
-    back": lost, and not started again."""
+    """An activity of the ledger: train, generate, score, publish, switch, idle. Of a lost slot "restarting", or "given
+    back" when it is not started again any more; "lost" when it never was to be."""
     seconds: dict[str, float]
     """Seconds by activity since the slot had its first role; together they are all the time since then."""
     idle: dict[str, float] = {}

@@ -10,6 +10,7 @@ such as the completions of one prompt, share their beginning: it is run once, an
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -96,6 +97,39 @@ class PackedSamples:
             positions=torch.cat((self.positions, torch.arange(missing, device=self.positions.device))),
             stems=(*self.stems, missing),
             branches=(*self.branches, ()),
+        )
+
+    def unshared(self, multiple: int = 1) -> "PackedSamples":
+        """The same samples, where each branch of a stem is a document of its own, which begins with the stem's tokens.
+        Token 0 fills each document up to a multiple of `multiple` tokens.
+
+        What a token of a stem says is scored in the first of the documents that have it.
+        """
+        documents = [
+            np.concatenate((np.arange(tree.start, tree.stem), np.arange(*branch)))
+            for tree in PackedAttention(self.stems, self.branches).trees
+            for branch in tree.branches or [(tree.stem, tree.stem)]
+        ]
+        """Which of the T tokens each document has."""
+        lengths = tuple(-(-len(document) // multiple) * multiple for document in documents)
+        starts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+        nothing = np.empty(0, np.int64)
+        before = np.concatenate((nothing, *documents))
+        after = np.concatenate(
+            (nothing, *(start + np.arange(len(each)) for start, each in zip(starts, documents, strict=True)))
+        )
+        place = np.empty(len(self.token_ids), np.int64)
+        place[before[::-1]] = after[::-1]  # of several places the last one stays: that of the first document
+        positions = np.concatenate((nothing, *map(np.arange, lengths)))
+        device = self.token_ids.device
+        before, after, place, positions = (torch.from_numpy(x).to(device) for x in (before, after, place, positions))
+        return replace(
+            self,
+            token_ids=self.token_ids.new_zeros(len(positions)).index_copy_(0, after, self.token_ids[before]),
+            positions=positions,
+            stems=lengths,
+            branches=((),) * len(lengths),
+            rows=place[self.rows],
         )
 
     @property

@@ -6,7 +6,7 @@ Tokens come flat, documents one after the other; `attend` knows which may see wh
 T tokens, M hidden size, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -90,27 +90,52 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Made with uninitialised weights; `ductile.model.checkpoint.load_model` fills them."""
+    """Made with uninitialised weights; `ductile.model.checkpoint.load_model` fills them.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Layers have the numbers that they have in the whole model, also where only some of them are here: then the
+    embeddings are where the first one is (tied ones also where the last one is), and norm and head where the last one
+    is.
+    """
+
+    def __init__(self, spec: ModelSpec, layers: Sequence[int] | None = None) -> None:
+        """`layers`: numbers of the layers that are here, ascending; None: all."""
         super().__init__()
         self.spec = spec
+        self.layer_numbers = range(spec.num_layers) if layers is None else layers
+        """Numbers of the layers that are here."""
         self.rope = Rope(spec)
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        if not spec.tie_embeddings:
-            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        is_first, is_last = 0 in self.layer_numbers, spec.num_layers - 1 in self.layer_numbers
+        if is_first or (is_last and spec.tie_embeddings):
+            self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleDict({str(number): Layer(spec) for number in self.layer_numbers})
+        if is_last:
+            self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+            if not spec.tie_embeddings:
+                self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, head: Head = linear) -> Tensor:
-        """`token_ids` [T] and `positions` [T] (from 0 in each document), int64 -> whatever `head` makes of them: by
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        head: Head = linear,
+        layers: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Token ids `x` [T] and `positions` [T] (from 0 in each document), int64 -> whatever `head` makes of them: by
         default logits [T, V].
+
+        `layers`: which of the layers that are here to run, one after the other; None: all. Without the model's first
+        one `x` is hidden states [T, M], without its last one the result is.
 
         `head` runs inside forward, so that wrappers which gather weights for the time of a forward (FSDP) cover it.
         """
+        numbers = self.layer_numbers if layers is None else layers
         cos, sin = self.rope(positions)
-        x = self.embed(token_ids)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, index, attend)
+        if numbers[0] == 0:
+            x = self.embed(x)
+        for number in numbers:
+            x = self.layers[str(number)](x, cos, sin, number, attend)
+        if numbers[-1] < self.spec.num_layers - 1:
+            return x
         output = self.embed if self.spec.tie_embeddings else self.lm_head
         return head(self.norm(x), output.weight)

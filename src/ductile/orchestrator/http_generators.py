@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from ductile.columns import Floats, TokenIds, Versions
+from ductile.concurrency.deadline import said
 from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Late, Refused, SlotLost
 
@@ -97,7 +98,7 @@ class HttpGenerators:
             try:
                 response = await self._client.request(method, url, json=body)
             except httpx.TimeoutException:
-                raise Late(f"{url} did not respond within {self._timeout_s:g} s") from None
+                raise Late(f"{url} did not respond within {said(self._timeout_s)}") from None
             except httpx.TransportError as error:
                 if last:
                     raise SlotLost(f"{url} cannot be reached: {error or type(error).__name__}") from error

@@ -9,11 +9,12 @@ import time
 
 from ductile.cluster.cluster import Cluster
 from ductile.elastic.activity import SlotActivity
-from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import (
     Resized,
     ResizeRequest,
+    RunFailed,
     RunStatus,
     SlotStatus,
     Status,
@@ -43,9 +44,15 @@ class LiveRun:
                 f"the slots of this run are moved by its scheduler (cluster.auto_scheduler, policy {self._policy}), "
                 "which would take the change back. Start the run with auto_scheduler = false to resize it by hand"
             )
-        if isinstance(ask, ResizeRequest):
+        return await self._resize(ask) if isinstance(ask, ResizeRequest) else self.status()
+
+    async def _resize(self, ask: ResizeRequest) -> Resized:
+        try:
             return await self._resizer.resize_to(self._resizer.layout_of(ask))
-        return self.status()
+        except CannotResize as error:
+            raise Unfit(str(error)) from error
+        except ResizeNotDone as error:
+            raise RunFailed(str(error)) from error
 
     def status(self) -> RunStatus:
         return RunStatus(
@@ -65,7 +72,8 @@ class LiveRun:
     def _slot(self, slot: int) -> SlotStatus:
         process, mailbox = self._cluster.processes.get(slot), self._cluster.mailbox
         lost = slot in mailbox.lost
-        gone = "given back" if slot in self._session.state.given_back else "lost"
+        state = self._session.state
+        gone = "given back" if slot in state.given_back else "restarting" if slot in state.restarting else "lost"
         account, now_s = self._activity.account(slot), time.monotonic()
         return SlotStatus(
             slot=slot,

@@ -10,7 +10,7 @@ Put together by `ductile.orchestrator.compose`:
     builder  = SampleBuilder(scorer)                  RolloutGroup -> Samples
     Loop(schedule, trainer, generators, scorer, rollouts, buffer, builder, accounting, ...).run()
 
-Written only against the Protocols of `ductile.roles`: processes, tests and simulations run this same page.
+Trainer, generators and scorer are Protocols of `ductile.roles`: processes, tests and simulations run this same page.
 """
 
 import asyncio

@@ -13,6 +13,7 @@ from rich.console import RenderableType
 
 from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import ROLES, LocalCluster
+from ductile.concurrency.deadline import Deadline
 from ductile.config.inference import shared_block_tokens
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.scheduling import policy_name, replaced_roles
@@ -23,6 +24,7 @@ from ductile.core.instances.placement import SPELLED, Placement
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.core.scheduling.state import Limits, first_instances
 from ductile.elastic.activity import SlotActivity
+from ductile.elastic.loss_log import LossLog
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
@@ -116,12 +118,12 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
 
 async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
     """The trainer alone, on data that is there."""
-    placement, timeout_s = placement_of(config), config.cluster.command_timeout_s
+    placement, deadlines = placement_of(config), Deadlines.of(config.cluster)
     async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
         settings, layout = prepared.trainer.model_dump(mode="json"), prepared.trainer.model.layout(placement.train)
-        taking = assign_role(cluster.mailbox, "train", settings, [layout], timeout_s, cluster.rendezvous)
+        taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.graceful, cluster.death())
-        trainer = RemoteTrainer(cluster.mailbox, layout, Deadlines.of(config.cluster))
+        trainer = RemoteTrainer(cluster.mailbox, layout, deadlines)
         async with _live(config, prepared.trainer, cluster, trainer, activity, session) as resizer:
             context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
             summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
@@ -134,7 +136,9 @@ async def _rollout_only(
     """Rollouts from a server that is not the run's own."""
     client = config.client
     api_key = secret_of(client.api_key, client.api_key_var)
-    async with HttpGenerators(str(client.base_url), api_key, client.timeout_s) as generators:
+    async with HttpGenerators(
+        str(client.base_url), api_key, Deadline(client.timeout_s, "client.timeout_s")
+    ) as generators:
         running = run_rollout_only(prepared, generators, session.record, session.interrupt.graceful)
         summary = await run_until(running, session.interrupt.forced)
     return rollout_only_summary(summary, session.folder)
@@ -180,7 +184,8 @@ async def _slots(
 
 async def _start(cluster: Cluster, placement: Placement, session: Session) -> SlotActivity:
     await run_until(cluster.start(), session.interrupt.graceful, cancel_s=START_CANCEL_S)
-    activity = SlotActivity(cluster.mailbox, session.view)
+    activity = SlotActivity(cluster.mailbox)
+    activity.on_slot.add(session.view.on_slot)
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
         sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
@@ -213,29 +218,28 @@ async def _live(
 ) -> AsyncGenerator[TrainerResizer]:
     """Meanwhile the run serves `ductile status` and `ductile resize`. trainer_config: as the slots have it. fleet: has
     the trainer; None where there is nothing else."""
+    command_s = Deadlines.of(config.cluster).command_s
     options = ResizeOptions(
         settings=trainer_config.model_dump(mode="json"),
         rendezvous=cluster.rendezvous,
-        timeout_s=trainer_config.resize.timeout_s,
-        leave_s=config.cluster.command_timeout_s,
+        timeout_s=Deadline(trainer_config.resize.timeout_s, "trainer.resize.timeout_s"),
+        leave_s=command_s,
         keeps_old=trainer_config.resize.memory == "shadow",
-        patience_s=config.cluster.command_timeout_s,
+        patience_s=command_s,
     )
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
     resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(session, cluster, trainer, activity, resizer, policy)
-    leave = cluster.mailbox.subscribe(resizer.on_event)
-    try:
+    with LossLog(cluster, resizer, session.record):
         async with Endpoint(session.folder, live.respond):
             yield resizer
-    finally:
-        leave()
 
 
 async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement, cluster: Cluster) -> Fleet:
     """Give all slots their roles; they load their models at the same time."""
-    mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
+    mailbox, deadlines = cluster.mailbox, Deadlines.of(config.cluster)
+    timeout_s = deadlines.command_s
     generate = config.inference.model_dump(mode="json")
     train = score = prepared.trainer.model_dump(mode="json")
     layout = prepared.trainer.model.layout(placement.train)
@@ -244,7 +248,6 @@ async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement
         assign_role(mailbox, "generate", generate, each_alone(placement.generate), timeout_s),
         assign_role(mailbox, "score", score, each_alone(placement.score), timeout_s),
     )
-    deadlines = Deadlines.of(config.cluster)
     trainer = RemoteTrainer(mailbox, layout, deadlines)
     leases = WeightLeases(mailbox, trainer, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)

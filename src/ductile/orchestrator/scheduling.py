@@ -1,6 +1,7 @@
 """What goes on beside the loop of a run: the books of its slots' time, and the controller that moves its slots."""
 
 import time
+from functools import partial
 
 from ductile.cluster.cluster import Cluster
 from ductile.config.inference import shared_block_tokens
@@ -11,12 +12,14 @@ from ductile.config.slots import placement_of
 from ductile.core.scheduling.cost_model import CostModel
 from ductile.core.scheduling.policies.rules import Home
 from ductile.core.scheduling.profile import Setting
-from ductile.core.scheduling.state import Limits, may_share
+from ductile.core.scheduling.state import Limits
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.actuator import LiveActuator
 from ductile.elastic.controller import ElasticController
+from ductile.elastic.measuring import Measuring
 from ductile.elastic.profiling import Profiler
 from ductile.elastic.recovery import Recovery
+from ductile.elastic.situation import situation_of
 from ductile.elastic.step_accounting import StepAccounting
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.events.decisions import DecisionJournal
@@ -54,29 +57,30 @@ class Scheduling:
         setting = setting_of(config, self._prepared, fleet, on_gpu=on_gpu)
         measured = CostModel(_cache_bytes_per_token(config, on_gpu=on_gpu))
         began_s = self._began_s = self._activity.begin(self._cluster.slots)
-        actuator = LiveActuator(
-            setting,
-            self._cluster,
-            fleet,
-            self._resizer,
-            self._recovery,
-            self._activity,
-            accounting,
-            measured,
-            lambda: time.monotonic() - began_s,
-        )
+        measuring = Measuring(self._cluster.mailbox, fleet, measured)
+        self._activity.explain_by(partial(situation_of, accounting, fleet))
         fleet.generators.on_change.add(buffer.wake)
         fleet.generators.on_restarted.add(
             lambda sentence, lost: self._record.event(RequestRestarted(lost, sentence=sentence))
         )
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:
+            actuator = LiveActuator(
+                setting,
+                self._cluster,
+                fleet,
+                self._resizer,
+                self._recovery,
+                self._activity,
+                accounting,
+                measured,
+                lambda: time.monotonic() - began_s,
+            )
             journal = DecisionJournal(self._record, policy_arguments(config.cluster))
             policy, otherwise = policy_of(config.cluster), Home()
             self._controller = ElasticController(policy, actuator, self._record, otherwise, journal=journal)
-            actuator.on_change.add(self._controller.notify)
-            buffer.on_change.add(self._controller.notify)
-            self._recovery.on_change.add(self._controller.notify)
+            for each in (actuator, measuring, buffer, self._recovery):
+                each.on_change.add(self._controller.notify)
         return self._controller
 
     def spent(self) -> dict[str, object]:
@@ -129,12 +133,7 @@ def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, *, on_gpu: bo
     orchestrator, home = config.orchestrator, placement_of(config)
     return Setting(
         home=home,
-        limits=Limits(
-            min_train=1,
-            min_score=1 if home.score else 0,
-            max_num_seqs=config.inference.max_num_seqs,
-            may_share=may_share(home, on_gpu=on_gpu),
-        ),
+        limits=Limits(max_num_seqs=config.inference.max_num_seqs).at(home, on_gpu=on_gpu),
         policy=policy_name(config.cluster),
         num_steps=prepared.schedule.max_steps,
         groups_per_step=prepared.schedule.groups_per_step,

@@ -17,7 +17,7 @@ def show(known: RunStatus) -> None:
 
 def status_table(known: RunStatus) -> RenderableType:
     """The status of a run, for people to read."""
-    title = f"{known.command}: step {known.step}/{known.max_steps}, epoch {known.epoch}, pid {known.pid}"
+    title = f"{known.command}: step {known.step}/{known.max_steps}, membership epoch {known.epoch}, pid {known.pid}"
     trainer = f"trainer: {describe(known.trainer)}"
     if known.changing:
         trainer += f" (changing: {known.changing})"

@@ -31,7 +31,7 @@ def shard(
         return
     # Activations have the weights' dtype as it is; cos and sin stay fp32, as in the generator.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    for layer in model.layers:
+    for layer in model.layers.values():
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The root's parameters are needed again as soon as the backward pass starts.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -23,6 +23,8 @@ class ParallelContext:
         self.everyone = self.group(*AXES)
         for axis in ("pp", "cp", "tp"):
             self.group(axis)
+        self.ends = self._ends()
+        """Group of this slot's pipeline's first and last slot; None on slots between them, and without pp."""
         products = [("dp_replicate",), FULLY_SHARDED] if layout.dims.dp_replicate > 1 else [FULLY_SHARDED]
         self.mesh = groups.mesh(layout.mesh.around(groups.slot, *products))
         """Mesh of FSDP2: the shards of this slot's copy; before that axis the copies, when there are several."""
@@ -38,6 +40,15 @@ class ParallelContext:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The group of the slots that differ along these axes alone; collective among them the first time."""
         return self._groups.group(self.layout.group(self._groups.slot, axes))
+
+    def messages(self, *axes: str) -> dist.ProcessGroup:
+        """`group` as `dist.isend` and `dist.irecv` take it."""
+        return self._groups.messages(self.layout.group(self.slot, axes))
+
+    def _ends(self) -> dist.ProcessGroup | None:
+        in_stages = self.layout.group(self.slot, ("pp",))
+        ends = (in_stages[0], in_stages[-1])
+        return self._groups.group(ends) if len(in_stages) > 1 and self.slot in ends else None
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor in place, over all slots."""

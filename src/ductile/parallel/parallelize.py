@@ -1,9 +1,10 @@
 """How a textbook model becomes a parallel one. The order of things, on one page:
 
 1. refuse the axes that are not built yet (all but `BUILT`)
-2. describe it on the meta device, where it takes no memory
+2. describe it on the meta device, where it takes no memory: of the layers, those of this slot's stage
+   (`parallel.pipeline`)
 3. keep this slot's part of each weight, and modules that compute with it (`parallel.tensor_parallel`)
-4. shard what that leaves over the ranks (`parallel.data`)
+4. shard what that leaves over the ranks (`parallel.data`); cp does no more to it (`parallel.context_parallel`)
 5. give memory to this rank's shards alone
 6. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
@@ -22,11 +23,11 @@ from ductile.core.layout.parallel_layout import DATA_PARALLEL, ParallelDims
 from ductile.core.layout.peak import compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
-from ductile.parallel import data, tensor_parallel
+from ductile.parallel import data, pipeline, tensor_parallel
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
 
-BUILT = (*DATA_PARALLEL, "tp")
+BUILT = (*DATA_PARALLEL, "pp", "cp", "tp")
 """Axes that a model can be spread over."""
 
 
@@ -88,8 +89,11 @@ def _describe(
     spec: ModelSpec, context: ParallelContext, precision: Precision, reshard_after_forward: bool
 ) -> Transformer:
     _refuse_unbuilt(context.layout.dims)
+    layers = pipeline.layers_of_slot(spec, context.layout, context.slot)
+    if len(layers) < spec.num_layers:
+        reshard_after_forward = False  # all micro-batches of a schedule need them
     with torch.device("meta"):
-        model = Transformer(spec).to(precision.parameters)
+        model = Transformer(spec, layers).to(precision.parameters)
     if context.layout.dims.tp > 1:
         tensor_parallel.apply(model, context)
     data.shard(model, context.mesh, precision.compute, precision.reduce, reshard_after_forward)

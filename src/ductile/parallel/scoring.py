@@ -1,25 +1,53 @@
 """Scoring a packed micro-batch on a parallel model."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from ductile.model.attention import PackedAttention
+from ductile.core.layout.context_parallel import CpStyle
+from ductile.core.layout.spec import ModelSpec
+from ductile.model.attention import Attend
 from ductile.model.logprobs import LogprobHead
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
+from ductile.parallel.context_parallel import aligned, split
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.vocabulary_parallel import VocabularyParallelHead
 
 
-def score(
-    model: Transformer, packed: PackedSamples, context: ParallelContext, chunk_tokens: int | None
-) -> tuple[Tensor, Tensor]:
-    """Log-probs [N] (with gradient, if enabled) and entropies [N] of the scored tokens, on every slot of tp and cp.
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """What a slot's part of the model is called with for a micro-batch."""
 
-    chunk_tokens: see `ductile.model.logprobs.LogprobHead`.
-    """
-    tp = context.layout.dims.tp
-    packed = packed.padded(-(-len(packed.token_ids) // tp) * tp)
-    head = LogprobHead(packed.rows, packed.targets, packed.temperatures, chunk_tokens)
-    if tp > 1:
-        head = VocabularyParallelHead(head, model.spec.vocab_size, context.group("tp"))
-    return model(packed.token_ids, packed.positions, PackedAttention(packed.stems, packed.branches), head)
+    token_ids: Tensor
+    positions: Tensor
+    attend: Attend
+    head: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """Head of the model that gives log-probs [N] and entropies [N] of the scored tokens, on every slot of tp and cp."""
+    num_hidden: int
+    """Tokens of which this slot has the hidden states between two layers."""
+
+
+def model_inputs(
+    spec: ModelSpec, packed: PackedSamples, context: ParallelContext, chunk_tokens: int | None, cp_style: CpStyle
+) -> ModelInputs:
+    """chunk_tokens: see `ductile.model.logprobs.LogprobHead`."""
+    dims = context.layout.dims
+    part = split(aligned(packed, cp_style, dims.cp, dims.tp), cp_style, context.group("cp"))
+    own_head = LogprobHead(part.rows, part.targets, part.temperatures, chunk_tokens)
+    if dims.tp > 1:
+        own_head = VocabularyParallelHead(own_head, spec.vocab_size, context.group("tp"))
+
+    def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return part.gather(*own_head(hidden, weight))
+
+    return ModelInputs(part.token_ids, part.positions, part.attend, head, len(part.token_ids) // dims.tp)
+
+
+def score(
+    model: Transformer, packed: PackedSamples, context: ParallelContext, chunk_tokens: int | None, cp_style: CpStyle
+) -> tuple[Tensor, Tensor]:
+    """Log-probs [N] (with gradient, if enabled) and entropies [N] of the scored tokens, on every slot of tp and cp."""
+    inputs = model_inputs(model.spec, packed, context, chunk_tokens, cp_style)
+    return model(inputs.token_ids, inputs.positions, inputs.attend, inputs.head)

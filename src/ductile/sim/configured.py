@@ -40,11 +40,7 @@ def _written(config: SimulateConfig) -> Scenario:
             receive_s=speeds.receive_s,
         ),
         costs=SwitchCosts(**config.costs.model_dump()),
-        limits=Limits(
-            min_train=cluster.min_train,
-            min_score=1 if placement.score else 0,
-            max_num_seqs=cluster.max_num_seqs,
-        ),
+        limits=Limits(min_train=cluster.min_train, max_num_seqs=cluster.max_num_seqs),
         coalesce_s=cluster.coalesce_s,
         score=bool(placement.score),
         on_gpu=cluster.device == "cuda",
@@ -59,8 +55,7 @@ def _changed(scenario: Scenario, config: SimulateConfig) -> Scenario:
         scenario = replace(scenario, on_gpu=config.cluster.device == "cuda").at(scenario.placement)
     if "component_placement" in cluster:
         scenario = scenario.at(place(config.cluster.component_placement))
-        score = bool(scenario.placement.score)
-        scenario = replace(scenario, limits=replace(scenario.limits, min_score=int(score)), score=score)
+        scenario = replace(scenario, score=bool(scenario.placement.score))
     decode = {name.removeprefix("decode_"): value for name, value in speeds.items() if name.startswith("decode_")}
     train = {name.removeprefix("train_"): value for name, value in speeds.items() if name.startswith("train_")}
     if "micro_step_s" in speeds:

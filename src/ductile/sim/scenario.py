@@ -10,7 +10,7 @@ from ductile.core.instances.instances import Instance
 from ductile.core.instances.placement import Placement
 from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelLayout
 from ductile.core.scheduling.cost import Speeds, SwitchCosts
-from ductile.core.scheduling.state import Limits, may_share
+from ductile.core.scheduling.state import Limits
 
 DrawLength = Callable[[random.Random], float]
 """Draws the tokens of one completion, before the limit cuts it."""
@@ -74,8 +74,7 @@ class Scenario:
 
     def at(self, placement: Placement) -> "Scenario":
         """The same scenario begun with another placement, with what a run may do there."""
-        limits = replace(self.limits, may_share=may_share(placement, on_gpu=self.on_gpu))
-        return replace(self, placement=placement, limits=limits)
+        return replace(self, placement=placement, limits=self.limits.at(placement, on_gpu=self.on_gpu))
 
     @property
     def block_tokens(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
+from ductile.core.layout.context_parallel import style_violations
 from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
@@ -24,7 +25,9 @@ from ductile.parallel import data, parallelize
 from ductile.parallel.gathered import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
-from ductile.parallel.scoring import score
+from ductile.parallel.pipeline import Pipeline
+from ductile.parallel.reduction import GradientReduction
+from ductile.parallel.scoring import model_inputs, score
 from ductile.records import MicroBatch, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
@@ -53,8 +56,8 @@ class Trainer:
         With `buffers` nothing is loaded: they are this rank's parts of parameters and moments, flat, by the names of
         `ductile.trainer.state`, and the trainer works on them. They are taken out of the mapping.
 
-        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule) for what the config
-        asks for and cannot be had.
+        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule, cp_style) for what
+        the config asks for and cannot be had.
         """
         self.config = config
         self.context = context
@@ -74,8 +77,16 @@ class Trainer:
             torch.set_float32_matmul_precision(config.matmul_precision)
 
         self.spec = spec_of(config)
+        dims = context.layout.dims
+        if found := style_violations(config.model.cp_style, self.spec.num_heads, dims.cp, dims.tp):
+            raise ValueError(f"trainer.model.{found[0]}")
         self.parts = SlotParts.of(self.spec, context.layout, context.slot)
         self.model = self._load() if buffers is None else self._build_over(buffers)
+        self._reduction = GradientReduction(self.model, context, config.model.reduce_every == "step")
+        self._pipeline = None
+        if context.layout.dims.pp > 1:
+            schedule, compute = config.model.pp_schedule, self.precision.compute
+            self._pipeline = Pipeline(self.model, context, schedule, compute, self.device)
         self.optimizer_state = state_of(self._optim, config.model.optimization_dtype)
         self.optimizer = make_optimizer(self._optim, self.optimizer_state, self.model.named_parameters(), buffers)
         self._loss = make_loss(config.loss)
@@ -88,8 +99,23 @@ class Trainer:
         Equally many micro-batches on every rank. Raises ValueError for a sample that cannot be trained on, before any
         rank waits for another; LossFailed for a loss function that raises, when no rank waits for this one any more.
         """
+        if not micro_batches:
+            return 0
+        if self._pipeline is not None:
+            missing = self._pipeline.num_to_run(len(micro_batches)) - len(micro_batches)
+            micro_batches = [*micro_batches, *[MicroBatch(())] * missing]
         batches = [collate(micro_batch, self._required, self.device) for micro_batch in micro_batches]
-        failures = [failure for batch in batches if (failure := self._run(batch))]
+        failures: list[str] = []
+        """How the loss function failed."""
+        self._reduction.begin()
+        if self._pipeline is None:
+            settings = self.config.model
+            for batch in batches:
+                scores = score(self.model, batch.packed, self.context, settings.head_chunk_tokens, settings.cp_style)
+                self._loss_of(batch, *scores, failures).backward()
+        else:
+            self._run_stages(self._pipeline, batches, failures)
+        self._reduction.end()
         if self.device.type == "cuda":
             # The kernels are only queued: timing a micro-step, or freezing the trainer after it, needs their end.
             torch.cuda.synchronize(self.device)
@@ -108,6 +134,7 @@ class Trainer:
             raise ValueError(
                 f"the loss denominator of an optimizer step is {loss_denominator}; it must be a number of at least 0"
             )
+        self.reduce_gradients()
         gradients = data.named_gradients(self.model)
         if loss_denominator == 0:
             if gradients:
@@ -139,8 +166,14 @@ class Trainer:
             self.step, loss, grad_norm, lr, int(num_tokens), metrics, flops, peak if isfinite(peak) else None
         )
 
+    def reduce_gradients(self) -> None:
+        """Add up what ranks have accumulated apart (`trainer.model.reduce_every`); collective. The gradient can be read
+        then, and moved."""
+        self._reduction.reduce()
+
     def forget_gradient(self) -> None:
-        """Drop what `forward_backward` has accumulated since the last step."""
+        """Drop what `forward_backward` has accumulated since the last step; collective."""
+        self.reduce_gradients()
         self.optimizer.zero_grad()
         self._sums = {}
 
@@ -192,9 +225,22 @@ class Trainer:
     def _lr_at(self, step: int) -> float:
         return learning_rate(self.config.scheduler, self._optim.lr, step, self.config.max_steps)
 
-    def _run(self, batch: Batch) -> str:
-        """Run a batch forward and backward. Returns how the loss function failed, or ""."""
-        logprobs, entropies = score(self.model, batch.packed, self.context, self.config.model.head_chunk_tokens)
+    def _run_stages(self, pipeline: Pipeline, batches: Sequence[Batch], failures: list[str]) -> None:
+        def loss(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            return self._loss_of(batches[number], logprobs, entropies, failures)
+
+        size, style = self.config.model.head_chunk_tokens, self.config.model.cp_style
+        inputs = [model_inputs(self.spec, batch.packed, self.context, size, style) for batch in batches]
+        pipeline.run(inputs, loss)
+        if not pipeline.has_loss:
+            # Sums are added up by their names, of which a loss that nobody here has computed may have some.
+            nothing = collate(MicroBatch(()), self._required, self.device)
+            logprobs, entropies = torch.zeros(2, 1, device=self.device)
+            self._loss_of(nothing, logprobs, entropies, failures)
+
+    def _loss_of(self, batch: Batch, logprobs: Tensor, entropies: Tensor, failures: list[str]) -> Tensor:
+        """A batch's loss, to be minimised, which is added to the sums. Zero for a loss function that raises: the other
+        ranks wait for this one's part of the gradient all the same."""
         try:
             outputs = self._loss(batch.loss_inputs(logprobs, entropies))
             # Without trained tokens: zeros for every parameter, whatever a custom loss made of the made-up token.
@@ -202,9 +248,8 @@ class Trainer:
             loss = weighted.sum()
         except Exception as error:  # a custom loss may raise anything
             traceback.print_exc()
-            (0.0 * logprobs).sum().backward()  # the other ranks wait for this one's part
-            return error_with_place(error)
-        loss.backward()
+            failures.append(error_with_place(error))
+            return (0.0 * logprobs).sum()
         sums = {"loss": loss.detach(), "num_tokens": torch.tensor(batch.num_trained)}
         work = batch.packed.work if batch.num_trained else ForwardWork()
         sums["flops"] = torch.tensor(float(training_flops(self.spec, work)), dtype=torch.float64)
@@ -213,7 +258,7 @@ class Trainer:
         for name, value in sums.items():
             value = value.to(self.device, torch.float64) * float(self.context.reports)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
-        return ""
+        return loss
 
     def _totals(self, gradients: Mapping[str, Tensor]) -> dict[str, float]:
         """The sums since the last step, and the square of the gradient, over all ranks: one reduction."""

@@ -102,6 +102,9 @@ class TrainRole:
             case Ready(epoch=epoch):
                 return Readiness(self._change(epoch).is_ready)
             case Freeze(epoch=epoch, with_gradient=with_gradient):
+                if self._instance is not None and self._instance.trainer is not None:
+                    with self._in_step():  # whatever else this slot has to say of the change: the others sum, too
+                        self._live.reduce_gradients()
                 return self._change(epoch).freeze(with_gradient)
             case TransferState(epoch=epoch, progress=progress):
                 return self._change(epoch).transfer_state(progress)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ductile.concurrency.deadline import Deadline
 from ductile.config.cluster import ClusterConfig
 
 
@@ -18,9 +19,17 @@ class Deadlines:
     @staticmethod
     def of(config: ClusterConfig) -> "Deadlines":
         command_s = config.command_timeout_s
-        return Deadlines(command_s, config.progress_timeout_s or command_s, config.patience_timeout_s or command_s)
+        return Deadlines._of(command_s, config.progress_timeout_s or command_s, config.patience_timeout_s or command_s)
 
     @staticmethod
     def same(seconds: float) -> "Deadlines":
         """Waits that are all equally long."""
-        return Deadlines(seconds, seconds, seconds)
+        return Deadlines._of(seconds, seconds, seconds)
+
+    @staticmethod
+    def _of(command_s: float, progress_s: float, patience_s: float) -> "Deadlines":
+        return Deadlines(
+            Deadline(command_s, "cluster.command_timeout_s"),
+            Deadline(progress_s, "cluster.progress_timeout_s"),
+            Deadline(patience_s, "cluster.patience_timeout_s"),
+        )

@@ -1,14 +1,15 @@
 """One command to each of several slots, and one outcome from each.
 
-If any outcome is bad, the worst is raised: a lost slot before a refusal before lateness, as the later ones usually
-follow from it, and a refusal before one that may be asked again; they are in its notes.
+If any outcome is bad, the worst is raised, with the others in its notes: a lost slot before a refusal before lateness,
+as the later ones usually follow from it. Of refusals, one that may be asked again comes last, and a slot without memory
+first: the others' collective has failed because of it.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ductile.messages.workers import Command, Reply
-from ductile.roles import Failure, Late, Refused, SlotLost
+from ductile.roles import SCOPES, Failure, Late, Refused, SlotLost
 from ductile.transport.mailbox import Mailbox, Outcome
 
 AFTER_FAILURE_S = 2.0
@@ -53,7 +54,7 @@ def raise_worst(outcomes: Mapping[Any, Outcome]) -> None:
         raise worst
 
 
-def _rank(failure: Failure) -> tuple[int, bool]:
+def _rank(failure: Failure) -> tuple[int, bool, int]:
     kinds = (SlotLost, Refused, Late)
     place = next((place for place, kind in enumerate(kinds) if isinstance(failure, kind)), len(kinds))
-    return place, failure.retryable
+    return place, failure.retryable, SCOPES.index(failure.scope)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ductile.concurrency.deadline import said
 from ductile.messages.workers import (
     Command,
     Died,
@@ -29,7 +30,7 @@ Outcome = Reply | Failure
 """What became of one command: its reply, or why there is none."""
 
 SlotListener = Callable[[int, Event], None]
-Watcher = Callable[[int, str], None]
+Watcher = Callable[[int, type[Command] | None], None]
 
 
 def _raise(sentence: str, error: Exception) -> None:
@@ -50,7 +51,7 @@ class Transport(Protocol):
 @dataclass(frozen=True, slots=True)
 class _PendingReply:
     slot: int
-    command: str
+    command: type[Command]
     future: "asyncio.Future[Reply]"
 
 
@@ -95,7 +96,7 @@ class Mailbox:
         if slot in self.lost:
             raise SlotLost(self.lost[slot])
         sequence = next(self._sequence)
-        pending = _PendingReply(slot, type(command).__name__, asyncio.get_running_loop().create_future())
+        pending = _PendingReply(slot, type(command), asyncio.get_running_loop().create_future())
         self._pending[sequence] = pending
         self._roles[slot] = command.roles_after(self.roles(slot))
         self._show_running(slot)
@@ -153,7 +154,8 @@ class Mailbox:
         return lambda: self._listeners.remove(listener)
 
     def watch(self, watcher: Watcher) -> None:
-        """Have `watcher(slot, command)` called with the command a slot is at, whenever that changes; "" is none."""
+        """Have `watcher(slot, command)` called with the class of the command that a slot is at, whenever that changes;
+        None where it is at none."""
         self._watchers.append(watcher)
 
     def lose(self, slot: int, reason: str) -> None:
@@ -190,7 +192,8 @@ class Mailbox:
     def doing(self, slot: int) -> str:
         """What the slot was last known to do: "running ForwardBackward", "idle"."""
         beat = self.heartbeats.get(slot)
-        what = self._running(slot) or (beat.busy_with if beat else "")
+        command = self._running(slot)
+        what = command.__name__ if command else beat.busy_with if beat else ""
         return f"running {what}" if what else "idle"
 
     def _deliver(self, slot: int, envelope: Envelope) -> None:
@@ -235,16 +238,16 @@ class Mailbox:
         except Failure as error:
             return error
 
-    def _running(self, slot: int) -> str:
+    def _running(self, slot: int) -> type[Command] | None:
         """The oldest command without a reply: slots execute them in order."""
-        return next((pending.command for pending in self._pending.values() if pending.slot == slot), "")
+        return next((pending.command for pending in self._pending.values() if pending.slot == slot), None)
 
     def _show_running(self, slot: int) -> None:
         for watcher in self._watchers:
             watcher(slot, self._running(slot))
 
     def _late_sentence(self, slot: int, command: Command, deadline_s: float) -> str:
-        sentence = f"{self.describe(slot)} did not reply to {type(command).__name__} within {deadline_s:g} s"
+        sentence = f"{self.describe(slot)} did not reply to {type(command).__name__} within {said(deadline_s)}"
         beat = self.heartbeats.get(slot)
         if beat and beat.busy_with:
             sentence += f"; it has been busy with {beat.busy_with} for {beat.busy_for_s:.0f} s"

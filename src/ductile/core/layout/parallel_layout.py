@@ -129,10 +129,10 @@ class ParallelLayout:
         return self.mesh.coordinate(slot, DATA_PARALLEL)
 
     def reports(self, slot: int) -> bool:
-        """Whether the slot's sums over samples count. Of slots that run the same tokens one's do: the first along tp,
-        in the last stage, which has the loss."""
+        """Whether the slot's sums over samples count. Of slots that have the same samples one's do: the first along cp
+        and tp, in the last stage, which has the loss."""
         at = self.coordinates(slot)
-        return at["tp"] == 0 and at["pp"] == self.dims.pp - 1
+        return at["cp"] == at["tp"] == 0 and at["pp"] == self.dims.pp - 1
 
     def deal(self, parts: Sequence[T]) -> dict[int, T]:
         """Each slot's part of a batch that has one for each data-parallel rank."""

@@ -5,7 +5,7 @@ decide on them, tests write them down by hand.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ductile.core.instances.instances import (
@@ -19,6 +19,7 @@ from ductile.core.instances.instances import (
 )
 from ductile.core.instances.placement import Placement, Role
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.pipeline import micro_batches_of_message
 from ductile.core.scheduling.cost import Speeds, SwitchCosts
 
 IN_FLIGHT = 2
@@ -153,6 +154,10 @@ class Limits:
     """Slots that one generator takes."""
     slots_per_scorer: int = 1
 
+    def at(self, placement: Placement, *, on_gpu: bool) -> "Limits":
+        """The same with what depends on the placement that a run begins with."""
+        return replace(self, min_score=1 if placement.score else 0, may_share=may_share(placement, on_gpu=on_gpu))
+
     def slots_per(self, role: Serving) -> int:
         """Slots that one instance of the role takes."""
         return self.slots_per_generator if role == "generate" else self.slots_per_scorer
@@ -250,7 +255,12 @@ class ClusterState:
     @property
     def micro_step_s(self) -> float:
         """Seconds of a full micro-step."""
-        return self.speeds.train.seconds(self.trainer.seq_len, len(self.trainer.layout.slots))
+        return self.speeds.train.seconds(self._micro_step_tokens, len(self.trainer.layout.slots))
+
+    @property
+    def _micro_step_tokens(self) -> int:
+        """Tokens of a data-parallel rank in a full micro-step."""
+        return self.trainer.seq_len * micro_batches_of_message(self.trainer.layout)[0]
 
     @property
     def patience_s(self) -> float:
@@ -262,8 +272,8 @@ class ClusterState:
     def resize_wait_s(self) -> float:
         """Seconds from the decision until the trainer's slots can change: messages wait for the micro-steps that were
         sent before, on average for half of the one that runs, and the slots say once more that they are ready."""
-        slots, seq_len = len(self.trainer.layout.slots), self.trainer.seq_len
-        micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / (slots * seq_len))
+        tokens = len(self.trainer.layout.slots) * self._micro_step_tokens
+        micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / tokens)
         return micro_steps * self.micro_step_s + self.costs.prepare_s
 
     @property

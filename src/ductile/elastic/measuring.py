@@ -1,0 +1,39 @@
+"""Tells the cost model what a live run takes, whether a policy moves its slots or not: profiles have it in any case.
+
+What the parts of a policy's changes cost, their actuator says (`ductile.elastic.actuator`).
+"""
+
+from functools import partial
+
+from ductile.concurrency.listeners import Listeners
+from ductile.core.scheduling.cost_model import CostModel
+from ductile.fleet.fleet import Fleet
+from ductile.messages.workers import EngineStats, Event
+from ductile.transport.mailbox import Mailbox
+
+
+class Measuring:
+    def __init__(self, mailbox: Mailbox, fleet: Fleet, costs: CostModel) -> None:
+        self.on_change = Listeners[[]]()
+        """Told when something is known anew: after each micro-step, and once there is a first speed of generation."""
+        self._trainer, self._costs = fleet.trainer, costs
+        self._trained_in: int | None = None
+        """The trainer's epoch at the latest micro-step."""
+        fleet.on_migrated.add(costs.migrated)
+        fleet.on_released.add(partial(costs.took, "release"))
+        fleet.trainer.on_micro_step.add(self._on_micro_step)
+        mailbox.subscribe(self._on_event)
+
+    def _on_micro_step(self, tokens_fullest: int, num_ranks: int, seconds: float, tokens_all: int) -> None:
+        # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize is finalized.
+        first, self._trained_in = self._trainer.epoch != self._trained_in, self._trainer.epoch
+        (self._costs.first_micro_step if first else self._costs.micro_step)(tokens_fullest, num_ranks, seconds)
+        self.on_change()
+
+    def _on_event(self, slot: int, event: Event) -> None:
+        if isinstance(event, EngineStats):
+            knew = self._costs.knows_generation
+            self._costs.decoded(event.decoded)
+            self._costs.prefilled(*event.prefilled)
+            if self._costs.knows_generation and not knew:
+                self.on_change()

@@ -1,0 +1,51 @@
+"""Which checks there are: every mesh with both models, and pairs of meshes that are drawn once and for all."""
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from tests.parity.checks import Check
+from tests.parity.meshes import MESHES, RESIZES, Pair, pairs
+from tests.parity.model import MODELS
+
+T = TypeVar("T")
+
+SEED = 18
+NUM_RESIZES, NUM_CHECKPOINTS = 96, 20
+STREAMING_EVERY = 3
+
+
+def mesh_checks() -> list[Check]:
+    return [Check("mesh", (case,), model) for case in MESHES for model in MODELS]
+
+
+def resize_checks() -> list[Check]:
+    """What a run is most likely to do, and each mesh at least once as the first and once as the second."""
+    drawn = dict.fromkeys((*RESIZES, *pairs(MESHES, rounds=2, seed=SEED)))
+    return [
+        Check("resize" if index % STREAMING_EVERY else "streaming resize", pair, model)
+        for index, (pair, model) in enumerate(_with_model(list(drawn)[:NUM_RESIZES]))
+    ]
+
+
+def checkpoint_checks() -> list[Check]:
+    drawn = sampled(pairs(MESHES, rounds=1, seed=SEED + 1), NUM_CHECKPOINTS)
+    return [Check("checkpoint", pair, model) for pair, model in _with_model(drawn)]
+
+
+def mesh_checks_of_the_suite() -> list[Check]:
+    """A third of the meshes, each with one model."""
+    return [
+        Check("mesh", (case,), MODELS[index % len(MODELS)])
+        for index, case in enumerate(sampled(MESHES, len(MESHES) // 3))
+    ]
+
+
+def sampled(choices: Sequence[T], number: int) -> list[T]:
+    """So many of them, always the same ones, in their order."""
+    chosen = set(random.Random(SEED).sample(range(len(choices)), number))
+    return [choice for index, choice in enumerate(choices) if index in chosen]
+
+
+def _with_model(pairs: Iterable[Pair]) -> list[tuple[Pair, str]]:
+    return [(pair, MODELS[index % len(MODELS)]) for index, pair in enumerate(pairs)]
