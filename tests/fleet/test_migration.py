@@ -41,6 +41,7 @@ class Cluster:
         self.slots = GenerateSlots(11, generating, length)
         self.carrier = self.slots.carrier
         self.mailbox = Mailbox(self.carrier, clock)
+        self.carrier.on_death.add(self.mailbox.lose)
         self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of((TRAINER,)), DEADLINES)
         self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
         self.restarted: list[str] = []

@@ -26,12 +26,12 @@ from ductile.core.instances.instances import Instance, InstanceId, Serving, in_o
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.error_text import error_text
 from ductile.fleet.leases import WeightLeases
-from ductile.messages.workers import AssignRole, Command, Died, Event, Receive, ReleaseRole, Reply
+from ductile.messages.workers import AssignRole, Command, Receive, ReleaseRole, Reply
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import raise_worst, worst_of
-from ductile.transport.mailbox import Mailbox, Outcome
+from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
 
 class Server(Protocol):
@@ -41,7 +41,7 @@ class Server(Protocol):
         """Raises SlotLost, Late or Refused."""
         ...
 
-    def listen(self, deliver: Callable[[Event], None]) -> None:
+    def listen(self, deliver: Callable[[SlotEvent], None]) -> None:
         """Call `deliver` in the event loop with what the server says unasked, and with `Died` when it is gone."""
         ...
 
@@ -103,7 +103,7 @@ class WorkerPool:
         """Instances that have weights: they can work, though the draining ones get nothing new."""
         return in_order((*self.instances, *self._draining.values()))
 
-    def on_event(self, instance: Instance, event: Event) -> None:
+    def on_event(self, instance: Instance, event: SlotEvent) -> None:
         """Called with what the instances say, `Died` included: then the instance has left the pool."""
 
     def on(self, slot: int) -> Instance | None:
@@ -256,11 +256,11 @@ class WorkerPool:
                 if self.on(slot) == instance:  # or it has died meanwhile, and may be there again
                     self._condemn(slot, f"{failure}; it has been killed")
 
-    def _on_event(self, slot: int, event: Event) -> None:
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
         if instance := self.on(slot):
             self._tell(instance, event)
 
-    def _tell(self, instance: Instance, event: Event) -> None:
+    def _tell(self, instance: Instance, event: SlotEvent) -> None:
         if isinstance(event, Died):
             self._forget(instance)
             if not instance.slots:
