@@ -21,6 +21,7 @@ from ductile.messages.workers import (
 )
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, Refused, SlotLost
+from ductile.transport.deadlines import Deadlines
 from tests.core.scheduling.scenes import id_on
 from tests.fleet.generate_slots import generator
 from tests.fleet.test_migration import DEADLINES, TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
@@ -321,6 +322,19 @@ def test_a_generator_that_does_not_take_a_version_is_left_behind(fault: str):
             assert is_whole(await task, name)
         assert cluster.generators.slots == (0, 2)
         assert cluster.killed == [1]
+
+    with_cluster(story)
+
+
+def test_a_generator_that_hangs_before_it_has_taken_a_request_is_left_behind():
+    """Also where it may take longer without a new token than a command may take."""
+
+    async def story(cluster: Cluster):
+        cluster.generators._deadlines = Deadlines(command_s=5, progress_s=50, patience_s=60, group_s=200)
+        cluster.carrier.fail(0, "drop", on=Generate)
+        assert is_whole(await cluster.ask("a"), "a")
+        assert "did not reply to Generate within 5 s" in cluster.mailbox.lost[0]
+        assert cluster.killed == [0]
 
     with_cluster(story)
 
