@@ -82,6 +82,22 @@ def test_a_generator_that_was_lost_before_comes_back_too(tmp_path):
     with_cluster(story, generating=(0, 1))
 
 
+@pytest.mark.parametrize("fault", ["drop", "error"])
+def test_a_lone_generator_that_hangs_at_weights_or_refuses_them_comes_back_with_them(tmp_path, fault):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path):
+            asked = cluster.ask("a")
+            await steps(2)
+            cluster.carrier.fail(0, fault, on=Receive)
+            await cluster.publish(1)
+            await asyncio.sleep(5)
+            assert [each.id for each in cluster.generators.instances] == ["generator-0+1"]
+            assert cluster.slots.slots[0].version == 1
+            assert is_whole(await asked, "a", 60)
+
+    with_cluster(story, generating=(0,), length=lambda name: 60)
+
+
 def test_requests_wait_for_a_lone_generator(tmp_path):
     async def story(cluster: Cluster):
         async with recovering(cluster, tmp_path):

@@ -24,9 +24,9 @@ from ductile.core.instances.instances import Instance, Serving, instance_on
 from ductile.error_text import capitalised
 from ductile.events.slots import SlotGivenBack, SlotRestarted
 from ductile.fleet.fleet import Fleet
-from ductile.messages.workers import Died, Event
 from ductile.observe import Recorder
 from ductile.roles import Failure
+from ductile.transport.mailbox import Died, SlotEvent
 
 LONGEST_PAUSE_S = 30.0
 LASTS_S = 60.0
@@ -93,7 +93,7 @@ class Recovery:
         """Slots that are lost and to come back; policies do not give them a role."""
         return frozenset(self._restarting)
 
-    def _on_event(self, slot: int, event: Event) -> None:
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
         held = self._cluster.mailbox.roles(slot)
         roles: tuple[Serving, ...] = tuple(role for role in self._fleet.pools if held.count(role))
         if not isinstance(event, Died) or slot in self._restarting or self._cluster.has_failed:

@@ -5,7 +5,7 @@ as the later ones usually follow from it. Of refusals, one that may be asked aga
 first: the others' collective has failed because of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ductile.messages.workers import Command, Reply
@@ -45,13 +45,16 @@ def replies_of(
 
 
 def raise_worst(outcomes: Mapping[Any, Outcome]) -> None:
-    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
-    if failures:
-        worst = min(failures, key=_rank)
-        for other in failures:
-            if other is not worst:
+    if worst := worst_of(outcomes.values()):
+        for other in outcomes.values():
+            if isinstance(other, Failure) and other is not worst:
                 worst.add_note(str(other))
         raise worst
+
+
+def worst_of(outcomes: Iterable[Outcome]) -> Failure | None:
+    """The failure that the others are likely to follow from; None where there is none."""
+    return min((outcome for outcome in outcomes if isinstance(outcome, Failure)), key=_rank, default=None)
 
 
 def _rank(failure: Failure) -> tuple[int, bool, int]:
