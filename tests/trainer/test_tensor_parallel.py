@@ -81,12 +81,14 @@ def trains(
         ("qwen2", 4, {"tp": 4}),
         ("llama", 4, {"tp": 2}),
         ("llama", 4, {"tp": 4}),
+        ("qwen3", 4, {"pp": 2, "tp": 2}),
     ],
 )
 def test_three_steps_are_those_of_one_slot(
     folders: dict[str, str], family: str, num_slots: int, sizes: dict[str, int]
 ) -> None:
-    settings = settings_for(folders[family])
+    # Of the schedules zero_bubble asks most of the graph: gradients of weights are made after those of inputs.
+    settings = settings_for(folders[family], pp_schedule="zero_bubble")
     ((alone, expected),) = run_ranks(1, trains, settings, {})
     for reports, weights in run_ranks(num_slots, trains, settings, sizes):
         for ours, theirs in zip(reports, alone, strict=True):

@@ -5,7 +5,8 @@ the weights. What travels between the two, with its counterpart on the way back:
 |---|---|---|
 | `gather`: all slots' tokens | add up, keep the own tokens | before a column-parallel product |
 | `reduce_scatter`: add up, keep the own tokens | all slots' gradients | after a row-parallel product |
-| `sum_gradients`: nothing | add up | weights that several slots have, and each uses for its tokens or heads |
+| `sum_gradients`: nothing | add up | a weight that all slots have, and each uses for its tokens or heads |
+| `sum_shared_rows`: nothing | add up what several slots have | key heads that several slots have |
 
 T tokens, S = T / R of them on each of R slots.
 """
@@ -31,21 +32,6 @@ class SharedRows:
     places: tuple[tuple[slice, slice], ...]
     """(rows of the slot's part, which they are of `num_rows`) for those that the slot has."""
 
-    def spread(self, gradient: Tensor) -> Tensor:
-        """The rows where they are among all of them, with zeros for those that the slot has not: so all slots can add
-        up, and those that have the same need no group of their own."""
-        among_all = gradient.new_zeros(self.num_rows, *gradient.shape[1:])
-        for here, there in self.places:
-            among_all[there] = gradient[here]
-        return among_all
-
-    def put_back(self, among_all: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient with these rows in it."""
-        gradient = gradient.clone()
-        for here, there in self.places:
-            gradient[here] = among_all[there]
-        return gradient
-
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[S, ...] of each slot -> [T, ...]."""
@@ -57,12 +43,17 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _ReduceScatter.apply(x, group)  # pyright: ignore
 
 
-def sum_gradients(
-    group: dist.ProcessGroup, weights: Sequence[Tensor], shared: Sequence[SharedRows | None]
-) -> tuple[Tensor, ...]:
-    """The weights; what they get as gradients is summed over the slots that have the same, in fp32 and all at once.
-    `shared` says which rows of each weight others have too; None: all slots have all of it."""
-    return _SumGradients.apply(group, shared, *weights)  # pyright: ignore
+def sum_gradients(group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The weights; what they get as gradients is summed over the group, in fp32 and all at once.
+
+    They must be of one module: zero-bubble schedules make gradients of weights after those of inputs, module by module,
+    and a function of all weights of a layer would join what they take apart."""
+    return _SumGradients.apply(group, *weights)  # pyright: ignore
+
+
+def sum_shared_rows(group: dist.ProcessGroup, shared: SharedRows, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The weights; what these of their rows get as gradients is summed over the slots that have them, in fp32."""
+    return _SumSharedRows.apply(group, shared, *weights)  # pyright: ignore
 
 
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -111,26 +102,41 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, shared: Sequence[SharedRows | None], *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_summed(gradients, ctx.group)
+
+
+class _SumSharedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, shared: SharedRows, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.shared = group, shared
         return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = list(zip(gradients, ctx.shared, strict=True))
-        addends = [gradient if shared is None else shared.spread(gradient) for gradient, shared in pairs]
-        total = torch.cat([addend.flatten().float() for addend in addends])
-        dist.all_reduce(total, group=ctx.group)
-        totals = total.split([addend.numel() for addend in addends])
-        sums = [part.view(addend.shape).to(addend.dtype) for part, addend in zip(totals, addends, strict=True)]
-        return (
-            None,
-            None,
-            *(
-                whole if shared is None else shared.put_back(whole, gradient)
-                for whole, (gradient, shared) in zip(sums, pairs, strict=True)
-            ),
-        )
+        # Over the whole group, with zeros for the rows that a slot has not: sharers need no groups of their own.
+        shared: SharedRows = ctx.shared
+        addends = [gradient.new_zeros(shared.num_rows, *gradient.shape[1:]) for gradient in gradients]
+        for gradient, addend in zip(gradients, addends, strict=True):
+            for own, among_all in shared.places:
+                addend[among_all] = gradient[own]
+        summed = [gradient.clone() for gradient in gradients]
+        for gradient, total in zip(summed, _summed(addends, ctx.group), strict=True):
+            for own, among_all in shared.places:
+                gradient[own] = total[among_all]
+        return None, None, *summed
+
+
+def _summed(addends: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Sums over the group's slots, the same bits on each."""
+    total = torch.cat([addend.flatten().float() for addend in addends])
+    dist.all_reduce(total, group=group)
+    parts = total.split([addend.numel() for addend in addends])
+    return [part.view(addend.shape).to(addend.dtype) for part, addend in zip(parts, addends, strict=True)]

@@ -5,12 +5,11 @@
 | module | here | the slot has |
 |---|---|---|
 | `embed` | `VocabularyParallelEmbedding` | rows of the vocabulary |
-| `layers.3` | `SequenceParallelLayer` | a part of the tokens; all of the norms' weights |
+| `attention_norm`, `mlp_norm`, `norm` | `SequenceParallelNorm` | all of the weight, a part of the tokens |
+| `qkv_proj` | `ColumnParallelLinear`, `SharingProjection` | rows of its heads, of which others may have the same |
 | `attention` | `HeadParallelAttention` | its heads of all tokens |
-| `qkv_proj` | `ColumnParallelLinear` | rows of its heads; other slots may have the same key heads |
 | `gate_up_proj` | `ColumnParallelLinear` | rows of gate and of up |
 | `o_proj`, `down_proj` | `RowParallelLinear` | columns, and all of the bias |
-| `norm` | `SequenceParallelNorm` | a part of the tokens; all of the weight |
 | `lm_head` | stays; `VocabularyParallelHead` is called with its weight | rows of the vocabulary |
 
 Where it cuts is for `ductile.core.layout.strategy` to say. Parts may differ in size.
@@ -24,17 +23,22 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ductile.core.layout.heads import Heads, heads_on, share_key_heads
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import tensor_parallel, tensor_parallel_shapes
-from ductile.kernels.dispatch import linear, rms_norm
+from ductile.core.layout.strategy import tensor_parallel_shapes
+from ductile.kernels.dispatch import add_norm, linear, rms_norm
 from ductile.model.attention import Attend
-from ductile.model.transformer import Attention, Layer, Linear, RMSNorm, Transformer
+from ductile.model.transformer import Attention, Linear, RMSNorm, Transformer
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.sequence_parallel import SharedRows, gather, reduce_scatter, sum_gradients
+from ductile.parallel.sequence_parallel import (
+    SharedRows,
+    gather,
+    reduce_scatter,
+    sum_gradients,
+    sum_shared_rows,
+)
 from ductile.parallel.vocabulary_parallel import VocabularyParallelEmbedding
 
 
@@ -50,9 +54,8 @@ def apply(model: Transformer, context: ParallelContext) -> None:
         part = nn.Parameter(parameter.new_empty(shapes[name]), parameter.requires_grad)
         model.get_submodule(owner).register_parameter(own_name, part)
     in_place_of = _replacements(model.spec, context)
-    for name, module in reversed(list(model.named_modules())):  # a module after those inside it
-        kind = "layer" if isinstance(module, Layer) else name.rpartition(".")[2]
-        if replacement := in_place_of.get(kind):
+    for name, module in list(model.named_modules()):
+        if replacement := in_place_of.get(name.rpartition(".")[2]):
             model.set_submodule(name, replacement(module))
 
 
@@ -71,27 +74,20 @@ def _replacements(spec: ModelSpec, context: ParallelContext) -> dict[str, Callab
     """What takes the place of a module, by the last part of its name."""
     group = context.group("tp")
     heads = heads_on(spec, group.size(), group.rank())
+    shared = _key_rows(spec, heads) if share_key_heads(spec, group.size()) else None
     return {
         "embed": lambda module: VocabularyParallelEmbedding(module, group),
-        "layer": lambda module: SequenceParallelLayer(
-            module, group, _shared_weights(module, spec, heads, group.size())
+        "attention_norm": lambda module: SequenceParallelNorm(module, group),
+        "qkv_proj": lambda module: (
+            SharingProjection(module, group, shared) if shared else ColumnParallelLinear(module, group)
         ),
-        "attention": lambda module: HeadParallelAttention(module, heads),
-        "qkv_proj": lambda module: ColumnParallelLinear(module, group),
-        "gate_up_proj": lambda module: ColumnParallelLinear(module, group),
+        "attention": lambda module: HeadParallelAttention(module, group, heads),
         "o_proj": lambda module: RowParallelLinear(module, group),
+        "mlp_norm": lambda module: SequenceParallelNorm(module, group),
+        "gate_up_proj": lambda module: ColumnParallelLinear(module, group),
         "down_proj": lambda module: RowParallelLinear(module, group),
         "norm": lambda module: SequenceParallelNorm(module, group),
     }
-
-
-def _shared_weights(layer: Layer, spec: ModelSpec, heads: Heads, size: int) -> dict[str, SharedRows | None]:
-    """The weights of a layer that several of `size` slots have, and which of their rows; None: all."""
-    names, cut = [name for name, _ in layer.named_parameters()], tensor_parallel(spec, spec.vocab_size)
-    shared: dict[str, SharedRows | None] = {name: None for name in names if name not in cut}
-    if share_key_heads(spec, size):
-        shared |= {name: _key_rows(spec, heads) for name in names if name.startswith("attention.qkv_proj.")}
-    return shared
 
 
 def _key_rows(spec: ModelSpec, heads: Heads) -> SharedRows:
@@ -105,28 +101,6 @@ def _key_rows(spec: ModelSpec, heads: Heads) -> SharedRows:
     return SharedRows(2 * all_keys, places)
 
 
-class SequenceParallelLayer(nn.Module):
-    """The textbook's layer on the slot's tokens, with weights whose gradients are summed over the slots."""
-
-    textbook: Layer
-    """The layer itself, not as a module of this one: its weights would have two names."""
-
-    def __init__(self, whole: Layer, group: dist.ProcessGroup, shared: dict[str, SharedRows | None]) -> None:
-        """`shared`: the weights that several slots have, and which of their rows; None: all."""
-        super().__init__()
-        for name, module in whole.named_children():
-            self.add_module(name, module)
-        object.__setattr__(self, "textbook", whole)
-        self.group = group
-        self.shared = shared
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        weights = [self.get_parameter(name) for name in self.shared]
-        summed = sum_gradients(self.group, weights, [*self.shared.values()])
-        in_place = dict(zip(self.shared, summed, strict=True))
-        return functional_call(self.textbook, in_place, (x, cos, sin, layer, attend), tie_weights=False)
-
-
 class SequenceParallelNorm(RMSNorm):
     """Norm of the slot's tokens."""
 
@@ -135,8 +109,12 @@ class SequenceParallelNorm(RMSNorm):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        (weight,) = sum_gradients(self.group, [self.weight], [None])
+        (weight,) = sum_gradients(self.group, self.weight)
         return rms_norm(x, weight, self.eps)
+
+    def after(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        (weight,) = sum_gradients(self.group, self.weight)
+        return add_norm(x, change, weight, self.eps)
 
 
 class ColumnParallelLinear(Linear):
@@ -151,6 +129,18 @@ class ColumnParallelLinear(Linear):
         return linear(gather(input, self.group), self.weight, self.bias)
 
 
+class SharingProjection(ColumnParallelLinear):
+    """Column parallel, where slots that have the same key head add up its gradients."""
+
+    def __init__(self, whole: Linear, group: dist.ProcessGroup, shared: SharedRows) -> None:
+        super().__init__(whole, group)
+        self.shared = shared
+
+    def forward(self, input: Tensor) -> Tensor:
+        weights = [self.weight] if self.bias is None else [self.weight, self.bias]
+        return linear(gather(input, self.group), *sum_shared_rows(self.group, self.shared, *weights))
+
+
 class RowParallelLinear(Linear):
     """The sum, over slots, of what their inputs give."""
 
@@ -161,14 +151,18 @@ class RowParallelLinear(Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[T, inputs] -> [S, M]."""
         out = reduce_scatter(linear(input, self.weight), self.group)
-        return out if self.bias is None else out + self.bias
+        if self.bias is None:
+            return out
+        (bias,) = sum_gradients(self.group, self.bias)
+        return out + bias
 
 
 class HeadParallelAttention(Attention):
     """Attention over the slot's heads of all tokens."""
 
-    def __init__(self, whole: Attention, heads: Heads) -> None:
+    def __init__(self, whole: Attention, group: dist.ProcessGroup, heads: Heads) -> None:
         vars(self).update(vars(whole))
+        self.group = group
         self.heads = heads.counts
         self.readers = heads.readers
 
@@ -185,3 +179,10 @@ class HeadParallelAttention(Attention):
             return torch.cat([head.expand(-1, num_readers, -1) for head, num_readers in each], dim=1)
 
         return lambda layer, q, k, v: attend(layer, q, spread(k), spread(v))
+
+    def _norm_weight(self) -> Tensor | None:
+        if not (isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)):
+            return None
+        q_weight, k_weight = sum_gradients(self.group, self.q_norm.weight, self.k_norm.weight)
+        num_q, num_k, _ = self.heads
+        return torch.cat((q_weight.expand(num_q, -1), k_weight.expand(num_k, -1)))
