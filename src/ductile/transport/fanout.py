@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ductile.messages.workers import Command, Reply
-from ductile.roles import SCOPES, Failure, Late, Refused, SlotLost
+from ductile.roles import Failure, Late, OutOfMemory, Refused, SlotLost
 from ductile.transport.mailbox import Mailbox, Outcome
 
 AFTER_FAILURE_S = 2.0
@@ -57,7 +57,7 @@ def worst_of(outcomes: Iterable[Outcome]) -> Failure | None:
     return min((outcome for outcome in outcomes if isinstance(outcome, Failure)), key=_rank, default=None)
 
 
-def _rank(failure: Failure) -> tuple[int, bool, int]:
+def _rank(failure: Failure) -> tuple[int, bool, bool]:
     kinds = (SlotLost, Refused, Late)
     place = next((place for place, kind in enumerate(kinds) if isinstance(failure, kind)), len(kinds))
-    return place, failure.retryable, SCOPES.index(failure.scope)
+    return place, failure.retryable, not isinstance(failure, OutOfMemory)
