@@ -46,6 +46,7 @@ class Cluster:
         self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
         self.restarted: list[str] = []
         self.killed: list[int] = []
+        self.needed = {TRAINER}
         self.generators = RemoteGenerators(
             self.mailbox,
             map(generator, generating),
@@ -55,6 +56,7 @@ class Cluster:
             clock,
             self.leases,
             condemn=self.condemn,
+            is_needed=lambda slot: slot in self.needed,
         )
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(sentence))
 

@@ -352,13 +352,30 @@ def test_a_version_that_all_refuse_is_at_fault_itself():
     with_cluster(story)
 
 
-def test_a_generator_is_not_killed_where_the_trainer_would_be_too():
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_generator_is_not_killed_where_the_run_would_end_with_it(fault: str):
     async def story(cluster: Cluster):
-        cluster.mailbox._roles[1] = ("train", "generate")
+        cluster.needed.add(1)
+        cluster.carrier.fail(1, FAULTS[fault], on=Receive)
+        with pytest.raises(Refused if fault == "refuses" else Late, match="slot 1.* Receive"):
+            await cluster.publish(1)
+        assert cluster.killed == []
         cluster.carrier.fail(1, "error", on=Receive)
         with pytest.raises(Refused, match="Receive failed, as asked"):
             await cluster.publish(1)
         assert cluster.killed == []
+
+    with_cluster(story)
+
+
+def test_a_generator_that_is_joining_the_trainer_is_killed_as_any_other_is():
+    """It was told to take the role, and the run does not depend on it yet."""
+
+    async def story(cluster: Cluster):
+        cluster.mailbox._roles[1] = ("generate", "train")
+        cluster.carrier.fail(1, "error", on=Receive)
+        await cluster.publish(1)
+        assert cluster.killed == [1]
 
     with_cluster(story)
 

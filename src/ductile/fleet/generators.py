@@ -9,7 +9,7 @@ migration  requests that go to another generator
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from ductile.concurrency.background import finish
 from ductile.concurrency.deadline import said
@@ -23,7 +23,7 @@ from ductile.fleet.in_flight import InFlight, RequestsInFlight
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.migration import MigrationResult, Migrator
 from ductile.fleet.worker_pool import Server, WorkerPool
-from ductile.messages.workers import EngineStats, Finished
+from ductile.messages.workers import EngineStats, Finished, Heartbeat, Score, TrainCommand
 from ductile.records import GenerateRequest, Generation
 from ductile.roles import Failure, Late, NotTaken, SlotLost
 from ductile.transport.deadlines import Deadlines
@@ -31,6 +31,11 @@ from ductile.transport.mailbox import Died, Mailbox, SlotEvent
 
 MOST_LOST = 5
 """Generators that may be lost with one request before it fails."""
+NUM_LOOKS = 10
+"""Looks for progress within `progress_timeout_s`. Looks are counted, and not seconds: while this process itself is
+suspended it hears of no progress, and the terminal may have suspended its slots, too."""
+OTHER_WORK = frozenset(kind.__name__ for kind in get_args(TrainCommand | Score))
+"""Commands that a slot carries out for another role than the generator; each has a deadline of its own."""
 NOT_TAKEN_S = 0.1
 """Seconds until a request is sent again that an instance did not take."""
 
@@ -49,15 +54,16 @@ class RemoteGenerators(WorkerPool):
         leases: WeightLeases | None = None,
         servers: Mapping[InstanceId, Server] | None = None,
         condemn: Callable[[int, str], None] | None = None,
+        is_needed: Callable[[int], bool] | None = None,
     ) -> None:
         """max_num_seqs: of one generator. block_tokens: as `core.instances.routing.route` has it.
-        leases, servers, condemn: as `WorkerPool` has them."""
+        leases, servers, condemn, is_needed: as `WorkerPool` has them."""
         self.on_finished = Listeners[[Generation]]()
         """Told of every completion, as it comes."""
         self.on_restarted = Listeners[[str, InstanceId | None]]()
         """Told with a sentence and the lost generator when a request begins again, because its generator was lost;
         None where it was between two."""
-        super().__init__(mailbox, "generate", instances, deadlines, leases, servers, condemn)
+        super().__init__(mailbox, "generate", instances, deadlines, leases, servers, condemn, is_needed)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
         self._in_flight = RequestsInFlight(clock)
         self._dispatch = Dispatch(self)
@@ -128,19 +134,22 @@ class RemoteGenerators(WorkerPool):
         self._dispatch.send(entry)
 
     async def _wait_for(self, entry: InFlight) -> Generation:
+        limit_s = self._deadlines.progress_s
+        seen, num_looks = self._in_flight.progress_at_s(entry), 0
         while not entry.completion.done():
-            limit_s = self._deadlines.progress_s
-            patience_s = self._in_flight.patience_s(entry, limit_s)
-            if patience_s <= 0 and entry.instance is not None:
+            await asyncio.wait([entry.completion], timeout=limit_s / NUM_LOOKS)
+            progress_at_s = self._in_flight.progress_at_s(entry)
+            num_looks = num_looks + 1 if progress_at_s == seen else 0
+            seen = progress_at_s
+            if num_looks >= NUM_LOOKS and entry.instance is not None and not entry.completion.done():
                 self._kill(entry.instance, entry.request.id, limit_s)
-            await asyncio.wait([entry.completion], timeout=patience_s)
         return entry.completion.result()
 
     def _kill(self, instance: Instance, request: str, limit_s: float) -> NoReturn:
-        """Kill a generator that makes no progress. Raises SlotLost; Late for an external server, which is not ours to
-        kill."""
+        """Kill a generator that makes no progress. Raises SlotLost; Late for one that cannot be killed, as
+        `leave_behind` has it."""
         stuck = f"{self.describe(instance)} made no progress for {said(limit_s)} while it had to generate {request}"
-        if not instance.slots:
+        if not self._can_be_killed(instance):
             raise Late(stuck)
         for slot in instance.slots:
             self._condemn(slot, f"{stuck}, and has been killed")
@@ -171,6 +180,8 @@ class RemoteGenerators(WorkerPool):
                     self.on_finished(generation)
             case EngineStats():
                 self._in_flight.note_stats(instance, event)
+            case Heartbeat(what) if what in OTHER_WORK:
+                self._in_flight.note_other_work(instance)
             case Died(reason):
                 self._in_flight.forget(instance)
                 for entry in self._in_flight.at(instance):

@@ -117,13 +117,16 @@ class RequestsInFlight:
         """Returns when no request is at this generator. Raises TimeoutError."""
         await self._changed.wait_for(lambda: not self.at(instance), timeout_s)
 
-    def patience_s(self, entry: InFlight, timeout_s: float) -> float:
-        """Seconds until the request's generator has made no progress for `timeout_s`. Between two generators it is the
-        whole `timeout_s`: no generator is to blame, and the migration has deadlines of its own."""
+    def progress_at_s(self, entry: InFlight) -> float | None:
+        """Time at which the request's generator last made progress, or got the request. None between two generators:
+        none is to blame, and the migration has deadlines of its own."""
         if entry.instance is None or entry.migrating:
-            return timeout_s
-        progress_at_s = self._progress_at_s.get(entry.instance.id, entry.since_s)
-        return max(entry.since_s, progress_at_s) + timeout_s - self._clock()
+            return None
+        return max(entry.since_s, self._progress_at_s.get(entry.instance.id, entry.since_s))
+
+    def note_other_work(self, instance: Instance) -> None:
+        """Its slot is at a command of another role: the generator cannot make progress meanwhile, and is not to blame."""
+        self._progress_at_s[instance.id] = self._clock()
 
     def note_completions(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:
         """Returns the completions that were waited for, under the ids of their requests."""

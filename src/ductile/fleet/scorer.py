@@ -32,9 +32,10 @@ class RemoteScorer(WorkerPool):
         deadlines: Deadlines,
         leases: WeightLeases | None = None,
         condemn: Callable[[int, str], None] | None = None,
+        is_needed: Callable[[int], bool] | None = None,
     ) -> None:
-        """leases, condemn: as `WorkerPool` has them."""
-        super().__init__(mailbox, "score", instances, deadlines, leases, condemn=condemn)
+        """leases, condemn, is_needed: as `WorkerPool` has them."""
+        super().__init__(mailbox, "score", instances, deadlines, leases, condemn=condemn, is_needed=is_needed)
         self.scorer_seconds = 0.0
         """Seconds of all scorers together that they have been asked to score."""
         self._num_scoring: Counter[InstanceId] = Counter()

@@ -58,10 +58,12 @@ class WorkerPool:
         leases: WeightLeases | None,
         servers: Mapping[InstanceId, Server] | None = None,
         condemn: Callable[[int, str], None] | None = None,
+        is_needed: Callable[[int], bool] | None = None,
     ) -> None:
         """leases: None where no instance ever joins. servers: what takes the messages of instances without slots.
         condemn(slot, sentence): kills a slot that hangs, which is lost from then on (`Cluster.condemn`); None gives it
-        up without that."""
+        up without that. is_needed(slot): whether the run would end with the slot, which is not killed then; None: with
+        none."""
         self.instances = in_order(instances)
         self.version: int | None = None
         """Version that is live; None before the first."""
@@ -73,6 +75,7 @@ class WorkerPool:
         self._servers = dict(servers or {})
         self._mailbox, self._deadlines, self._leases = mailbox, deadlines, leases
         self._condemn = condemn or mailbox.lose
+        self._is_needed: Callable[[int], bool] = is_needed or (lambda slot: False)
         self._role: Serving = role
         self._draining: dict[InstanceId, Instance] = {}
         self._waiting: dict[InstanceId, Instance] = {}
@@ -246,8 +249,8 @@ class WorkerPool:
         """Go on without the instances that failed at what they were asked: one that is late or refuses is killed, and
         comes back as one that is lost does.
 
-        An external server cannot be killed, nor a slot that also trains, which the run would end with: what such ones
-        failed with is raised, the worst of it.
+        An external server cannot be killed, nor a slot that the run would end with, such as one that also trains: what
+        such ones failed with is raised, the worst of it.
         """
         failed = {instance: failure for instance, failure in failed.items() if not isinstance(failure, SlotLost)}
         raise_worst({instance: failure for instance, failure in failed.items() if not self._can_be_killed(instance)})
@@ -291,12 +294,13 @@ class WorkerPool:
             return error
 
     def _can_be_killed(self, instance: Instance) -> bool:
-        return bool(instance.slots) and not any("train" in self._mailbox.roles(slot) for slot in instance.slots)
+        return bool(instance.slots) and not any(map(self._is_needed, instance.slots))
 
     def _condemn_late(self, outcomes: Mapping[int, Outcome]) -> None:
         """Kill the slots that hang as they take their first role: they would not release it in time, either."""
         for slot, outcome in outcomes.items():
-            if isinstance(outcome, Late) and self._mailbox.roles(slot) == (self._role,):
+            has_others = self._mailbox.roles(slot) != (self._role,) or self._is_needed(slot)
+            if isinstance(outcome, Late) and not has_others:
                 self._condemn(slot, f"{outcome}; it has been killed")
 
     async def _release_half_joined(self, instance: Instance) -> None:
