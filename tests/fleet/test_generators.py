@@ -347,22 +347,46 @@ def test_deadlines_that_are_not_written_follow_from_the_others():
 
 def test_a_request_that_is_not_taken_is_sent_again_a_moment_later_and_counts_as_no_loss():
     async def story():
-        fleet, refused = Fleet(), [NotTaken("no weights yet")] * 8
-
-        async def ask(instance, command):
-            fleet.carrier.sent.append((instance.slots[0], command))
-            if refused:
-                raise refused.pop()
-
-        fleet.generators.ask = ask
+        fleet, told = Fleet(clock=now_s), list[str]()
+        fleet.generators.on_restarted.add(lambda sentence, instance: told.append(sentence))
+        for slot in (0, 1):
+            fleet.carrier.fail(slot, "error", on=Generate, times=4, code="not_taken")
         task = fleet.ask("a")
-        await asyncio.sleep(8.5 * NOT_TAKEN_S)
-        assert not refused
-        assert len(fleet.sent(Generate)) == 9
+        await asyncio.sleep(4.5 * NOT_TAKEN_S)
+        assert [slot for slot, _ in fleet.sent(Generate)] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
         assert fleet.generators._in_flight.get("a").num_lost == 0
-        task.cancel()
+        assert len(told) == 1, "of a row of them the first"
+        await ended(task)
 
-    run(story())
+    in_virtual_time(story())
+
+
+def test_a_generator_that_takes_no_requests_is_passed_over_for_a_busy_one():
+    async def story():
+        fleet = Fleet(clock=now_s)
+        fleet.carrier.fail(0, "error", on=Generate, times=99, code="not_taken")
+        tasks = [fleet.ask(f"busy {number}", max_tokens=1000) for number in range(4)]
+        await settle()
+        tasks += [fleet.ask(f"new {number}") for number in range(4)]
+        await settle()
+        taken = {each.id for slot, command in fleet.sent(Generate) if slot == 1 for each in command.requests}
+        assert len(taken) == 8, "at once, and not a moment later"
+        await ended(*tasks)
+
+    in_virtual_time(story())
+
+
+def test_a_request_that_none_takes_fails_when_patience_ends():
+    async def story():
+        fleet = Fleet(timeout_s=20, clock=now_s)
+        for slot in (0, 1):
+            fleet.carrier.fail(slot, "error", on=Generate, times=10_000, code="not_taken")
+        began_s = now_s()
+        with pytest.raises(NotTaken):
+            await fleet.ask("a")
+        assert now_s() - began_s == pytest.approx(20, abs=1)
+
+    in_virtual_time(story())
 
 
 def test_an_error_that_is_no_failure_ends_the_request():

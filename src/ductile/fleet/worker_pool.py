@@ -34,6 +34,10 @@ from ductile.transport.fanout import raise_worst, worst_of
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
 
+MOST_LOST = 5
+"""Generators that may be lost with one request before it fails, and times that scorers may be with the same samples."""
+
+
 class Server(Protocol):
     """An instance that is on no slot of ours: it takes the messages that the first slot of another one would."""
 
@@ -178,7 +182,7 @@ class WorkerPool:
             raise_worst(outcomes)
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
-                takes_work = version is not None and await self._leases.give(instance, version)
+                takes_work = version is not None and await self._leases.give(instance, version, self._condemn_late)
                 if why := self.why_lost(instance):
                     raise SlotLost(why)
                 self._on.update(dict.fromkeys(slots, instance))
@@ -297,7 +301,8 @@ class WorkerPool:
         return bool(instance.slots) and not any(map(self._is_needed, instance.slots))
 
     def _condemn_late(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Kill the slots that hang as they take their first role: they would not release it in time, either."""
+        """Kill the slots that hang as they take their first role, or its weights: they would not release it in time,
+        either."""
         for slot, outcome in outcomes.items():
             has_others = self._mailbox.roles(slot) != (self._role,) or self._is_needed(slot)
             if isinstance(outcome, Late) and not has_others:
