@@ -72,8 +72,8 @@ endings: setup
 chaos: setup
 	KILL_TRIALS=60 CHAOS_TRIALS=10 $(BIN)/python -m pytest tests/end_to_end/test_kills.py tests/end_to_end/test_chaos.py -q -rA
 
-# Every benchmark but gpu.py, each to its file in benchmarks/results, then the tables of README and docs: about two hours on
-# two cores with nothing else at work. The peers come with the extra `bench`.
+# Every benchmark but gpu.py, each to its file in benchmarks/results, then the tables of README and docs: some two and a
+# half hours on two cores with nothing else at work. The peers come with the extra `bench`.
 figures: setup
 	$(PIP) install -e '.[dev,bench]'
 	$(BIN)/python benchmarks/run_all.py

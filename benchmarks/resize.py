@@ -8,23 +8,28 @@ trainer goes through
 once between two batches and once in the middle of one, when the accumulated gradient moves as well. While slots
 prepare, training goes on; the pause is all the time in which the trainer could not work.
 
-The other way to do it, for the first three changes: write the state (torch's distributed checkpoint), end all workers,
-start new ones (one process imports torch, which is in the page cache, and forks them), build the trainer from the model
-folder, read the state. What was accumulated is lost. The orchestrator lives on, so its own restart does not count. The
-checkpoint is once on disk, as a run writes it, and once in memory (/dev/shm).
+Then, pair by pair, it goes to a layout with other axes and back, `--rounds` times between two batches and as often in
+the middle of one:
+
+    tp2->tp4    dp4->pp2·tp2    dp2->cp2·dp2    pp2->dp2
+
+The other way to do it, for the first three changes and for each pair: write the state (torch's distributed
+checkpoint), end all workers, start new ones (one process imports torch, which is in the page cache, and forks them),
+build the trainer from the model folder, read the state. What was accumulated is lost. The orchestrator lives on, so its
+own restart does not count. The checkpoint is once on disk, as a run writes it, and once in memory (/dev/shm).
 
     python benchmarks/resize.py --json benchmarks/results/resize.json
 """
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,44 +42,31 @@ from ductile.fleet.assign_role import assign_role
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.records import Sample
 from ductile.transport.deadlines import Deadlines
+from models import QWEN3, SMALL, make_model
 from provenance import provenance, write
 
-LAYOUTS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 32_000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
+LAYOUTS = [ParallelLayout.of(slots) for slots in ((0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3))]
+PAIRS = {
+    "tp2->tp4": (ParallelLayout.of(range(2), tp=2), ParallelLayout.of(range(4), tp=4)),
+    "dp4->pp2·tp2": (ParallelLayout.of(range(4)), ParallelLayout.of(range(4), pp=2, tp=2)),
+    "dp2->cp2·dp2": (ParallelLayout.of(range(2)), ParallelLayout.of(range(4), cp=2)),
+    "pp2->dp2": (ParallelLayout.of(range(2), pp=2), ParallelLayout.of(range(2))),
 }
+"""From a layout to another one, whose slots the first one's are among."""
+RESTARTS = 3
+"""For a pair, with the checkpoint on disk and in memory each."""
 SEQ_LEN = 32
 SAMPLES_A_RANK = 1
 """In half a batch; each is a micro-step."""
 TIMEOUT_S = 120.0
-
-
-def make_model(folder: Path) -> int:
-    """A model folder with random weights; returns the number of parameters."""
-    from ductile.model.checkpoint import random_tensors, read_spec, save_model
-
-    source = folder.with_name("source")
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(MODEL))
-    spec = read_spec(source)
-    save_model(folder, spec, dict(random_tensors(spec, 0)), source)
-    return spec.num_parameters
+States = dict[str, Path]
+"""Folders for checkpoints, by where they are."""
 
 
 def samples(count: int) -> list[Sample]:
     """Each fills a micro-batch."""
     mask = (False,) + (True,) * (SEQ_LEN - 1)
-    return [Sample(tuple((7 * i + 13 * n) % 32_000 for i in range(SEQ_LEN)), mask) for n in range(count)]
+    return [Sample(tuple((7 * i + 13 * n) % 512 for i in range(SEQ_LEN)), mask) for n in range(count)]
 
 
 class Live:
@@ -82,10 +74,22 @@ class Live:
 
     def __init__(self, cluster: LocalCluster, settings: TrainerConfig) -> None:
         self.cluster, self.settings = cluster, settings.model_dump(mode="json")
-        self.terms = ResizeOptions(self.settings, cluster.rendezvous, settings.resize.timeout_s, leave_s=5)
+        self.timeout_s = settings.resize.timeout_s
+        """Of a change."""
 
-    async def assign(self, members: Sequence[int]) -> None:
-        layout = ParallelLayout.of(members)
+    async def begin(self, layout: ParallelLayout) -> None:
+        """A new trainer on new workers, with a step behind it."""
+        await self.restart_workers(range(4))
+        await self.assign(layout)
+        await self.step()
+
+    async def restart_workers(self, slots: Iterable[int]) -> None:
+        await self.cluster.stop()
+        self.cluster.slots = tuple(slots)
+        await self.cluster.start()
+        self.terms = ResizeOptions(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
+
+    async def assign(self, layout: ParallelLayout) -> None:
         await assign_role(self.cluster.mailbox, "train", self.settings, [layout], TIMEOUT_S, self.cluster.rendezvous)
         self.trainer = RemoteTrainer(self.cluster.mailbox, layout, Deadlines.same(TIMEOUT_S))
 
@@ -103,23 +107,21 @@ class Live:
         return await self.half_a_batch() + await self.optim_step()
 
 
-async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, Any]:
+async def resize(live: Live, after: ParallelLayout, inside: bool) -> dict[str, Any]:
     """One change while the trainer works, in the middle of a batch or between two; then a step."""
-    before = live.trainer.layout.slots
+    before = live.trainer.layout
     if inside:
         await live.half_a_batch()
-    transaction = Transaction(
-        live.cluster.mailbox, live.trainer, ParallelLayout.of(after), live.terms, live.cluster.condemn
-    )  # fmt: skip
+    transaction = Transaction(live.cluster.mailbox, live.trainer, after, live.terms, live.cluster.condemn)
     result = await transaction.run()
     if result.outcome != "resized":
-        raise SystemExit(f"{before} -> {after}: {result.reason}")
+        raise SystemExit(f"{named(before)} -> {named(after)}: {result.reason}")
     first_step_s = await live.step()
     slots = result.slot_seconds
     return {
-        "before": list(before),
-        "after": list(after),
-        "layouts": f"fsdp {len(before)} -> fsdp {len(after)}",
+        "before": list(before.slots),
+        "after": list(after.slots),
+        "layouts": f"{named(before)} -> {named(after)}",
         "in_a_batch": inside,
         "moved_bytes": result.num_bytes,
         "carrier": result.carrier,
@@ -139,15 +141,12 @@ async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, 
     }
 
 
-async def restart(live: Live, after: tuple[int, ...], folder: Path) -> float:
+async def restart(live: Live, after: ParallelLayout, folder: Path) -> float:
     """The same change by way of a checkpoint: seconds until the trainer could work again."""
     state = folder / "state"
     began_s = time.perf_counter()
     await live.trainer.save(str(state))
-    await live.cluster.stop()
-    live.cluster.slots = after
-    await live.cluster.start()
-    live.terms = ResizeOptions(live.settings, live.cluster.rendezvous, live.terms.timeout_s, live.terms.leave_s)
+    await live.restart_workers(after.slots)
     await live.assign(after)
     await live.trainer.load(str(state))
     seconds = time.perf_counter() - began_s
@@ -155,35 +154,76 @@ async def restart(live: Live, after: tuple[int, ...], folder: Path) -> float:
     return seconds
 
 
+async def along_slots(live: Live, states: States) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """The changes of `LAYOUTS`, and the restarts in place of the first three."""
+    rows: list[dict[str, Any]] = []
+    for inside in (False, True):
+        await live.begin(LAYOUTS[0])
+        for after in LAYOUTS[1:]:
+            rows.append(await resize(live, after, inside))
+            print(line(rows[-1]), flush=True)
+    await live.begin(LAYOUTS[0])
+    restarts: dict[str, list[float]] = {where: [] for where in states}
+    for after in LAYOUTS[1:4]:
+        for where, state in states.items():
+            restarts[where].append(await restart(live, after, state))
+            print(f"{slots_of(after):8} checkpoint {where}, restart {restarts[where][-1]:.2f} s", flush=True)
+    return rows, restarts
+
+
+async def there_and_back(live: Live, pair: str, rounds: int, states: States) -> dict[str, Any]:
+    """A row of `pairs`: `pause_s` and `bytes` are of the way there, `back_pause_s` of the way back."""
+    before, after = PAIRS[pair]
+    await live.begin(before)
+    there: list[dict[str, Any]] = []
+    back: list[dict[str, Any]] = []
+    for inside in [False, True] * rounds:
+        for layout, rows in ((after, there), (before, back)):
+            rows.append(await resize(live, layout, inside))
+            print(f"{rows[-1]['layouts']:24} {line(rows[-1])}", flush=True)
+    restarts: dict[str, list[float]] = {where: [] for where in states}
+    for where, state in [*states.items()] * RESTARTS:
+        restarts[where].append(await restart(live, after, state))
+        print(f"{pair:24} checkpoint {where}, restart {restarts[where][-1]:.2f} s", flush=True)
+        await resize(live, before, inside=False)
+    if not all(row["moved_bytes"] for row in there):
+        raise SystemExit(f"{pair}: nothing went from slot to slot, so this is no pair to measure")
+    pause_s, back_pause_s = (statistics.median(row["pause_s"] for row in rows) for rows in (there, back))
+    restart_s = {where: statistics.median(seconds) for where, seconds in restarts.items()}
+    return {
+        "pair": pair,
+        "pause_s": pause_s,
+        "ratio_vs_restart": restart_s["on disk"] / pause_s,
+        "ratio_vs_restart_in_memory": restart_s["in memory"] / pause_s,
+        "bytes": min(row["moved_bytes"] for row in there),
+        "back_pause_s": back_pause_s,
+        "median_restart_s": restart_s,
+        "resizes": [*there, *back],
+        "restarts_s": restarts,
+    }
+
+
 async def run(
-    settings: TrainerConfig, folder: Path, states: dict[str, Path]
-) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    settings: TrainerConfig, folder: Path, states: States, num_params: int, options: argparse.Namespace
+) -> dict[str, Any]:
     cluster = LocalCluster(range(4), ClusterConfig(device="cpu"), folder)
     await cluster.start()
     try:
         live = Live(cluster, settings)
-        rows: list[dict[str, Any]] = []
-        for inside in (False, True):
-            await live.assign(LAYOUTS[0])
-            await live.step()
-            for after in LAYOUTS[1:]:
-                rows.append(await resize(live, after, inside))
-                print(line(rows[-1]), flush=True)
-            await cluster.stop()
-            cluster.slots = (0, 1, 2, 3)
-            await cluster.start()
-            live = Live(cluster, settings)
-        await live.assign(LAYOUTS[0])
-        restarts: dict[str, list[float]] = {where: [] for where in states}
-        for after in LAYOUTS[1:4]:
-            for where, state in states.items():
-                before, seconds = live.trainer.layout.slots, await restart(live, after, state)
-                restarts[where].append(seconds)
-                way = f"{','.join(map(str, before)):8} -> {','.join(map(str, after)):8}"
-                print(f"{way} checkpoint {where}, restart {seconds:.2f} s", flush=True)
+        found = figures_of(*await along_slots(live, states), num_params)
+        return found | {"pairs": [await there_and_back(live, pair, options.rounds, states) for pair in options.pairs]}
     finally:
         await cluster.stop()
-    return rows, restarts
+
+
+def named(layout: ParallelLayout) -> str:
+    """ "pp2·tp2"."""
+    sizes = asdict(layout.dims).items()
+    return "·".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "one slot"
+
+
+def slots_of(layout: ParallelLayout) -> str:
+    return ",".join(map(str, layout.slots))
 
 
 def line(row: dict[str, Any]) -> str:
@@ -227,9 +267,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--carrier", default="auto", choices=("auto", "peer_memory", "p2p"))
     parser.add_argument("--memory", default="shadow", choices=("shadow", "streaming"))
+    parser.add_argument("--pairs", nargs="*", choices=PAIRS, default=list(PAIRS))
+    parser.add_argument("--rounds", type=int, default=3, help="of each pair, between batches and in one")
+    parser.add_argument("--small", action="store_true", help="a tiny model: whether it works, and not how fast")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        num_params = make_model(Path(work) / "model")
+        num_params = make_model(Path(work) / "model", QWEN3 | (SMALL if args.small else {}))
         settings = TrainerConfig.model_validate(
             {
                 "model": {"name": str(Path(work) / "model"), "seq_len": SEQ_LEN},
@@ -238,8 +281,8 @@ def main() -> None:
                 "resize": {"carrier": args.carrier, "memory": args.memory, "timeout_s": 60},
             }
         )
-        rows, restarts = asyncio.run(run(settings, Path(work), {"on disk": Path(work), "in memory": Path(memory)}))
-    figures = figures_of(rows, restarts, num_params)
+        states = {"on disk": Path(work), "in memory": Path(memory)}
+        figures = asyncio.run(run(settings, Path(work), states, num_params, args))
     print(
         f"{num_params / 1e6:.1f} M parameters: median pause {figures['median_pause_s']:.3f} s (between batches "
         f"{figures['median_pause_between_batches_s']:.3f} s), longest {figures['max_pause_s']:.3f} s; checkpoint and "
@@ -247,6 +290,12 @@ def main() -> None:
         f"{figures['ratio_between_batches']:.1f}), with the checkpoint in memory "
         f"{figures['ratio_vs_restart_in_memory']:.1f} times"
     )
+    for pair in figures["pairs"]:
+        print(
+            f"{pair['pair']}: median pause {pair['pause_s']:.3f} s (back {pair['back_pause_s']:.3f} s), "
+            f"{pair['bytes'] / 2**20:.0f} MiB; checkpoint and restart takes {pair['ratio_vs_restart']:.1f} times as "
+            f"long, with the checkpoint in memory {pair['ratio_vs_restart_in_memory']:.1f} times"
+        )
     write(args.json, figures | provenance("ductile", "torch"))
 
 

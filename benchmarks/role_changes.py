@@ -38,9 +38,9 @@ import tomli_w
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.profile import StepProfile
 from letters import make_tokenizer
+from models import make_model
 from peers.every_change import SETTLING
 from provenance import provenance, write
-from resize import make_model
 
 HANDOFFS = "rollouts handed off"
 WAYS = ("generate → train", "train → generate", "train → train+generate", "train+generate → train")

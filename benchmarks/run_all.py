@@ -4,9 +4,9 @@
     python benchmarks/run_all.py                  # needs `pip install -e .[bench]`
     python benchmarks/run_all.py generate plan    # only these
 
-For a quiet machine: nothing else may run beside it, for about two hours on two cores. Figures are of a commit, so
-what is not committed yet keeps it from beginning. A benchmark that fails leaves its file as it was, and is told at the
-end.
+For a quiet machine: nothing else may run beside it, for some two and a half hours on two cores. Figures are of a
+commit, so what is not committed yet keeps it from beginning. A benchmark that fails leaves its file as it was, and is
+told at the end.
 """
 
 import argparse
@@ -26,7 +26,7 @@ RUNS = "RUNS"
 BENCHMARKS: dict[str, str] = {
     "generate": "",
     "grpo_step": "",
-    "train_step": "",
+    "train": "",
     "micro_steps": "",
     "reshard": "",
     "resize": "",

@@ -9,7 +9,8 @@ from torch._C import _distributed_c10d
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_api
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_param_group, _fsdp_state, _fully_shard
+from torch.distributed.pipelining import _utils, stage
 from torch.distributed.tensor import debug, placement_types
 
 from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
@@ -35,6 +36,16 @@ USED = [
     (FSDPModule, "set_custom_all_gather", "parallel.data: parallel.exchange on CPUs"),
     (FSDPModule, "set_custom_reduce_scatter", "parallel.data: parallel.exchange on CPUs"),
     (_fsdp_api, "AllGather", "parallel.exchange"),
+    (
+        _fully_shard.fully_shard,
+        "state",
+        "parallel.reduction: gradients that were held back, as torch's pipelines do it",
+    ),
+    (_fsdp_state.FSDPStateContext(), "all_states", "parallel.reduction"),
+    (_fsdp_state.FSDPState, "_root_post_backward_final_callback", "parallel.reduction"),
+    (_fsdp_param_group.FSDPParamGroup, "post_backward", "parallel.reduction"),
+    (stage, "_RecvInfo", "parallel.pipeline: memory for what comes from a neighbour"),
+    (_utils, "_TensorMeta", "parallel.pipeline"),
     (_fsdp_api, "ReduceScatter", "parallel.exchange"),
     (FileSystemWriter, "write_data", "parallel.state"),
     (torch.ops.aten, "_softmax_backward_data", "kernels.cpu_attention"),
@@ -72,6 +83,28 @@ def test_fsdp2_calls_its_collectives_with_these_arguments(theirs: type, ours: ty
         assert [each.kind for each in found.values()] == [each.kind for each in expected.values()], name
     setters = (FSDPModule.set_custom_all_gather, FSDPModule.set_custom_reduce_scatter)
     assert [list(inspect.signature(setter).parameters) for setter in setters] == [["self", "comm"]] * 2
+
+
+def test_a_frontend_of_torch_s_pipelines_has_these_to_say() -> None:
+    """A stage whose micro-batches have each their own size is one of these; the methods that it takes over, and what
+    they set, are torch's."""
+    assert stage._PipelineStageBase.__abstractmethods__ == {
+        "_prepare_forward_infra",
+        "_prepare_backward_infra",
+        "_create_grad_recv_info",
+    }
+    for name in ("get_fwd_recv_ops", "get_bwd_recv_ops", "backward_one_chunk", "_get_init_p2p_neighbors_ops"):
+        assert callable(getattr(stage._PipelineStageBase, name)), name
+    source = inspect.getsource(stage._PipelineStageBase)
+    for name in (
+        "args_recv_info",
+        "grad_recv_info",
+        "act_send_info",
+        "grad_send_info",
+        "_runtime_validate",
+        "_stage_meta",
+    ):
+        assert f"self.{name}" in source, name
 
 
 def test_a_part_is_sent_with_a_rank_and_a_tag() -> None:

@@ -41,9 +41,11 @@ class Cluster:
         self.slots = GenerateSlots(11, generating, length)
         self.carrier = self.slots.carrier
         self.mailbox = Mailbox(self.carrier, clock)
+        self.carrier.on_death.add(self.mailbox.lose)
         self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of((TRAINER,)), DEADLINES)
         self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
         self.restarted: list[str] = []
+        self.killed: list[int] = []
         self.generators = RemoteGenerators(
             self.mailbox,
             map(generator, generating),
@@ -52,8 +54,14 @@ class Cluster:
             DEADLINES,
             clock,
             self.leases,
+            condemn=self.condemn,
         )
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(sentence))
+
+    def condemn(self, slot: int, sentence: str) -> None:
+        self.killed.append(slot)
+        self.mailbox.lose(slot, sentence)
+        self.slots.kill(slot, self.mailbox)
 
     def ask(self, name: str, max_tokens: int = 100) -> "asyncio.Task[Generation]":
         request = GenerateRequest(name, (1, 2, 3), Sampling(max_tokens=max_tokens), group=name)

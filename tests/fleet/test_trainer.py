@@ -56,6 +56,29 @@ def test_the_next_micro_step_waits_in_the_slot_and_no_more():
     play(story)
 
 
+def test_a_pipeline_is_filled_by_each_message_and_stands_still_between_two():
+    async def story():
+        slots, carrier, trainer = make(ParallelLayout.of((0, 1, 2, 3), pp=2))
+        told: list[tuple[int, int, float, int]] = []
+        trainer.on_micro_step.add(lambda *what: told.append(what))
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(38)], SEQ_LEN))
+        await asyncio.sleep(0.005)
+        async with trainer.boundary():
+            trained = {number: len(slots.slots[number].live.gradient) for number in range(4)}
+            assert trained == dict.fromkeys(range(4), 2 * 8), "two messages were in flight"
+        await training
+        sizes = {slot: [len(c.micro_batches) for to, c in carrier.sent if to == slot] for slot in range(4)}
+        assert list(sizes.values()) == [[8, 8, 3]] * 4
+        assert [(most, ranks, total) for most, ranks, _, total in told] == [
+            (8 * SEQ_LEN, 2, 16 * SEQ_LEN),
+            (8 * SEQ_LEN, 2, 16 * SEQ_LEN),
+            (3 * SEQ_LEN, 2, 6 * SEQ_LEN),
+        ]
+        assert trainer.pending_samples == trainer.pending_tokens == 0
+
+    play(story)
+
+
 def test_a_boundary_comes_after_the_micro_steps_in_flight():
     async def story():
         slots, carrier, trainer = make(ParallelLayout.of((0,)))

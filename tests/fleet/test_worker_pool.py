@@ -21,6 +21,7 @@ from ductile.messages.workers import (
 )
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, Refused, SlotLost
+from ductile.transport.deadlines import Deadlines
 from tests.core.scheduling.scenes import id_on
 from tests.fleet.generate_slots import generator
 from tests.fleet.test_migration import DEADLINES, TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
@@ -302,6 +303,66 @@ def test_a_slot_that_dies_while_a_version_goes_live():
     with_cluster(story)
 
 
+FAULTS = {"hangs": "drop", "refuses": "error"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_generator_that_does_not_take_a_version_is_left_behind(fault: str):
+    async def story(cluster: Cluster):
+        cluster.carrier.fail(1, FAULTS[fault], on=Receive)
+        asked = {name: cluster.ask(name) for name in "abc"}
+        await steps(2)
+        await cluster.publish(1)
+        assert cluster.generators.version == 1
+        assert {number: versions(cluster)[number] for number in (0, 2)} == {0: 1, 2: 1}
+        said = "did not reply to Receive within 60 s" if fault == "hangs" else "Receive failed, as asked"
+        assert said in cluster.mailbox.lost[1]
+        assert "it has been killed" in cluster.mailbox.lost[1]
+        for name, task in asked.items():
+            assert is_whole(await task, name)
+        assert cluster.generators.slots == (0, 2)
+        assert cluster.killed == [1]
+
+    with_cluster(story)
+
+
+def test_a_generator_that_hangs_before_it_has_taken_a_request_is_left_behind():
+    """Also where it may take longer without a new token than a command may take."""
+
+    async def story(cluster: Cluster):
+        cluster.generators._deadlines = Deadlines(command_s=5, progress_s=50, patience_s=60, group_s=200)
+        cluster.carrier.fail(0, "drop", on=Generate)
+        assert is_whole(await cluster.ask("a"), "a")
+        assert "did not reply to Generate within 5 s" in cluster.mailbox.lost[0]
+        assert cluster.killed == [0]
+
+    with_cluster(story)
+
+
+def test_a_version_that_all_refuse_is_at_fault_itself():
+    async def story(cluster: Cluster):
+        for slot in (0, 1, 2):
+            cluster.carrier.fail(slot, "error", on=Receive)
+        with pytest.raises(Refused, match="slot 0: Receive failed, as asked"):
+            await cluster.publish(1)
+        assert cluster.killed == []
+        assert cluster.generators.version == 0
+        await cluster.publish(1)
+
+    with_cluster(story)
+
+
+def test_a_generator_is_not_killed_where_the_trainer_would_be_too():
+    async def story(cluster: Cluster):
+        cluster.mailbox._roles[1] = ("train", "generate")
+        cluster.carrier.fail(1, "error", on=Receive)
+        with pytest.raises(Refused, match="Receive failed, as asked"):
+            await cluster.publish(1)
+        assert cluster.killed == []
+
+    with_cluster(story)
+
+
 def test_what_is_told_of_unfinished_and_finished_completions():
     async def story(cluster: Cluster):
         finished: list[str] = []
@@ -329,7 +390,7 @@ class Scoring:
     def __init__(self, cluster: Cluster, slots: tuple[int, ...]) -> None:
         self.cluster = cluster
         self.score_s = 0.0
-        self.scorer = RemoteScorer(cluster.mailbox, map(scorer, slots), DEADLINES, cluster.leases)
+        self.scorer = RemoteScorer(cluster.mailbox, map(scorer, slots), DEADLINES, cluster.leases, cluster.condemn)
         for slot in range(4, 8):
             cluster.slots.slots[slot].holds = slot in slots
             cluster.slots.slots[slot].version = 0 if slot in slots else None
@@ -426,6 +487,31 @@ def test_what_a_lost_scorer_leaves_behind_is_scored_by_others():
         assert await under_way == {4}
         shares = sorted(len(command.samples) for _, command in cluster.sent(Score))
         assert shares == [2, 2, 2], "the other one's share is not scored twice"
+
+    with_cluster(story)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_scorer_does_not_score_is_scored_by_others(fault: str):
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4, 5))
+        cluster.carrier.fail(5, FAULTS[fault], on=Score)
+        assert await scoring.score() == {4}
+        assert cluster.killed == [5]
+        assert scoring.scorer.slots == (4,)
+
+    with_cluster(story)
+
+
+def test_samples_that_scorer_after_scorer_refuses_are_at_fault_themselves():
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4, 5, 6))
+        for slot in (4, 5, 6):
+            cluster.carrier.fail(slot, "error", on=Score)
+        with pytest.raises(Refused, match="slot 4: Score failed, as asked"):
+            await scoring.score()
+        assert cluster.killed == []
+        assert await scoring.score() == {4, 5, 6}
 
     with_cluster(story)
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ductile.config.cluster import ClusterConfig
 from ductile.config.model import TrainerModelConfig
 from ductile.orchestrator import run
 from ductile.orchestrator import run_until as run_until_module
@@ -42,7 +43,7 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     monkeypatch.setattr(run, "_begin", measure)
     monkeypatch.setattr(run, "_take_roles", take_roles)
     monkeypatch.setattr(run, "assign_role", take_roles)
-    config = SimpleNamespace(cluster=SimpleNamespace(auto_scheduler=False, command_timeout_s=1.0), bench=object())
+    config = SimpleNamespace(cluster=ClusterConfig(command_timeout_s=1.0), bench=object())
     prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}, model=TrainerModelConfig()))
     session = SimpleNamespace(logs=None, bench=Bench(), interrupt=SimpleNamespace(graceful=asyncio.Event()))
     with pytest.raises(Reached):

@@ -50,6 +50,7 @@ def gradients(
     mine = pack(weigh(samples, mode), len(members), seq_len)[context.data_parallel_rank]
     trainer.forward_backward(mine[:1])  # accumulated over several commands, too
     trainer.forward_backward(mine[1:])
+    trainer.reduce_gradients()
     count = loss_denominator(samples, mode)
     found = {n: (full(p.grad) / count).tolist() for n, p in trainer.model.named_parameters()}
     report = trainer.optim_step(count)
@@ -72,8 +73,9 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     [
         ("qwen3", (20, 3, 9, 31, 8, 17, 5, 2, 26), "token_mean", {}),
         ("llama", (12, 30, 7), "seq_mean_token_mean", {"reshard_after_forward": False}),
+        ("qwen3", (20, 3, 9, 31, 8, 17, 5, 2, 26), "token_mean", {"reduce_every": "step"}),
     ],
-    ids=["nine samples", "three samples: a rank of four has none"],
+    ids=["nine samples", "three samples: a rank of four has none", "summed once a step"],
 )
 def test_parity_with_one_device(
     folders: dict[str, Path],

@@ -20,6 +20,8 @@ from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
 
+GRPO = GRPOLoss(kl_coef=0.1, clip_high=0.3)
+OF_SEQUENCES = CustomLoss(import_path="tests.trainer.test_context_parallel.sequence_ratio")
 SEQ_LEN = 50
 STEPS = ((20, 3, 9, 31, 2), (12,), (31, 8, 17, 5))
 """Lengths of the samples of each optimizer step. In the second one a data-parallel rank has none."""
@@ -65,34 +67,48 @@ def trains(
 
 
 @pytest.mark.parametrize("style", ["ulysses", "ring"])
-@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}], ids=str)
 @pytest.mark.parametrize(
-    "loss",
+    ("num_slots", "sizes", "loss"),
     [
-        GRPOLoss(kl_coef=0.1, clip_high=0.3),
-        CustomLoss(import_path="tests.trainer.test_context_parallel.sequence_ratio"),
+        (2, {"cp": 2}, GRPO),
+        (2, {"cp": 2}, OF_SEQUENCES),
+        (4, {"cp": 2}, OF_SEQUENCES),
+        (4, {"cp": 2, "dp_replicate": 2}, GRPO),
+        (4, {"cp": 2, "tp": 2}, OF_SEQUENCES),
+        (4, {"pp": 2, "cp": 2}, OF_SEQUENCES),
     ],
-    ids=["grpo", "a loss of whole sequences"],
 )
 def test_three_steps_are_those_of_one_slot(
-    tmp_path: Path, loss: LossConfig, sizes: dict[str, int], style: CpStyle
+    tmp_path: Path, num_slots: int, sizes: dict[str, int], loss: LossConfig, style: CpStyle
 ) -> None:
     model = {"name": str(make_model_folder(tmp_path / "model", "qwen3")), "cp_style": style, "seq_len": SEQ_LEN}
     optim = AdamWConfig(lr=1e-3)
     settings = TrainerConfig.model_validate({"model": model, "loss": loss, "optim": optim}).model_dump()
     ((alone, weights),) = run_ranks(1, trains, settings, {})
-    num_slots = sizes["cp"] * sizes.get("dp_shard", 1) * sizes.get("dp_replicate", 1)
-    others = {axis: size for axis, size in sizes.items() if axis != "dp_shard"}
-    for reports, found in run_ranks(num_slots, trains, settings, others):
+    is_one_rank = ParallelLayout.of(range(num_slots), **sizes).num_data_parallel == 1
+    for reports, found in run_ranks(num_slots, trains, settings, sizes):
         for ours, theirs in zip(reports, alone, strict=True):
             assert ours.loss == pytest.approx(theirs.loss, abs=1e-4)
             assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
             assert ours.num_tokens == theirs.num_tokens
-            if num_slots == sizes["cp"]:  # otherwise completions of one prompt may go to different ranks
+            if is_one_rank:  # otherwise completions of one prompt may go to different ranks
                 assert ours.flops == theirs.flops
             assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-4)
         for name, values in weights.items():
             torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("style", ["ulysses", "ring"])
+def test_reduced_precision_stays_near(tmp_path: Path, style: CpStyle) -> None:
+    model = {"name": str(make_model_folder(tmp_path / "model", "qwen3")), "cp_style": style, "seq_len": SEQ_LEN}
+    sections = {"model": model, "loss": GRPOLoss(kl_coef=0.1)}
+    exact = TrainerConfig.model_validate(sections).model_dump()
+    reduced = TrainerConfig.model_validate(sections | {"model": model | {"compute_dtype": "bfloat16"}}).model_dump()
+    ((alone, _),) = run_ranks(1, trains, exact, {})
+    for reports, _ in run_ranks(2, trains, reduced, {"cp": 2}):
+        assert reports[0].loss == pytest.approx(alone[0].loss, rel=0.02)
+        assert reports[0].grad_norm == pytest.approx(alone[0].grad_norm, rel=0.05)
+        assert reports[0].grad_norm != alone[0].grad_norm
 
 
 def refused(groups: Groups, members: tuple[int, ...], settings: dict) -> str:

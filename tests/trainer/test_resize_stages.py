@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.batch.packing import pack
 from ductile.core.layout.holdings import Box
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.messages.workers import ForwardBackward
 from ductile.records import StepReport
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.worker import TrainRole
 from tests.tiny import make_model_folder
-from tests.trainer.fleet import Fleet
+from tests.trainer.fleet import DEADLINE_S, Fleet, SlotFailed
 from tests.trainer.naive import make_samples
 
 NUM_STEPS = 3
@@ -82,6 +84,22 @@ def train(settings: dict[str, Any], *layouts: ParallelLayout) -> list[StepReport
             fleet.forward_backward(samples[4:], seq_len=32)
             reports.append(fleet.optim_step(float(sum(map(len, samples)))))
     return reports
+
+
+def test_a_slot_that_dies_while_others_wait_for_it_frees_them_all(folder: Path) -> None:
+    """Both its neighbours in the pipeline and those that wait for these: long before their collectives give up."""
+    settings = settings_for(folder)
+    assert settings["dist_timeout_seconds"] > 2 * DEADLINE_S
+    with Fleet(settings, range(4)) as fleet:
+        fleet.assign_in(ParallelLayout.of((0, 1, 2, 3), pp=2))
+        fleet.forward_backward(make_samples((14, 9, 23, 17)), seq_len=32)
+        (part,) = pack(make_samples((20, 21)), 1, 32)
+        for slot in (0, 1, 2):
+            fleet.post(slot, "handle", ForwardBackward(tuple(part)))
+        fleet.processes[3].kill()
+        for slot in (0, 1, 2):
+            with pytest.raises(SlotFailed):
+                fleet.answer(slot)
 
 
 DP2 = ParallelLayout.of((0, 1))

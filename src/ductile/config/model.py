@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ductile.config.section import NotBuilt, Section
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.pipeline import PipelineSchedule
 
 
 class VisionConfig(Section):
@@ -89,9 +90,10 @@ class TrainerModelConfig(ModelConfig):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gradient reductions."""
     reduce_every: Literal["micro_step", "step"] = "micro_step"
-    """When ranks add their gradients up. step: once before the optimizer step, and before the trainer moves to other
-    slots; until then each rank keeps the gradients of all weights that it computes with, in `reduce_dtype`. micro_step:
-    after each micro-batch; with `pp` after all that a message brings, as no stage may wait for a sum in between."""
+    """micro_step: ranks add their gradients up in the backward pass of each micro-batch; with `pp` behind those of a
+    whole schedule, as no stage may wait for a sum while another waits for it. step: once before the optimizer step, and
+    before the trainer moves to other slots; until then each rank keeps the gradients of all weights that it computes
+    with, in `reduce_dtype`."""
     dp_replicate: int = Field(default=1, ge=1)
     """Copies of the state (HSDP); each is sharded over its part of the train slots, whose number it must divide."""
     reshard_after_forward: bool = True
@@ -105,9 +107,9 @@ class TrainerModelConfig(ModelConfig):
     """Keep optimizer state in host memory and update there, while the backward pass runs."""
     tp: Annotated[int, NotBuilt("tensor parallelism")] = Field(default=1, ge=1)
     pp: Annotated[int, NotBuilt("pipeline parallelism")] = Field(default=1, ge=1)
-    pp_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
-    """With `pp`: the order in which a slot runs forward and backward passes. 1f1b is interleaved where a slot has
-    several runs of layers; zero_bubble makes the gradients of weights while a slot would wait for other stages."""
+    pp_schedule: PipelineSchedule = "1f1b"
+    """Order in which a slot of a pipeline runs forward and backward passes. 1f1b: interleaved where a slot has several
+    runs of layers; zero_bubble: gradients of weights wait until the slot would wait for another stage."""
     cp: Annotated[int, NotBuilt("context parallelism")] = Field(default=1, ge=1)
     cp_style: Annotated[Literal["ring", "ulysses"], NotBuilt("context parallelism")] = "ring"
     ep: Annotated[int | Literal["auto"], NotBuilt("expert parallelism")] = 1

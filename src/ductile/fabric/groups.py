@@ -117,7 +117,10 @@ class Groups:
 
         Drop models and meshes first; the locals of the functions that failed are cleared here.
         """
-        traceback.clear_frames(error.__traceback__)
+        cause: BaseException | None = error
+        while cause is not None:  # torch's pipelines say what failed in an error of their own
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__
         self.abort()
 
     def _close(self, close: Callable[[dist.ProcessGroup], None]) -> None:

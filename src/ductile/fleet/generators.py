@@ -23,11 +23,11 @@ from ductile.fleet.in_flight import InFlight, RequestsInFlight
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.migration import MigrationResult, Migrator
 from ductile.fleet.worker_pool import Server, WorkerPool
-from ductile.messages.workers import Died, EngineStats, Event, Finished
+from ductile.messages.workers import EngineStats, Finished
 from ductile.records import GenerateRequest, Generation
 from ductile.roles import Failure, Late, NotTaken, SlotLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.mailbox import Died, Mailbox, SlotEvent
 
 MOST_LOST = 5
 """Generators that may be lost with one request before it fails."""
@@ -164,7 +164,7 @@ class RemoteGenerators(WorkerPool):
         async with self.lock.shared(f"{len(migrations)} requests change generators"):
             return await Migrator(self, self._in_flight, self._dispatch, self._block_tokens).run(migrations)
 
-    def on_event(self, instance: Instance, event: Event) -> None:
+    def on_event(self, instance: Instance, event: SlotEvent) -> None:
         match event:
             case Finished(generations):
                 for generation in self._in_flight.note_completions(instance, generations):

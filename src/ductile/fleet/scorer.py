@@ -13,10 +13,13 @@ from ductile.fleet.leases import WeightLeases
 from ductile.fleet.worker_pool import WorkerPool
 from ductile.messages.workers import Score, Scores
 from ductile.records import Sample
-from ductile.roles import Late, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import replies_of
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.fanout import raise_worst
+from ductile.transport.mailbox import Mailbox, Outcome
+
+MOST_FAILURES = 3
+"""Scorers that may be late or refuse in one call before it fails: then the fault is the samples'."""
 
 
 class RemoteScorer(WorkerPool):
@@ -40,25 +43,34 @@ class RemoteScorer(WorkerPool):
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[Floats]:
         """Waits for a scorer while there is none. The scorers that it begins with stay until it has ended.
 
-        What was under way at a scorer that is lost is scored by others. A failure is raised once all scorers have
-        replied: Refused or Late.
+        What was under way at a scorer that is lost, late or refuses is scored by others, once all have replied; such a
+        scorer comes back as a new one (`WorkerPool.leave_behind`). Raises Refused or Late when MOST_FAILURES of
+        them have failed so, and Late when no scorer comes.
         """
         scores: dict[int, Floats] = {}
+        failures = dict[Instance, Failure]()
         left, lost = list(range(len(samples))), set[Instance]()
         while left:
             scorers = await self.some(f"{len(left)} samples", lost)
             shares = zip(scorers, split_by_tokens([samples[index] for index in left], len(scorers)), strict=True)
             asked = {scorer: [left[part] for part in share] for scorer, share in shares if share}
-            for scorer, logprobs in (await self._score(samples, asked, model)).items():
-                scores.update(zip(asked.pop(scorer), logprobs, strict=True))
+            outcomes = await self._score(samples, asked, model)
+            failed = {scorer: outcome for scorer, outcome in outcomes.items() if isinstance(outcome, Failure)}
+            failures |= {scorer: failure for scorer, failure in failed.items() if not isinstance(failure, SlotLost)}
+            if len(failures) >= MOST_FAILURES:
+                raise_worst(failures)
+            self.leave_behind(failed)
+            for scorer, outcome in outcomes.items():
+                if isinstance(outcome, Scores):
+                    scores.update(zip(asked.pop(scorer), outcome.logprobs, strict=True))
             lost |= asked.keys()
             left = [index for share in asked.values() for index in share]
         return [scores[index] for index in range(len(samples))]
 
     async def _score(
         self, samples: Sequence[Sample], asked: Mapping[Instance, Sequence[int]], model: Literal["policy", "reference"]
-    ) -> dict[Instance, tuple[Floats, ...]]:
-        """Log-probs by scorer, from all that are not lost. Raises Refused or Late."""
+    ) -> dict[Instance, Scores | Failure]:
+        """One outcome a scorer, once all have replied."""
         commands = {scorer: Score(tuple(samples[index] for index in share), model) for scorer, share in asked.items()}
         names = [scorer.id for scorer in commands]
         self._num_scoring.update(names)
@@ -70,9 +82,12 @@ class RemoteScorer(WorkerPool):
             self.scorer_seconds += (now_s() - began_s) * len(commands)
             self._num_scoring.subtract(names)
             self._changed.notify_all()
-        there = {scorer: outcome for scorer, outcome in outcomes.items() if not isinstance(outcome, SlotLost)}
-        replies = replies_of(self.describe, commands, there, Scores)
-        return {scorer: reply.logprobs for scorer, reply in replies.items()}
+        return {scorer: self._scores(scorer, outcome) for scorer, outcome in outcomes.items()}
+
+    def _scores(self, scorer: Instance, outcome: Outcome) -> Scores | Failure:
+        if isinstance(outcome, Scores | Failure):
+            return outcome
+        return Refused(f"{self.describe(scorer)} replied to Score with {type(outcome).__name__}")
 
     async def dismiss(self, instance: Instance) -> None:
         """Have the instance score no more, once it has done what it is doing. Raises Late, Refused or SlotLost."""

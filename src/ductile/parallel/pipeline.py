@@ -20,10 +20,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     _PipelineSchedule,
 )
-from torch.distributed.pipelining.stage import (
-    _PipelineStageBase,  # pyright: ignore[reportPrivateUsage]
-    _RecvInfo,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.pipeline import PipelineSchedule, num_to_run, runs_of_layers
@@ -32,7 +29,7 @@ from ductile.model.transformer import Transformer
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.scoring import ModelInputs
 
-Loss = Callable[[int, Tensor, Tensor], Tensor]
+StageLoss = Callable[[int, Tensor, Tensor], Tensor]
 """Function of a micro-batch's number, its log-probs and its entropies that gives its loss, to be minimised."""
 
 
@@ -72,14 +69,13 @@ class Pipeline:
         """How many micro-batches `run` takes, at least so many."""
         return num_to_run(num_micro_batches, self._pp, len(self._runs), self._schedule)
 
-    def run(self, micro_batches: Sequence[ModelInputs], loss: Loss) -> None:
-        """Run all micro-batches forward and backward, and add to the gradients, divided by nothing. Collective.
+    def run(self, micro_batches: Sequence[ModelInputs], loss: StageLoss) -> None:
+        """Run the micro-batches, at least one, forward and backward, and add to the gradients, divided by nothing.
+        Collective.
 
         `loss` is called once for each, in the last stage.
         """
         number = len(micro_batches)
-        if not number:
-            return
         hidden = [(inputs.num_hidden, self._model.spec.hidden_size) for inputs in micro_batches]
         stages = [
             Stage(
@@ -130,7 +126,7 @@ class Stage(_PipelineStageBase):
         self._runtime_validate = False  # it knows one shape
         self._metas = [_TensorMeta(torch.Size(shape), (shape[1], 1), dtype, requires_grad=True) for shape in hidden]
         self._stage_meta.inputs = () if self.is_first else (self._metas[0],)
-        self.grad_send_info = [None if self.is_first else index - 1]
+        self.grad_send_info = [index - 1]  # the first one sends none
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:

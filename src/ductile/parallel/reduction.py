@@ -1,4 +1,4 @@
-"""When the gradients of a slot's model are summed over slots.
+"""Gradients of a slot's model, summed over slots, and when:
 
     micro_step   FSDP2 sums in every backward pass; with pp once, after all of them that a schedule runs
     step         each slot adds up the whole gradients of the weights that it gathers; they are summed before an

@@ -39,12 +39,15 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Terms [T, ...] of a sum -> the slot's part of the sum [S, ...]."""
+    """Addends [T, ...] of a sum -> the slot's part of the sum [S, ...]."""
     return _ReduceScatter.apply(x, group)  # pyright: ignore
 
 
 def sum_gradients(group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
-    """The weights; what they get as gradients is summed over the group, in fp32 and all at once."""
+    """The weights; what they get as gradients is summed over the group, in fp32 and all at once.
+
+    They must be of one module: zero-bubble schedules make gradients of weights after those of inputs, module by module,
+    and a function of all weights of a layer would join what they take apart."""
     return _SumGradients.apply(group, *weights)  # pyright: ignore
 
 
@@ -63,13 +66,13 @@ def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def reduce_scattered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scattered(addends: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`reduce_scatter`, without a gradient."""
-    part = terms.new_empty((len(terms) // group.size(), *terms.shape[1:]))
-    if terms.device.type == "cpu":
-        DirectReduceScatter()(part, terms.contiguous(), group, dist.ReduceOp.SUM)
+    part = addends.new_empty((len(addends) // group.size(), *addends.shape[1:]))
+    if addends.device.type == "cpu":
+        DirectReduceScatter()(part, addends.contiguous(), group, dist.ReduceOp.SUM)
     else:
-        dist.reduce_scatter_tensor(part, terms.contiguous(), group=group)
+        dist.reduce_scatter_tensor(part, addends.contiguous(), group=group)
     return part
 
 
@@ -120,20 +123,20 @@ class _SumSharedRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # Over the whole group, with zeros for the rows that a slot has not: sharers need no groups of their own.
         shared: SharedRows = ctx.shared
-        terms = [gradient.new_zeros(shared.num_rows, *gradient.shape[1:]) for gradient in gradients]
-        for gradient, term in zip(gradients, terms, strict=True):
+        addends = [gradient.new_zeros(shared.num_rows, *gradient.shape[1:]) for gradient in gradients]
+        for gradient, addend in zip(gradients, addends, strict=True):
             for own, among_all in shared.places:
-                term[among_all] = gradient[own]
+                addend[among_all] = gradient[own]
         summed = [gradient.clone() for gradient in gradients]
-        for gradient, total in zip(summed, _summed(terms, ctx.group), strict=True):
+        for gradient, total in zip(summed, _summed(addends, ctx.group), strict=True):
             for own, among_all in shared.places:
                 gradient[own] = total[among_all]
         return None, None, *summed
 
 
-def _summed(terms: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _summed(addends: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Sums over the group's slots, the same bits on each."""
-    total = torch.cat([term.flatten().float() for term in terms])
+    total = torch.cat([addend.flatten().float() for addend in addends])
     dist.all_reduce(total, group=group)
-    parts = total.split([term.numel() for term in terms])
-    return [part.view(term.shape).to(term.dtype) for part, term in zip(parts, terms, strict=True)]
+    parts = total.split([addend.numel() for addend in addends])
+    return [part.view(addend.shape).to(addend.dtype) for part, addend in zip(parts, addends, strict=True)]

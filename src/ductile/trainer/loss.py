@@ -82,7 +82,7 @@ class LossOutputs:
 
 Loss = Callable[[LossInputs], LossOutputs]
 """Loss function. A custom one is called as `function(inputs, **kwargs)`. It may be called with made-up tokens, whose
-result is thrown away, where a rank has none."""
+result is thrown away, where a rank has none, or a stage of pp no loss."""
 
 
 def make_loss(config: LossConfig) -> Loss:

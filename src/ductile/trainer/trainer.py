@@ -99,6 +99,8 @@ class Trainer:
         Equally many micro-batches on every rank. Raises ValueError for a sample that cannot be trained on, before any
         rank waits for another; LossFailed for a loss function that raises, when no rank waits for this one any more.
         """
+        if not micro_batches:
+            return 0
         if self._pipeline is not None:
             missing = self._pipeline.num_to_run(len(micro_batches)) - len(micro_batches)
             micro_batches = [*micro_batches, *[MicroBatch(())] * missing]

@@ -77,6 +77,14 @@ def test_as_few_tokens_fill_up_as_can_be(style: CpStyle, documents: list[int], c
             "the 6 query heads of a slot of tp 2 out to the slots along cp, and cp is 4: write cp_style = \"ring\", or "
             "a cp of 1, 2, 3 or 6",
         ),
+        (
+            "ulysses",
+            10,
+            4,
+            3,
+            "the 2 query heads of a slot of tp 3 out to the slots along cp, and cp is 4: write cp_style = \"ring\", or "
+            "a cp of 1 or 2",
+        ),
         ("ulysses", 5, 3, 2, "write cp_style = \"ring\", or a cp of 1"),  # 3 and 2 heads
     ],
 )  # fmt: skip

@@ -69,7 +69,8 @@ def style_violations(style: CpStyle, num_heads: int, cp: int, tp: int = 1) -> li
     fitting = [size for size in range(1, sizes[0] + 1) if all(heads % size == 0 for heads in sizes)]
     if style == "ring" or cp in fitting:
         return []
-    each = f"the {sizes[-1]} query heads of a slot of tp {tp}" if tp > 1 else f"the model's {num_heads} query heads"
+    uneven = next(heads for heads in sizes if heads % cp)
+    each = f"the {uneven} query heads of a slot of tp {tp}" if tp > 1 else f"the model's {num_heads} query heads"
     return [
         f'cp_style "ulysses" deals {each} out to the slots along cp, and cp is {cp}: write cp_style = "ring", or a cp '
         f"of {_any_of(fitting)}"

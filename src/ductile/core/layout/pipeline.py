@@ -8,7 +8,6 @@ the schedule is 1F1B, with several it is interleaved: run number r is on coordin
 have it.
 """
 
-from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -17,9 +16,9 @@ from ductile.core.layout.strategy import contiguous_stages
 
 PipelineSchedule = Literal["1f1b", "zero_bubble"]
 
-FULL = 4
-"""How many times as many runs of micro-batches as stages a slot gets at a time. A slot waits for the others during
-(pp - 1) of (FULL + 1) pp - 1 turns, which is less than a fifth."""
+MICRO_BATCHES_A_STAGE = 4
+"""Micro-batches of a message, for each stage of a pipeline with one run of layers a slot. Of 5 pp - 1 turns a slot then
+waits for the others in pp - 1, which is less than a fifth. With more runs it takes fewer micro-batches."""
 
 
 def runs_of_layers(parallel: ParallelLayout, num_layers: int) -> tuple[range, ...]:
@@ -33,9 +32,9 @@ def runs_of_layers(parallel: ParallelLayout, num_layers: int) -> tuple[range, ..
     in_turns = [number % pp for number in range(len(found))]
     if [stage for stage, _ in found] != in_turns or len(found) % pp:
         raise ValueError(
-            f"the layers are on stages {list(stages)}, and a pipeline takes runs of layers on stages "
-            f"{_words(range(pp))} in turns, once or several times: such as {list(contiguous_stages(2 * pp, pp))} or "
-            f"{[*range(pp)] * 2} for {2 * pp} layers"
+            f"the layers are on stages {list(stages)}, and a pipeline takes runs of layers on stages 0 to {pp - 1} in "
+            f"turns, once or several times: such as {list(contiguous_stages(2 * pp, pp))} or {[*range(pp)] * 2} for "
+            f"{2 * pp} layers"
         )
     return tuple(layers for _, layers in found)
 
@@ -54,13 +53,6 @@ def micro_batches_of_message(parallel: ParallelLayout) -> tuple[int, str]:
     if pp == 1:
         return 1, "a slot waits for no other stage, and a change of layout for one micro-batch at most"
     runs_of_slot = max(1, len(list(groupby(parallel.stages))) // pp)
-    number = pp * -(-FULL // runs_of_slot)
+    number = pp * -(-MICRO_BATCHES_A_STAGE // runs_of_slot)
     waits = (pp - 1) / (runs_of_slot * number + pp - 1)
-    return (
-        number,
-        f"a pipeline of {pp} stages fills and empties for each message: {waits:.0%} of {number} micro-batches",
-    )
-
-
-def _words(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}"
+    return number, f"{pp} stages fill and empty for each message: with {number} micro-batches {waits:.0%} of the time"
