@@ -20,6 +20,7 @@ from ductile.config.generation import (
     server_warnings,
     template_findings,
 )
+from ductile.config.layout import layout_findings, layout_warnings
 from ductile.config.model import TrainerModelConfig
 from ductile.config.on_disk import (
     data_findings,
@@ -71,6 +72,8 @@ def warnings(config: Section) -> list[str]:
     """What is accepted and does nothing, because configs of other systems or for other commands have it, or does what
     hardly anybody wants."""
     said = [*unread_notes(config), *_bench_notes(config)]
+    if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
+        said += layout_warnings(config, len(placement_of(config).train))
     if isinstance(config, OrchestratorRunConfig):
         said += server_warnings("sampling", config.sampling)
     if not isinstance(config, RLConfig):
@@ -383,11 +386,7 @@ def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:
 def _trainer_layout(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
     """How the trainer's state lies on its slots, and how it can come to lie on others."""
     trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
-    copies = trainer.model.dp_replicate
-    if num_slots % copies:
-        fitting = ", ".join(str(number) for number in range(1, num_slots + 1) if num_slots % number == 0)
-        what = f"must divide the number of train slots, {num_slots}, as each copy has equally many: {fitting}"
-        yield Finding((f"{root}model.dp_replicate",), what)
+    yield from layout_findings(config, num_slots)
     if trainer.resize.memory == "streaming" and trainer.resize.carrier == "peer_memory":
         what = (
             'cannot stream: a slot would not know when its memory has been read and may be freed. Write "p2p" or "auto"'

@@ -12,6 +12,7 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
+from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, Transaction
@@ -46,13 +47,15 @@ class TrainerResizer:
         record: Recorder,
         num_slots: int,
         fleet: Fleet | None = None,
+        rules: LayoutRules = NO_RULES,
     ) -> None:
-        """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else."""
+        """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else. rules:
+        which layout the trainer has on how many slots."""
         self.num_resized = 0
         self.on_end = Listeners[[]]()
         """Told when a resize has ended, whatever became of it."""
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
-        self._num_slots, self._fleet = num_slots, fleet
+        self._num_slots, self._fleet, self._rules = num_slots, fleet, rules
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None

@@ -14,6 +14,7 @@ from math import fsum
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.instances.placement import SPELLED, Role
+from ductile.core.layout.layout_rules import layout_for
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.cost import context_transfer
 from ductile.core.scheduling.ledger import Activity, Ledger, idle_cause
@@ -53,7 +54,7 @@ class SimulatedActuator:
         self.roles: dict[int, tuple[Role, ...]] = {}
         self.since_s = dict.fromkeys(slots, 0.0)
         self._changing: frozenset[int] = frozenset()
-        self.layout = scenario.layout.adapted(scenario.placement.train, scenario.layout.dims.dp_replicate)
+        self.layout = layout_for(scenario.placement.train, scenario.rules)
         self.boundary = asyncio.Lock()
         """Held by the trainer in a micro-step, and by a change of its slots."""
         self.may_train = asyncio.Event()
@@ -383,9 +384,7 @@ class SimulatedActuator:
                 for slot, roles in self.roles.items()
             ),
             batch=self._batch(),
-            trainer=TrainerState(
-                self.layout, True, not self.may_train.is_set(), work.seq_len, scenario.layout.dims.dp_replicate
-            ),
+            trainer=TrainerState(self.layout, True, not self.may_train.is_set(), work.seq_len, scenario.rules),
             speeds=scenario.speeds,
             costs=scenario.costs,
             home=scenario.placement,

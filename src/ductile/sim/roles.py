@@ -89,7 +89,8 @@ class SimTrainer:
                     continue
                 slots = actuator.layout.slots
                 done, left, longest = _row(left, self.num_ranks, seq_len)
-                seconds = actuator.scenario.speeds.train.seconds(longest * block, self.num_ranks)
+                shape = actuator.layout.dims.rank_shape
+                seconds = actuator.scenario.speeds.train.seconds(longest * block, self.num_ranks, shape)
                 actuator.stall(slots, seconds)
                 await actuator.busy("train", slots, seconds)
                 actuator.on_trained(len(done), sum(done) * block)
