@@ -373,7 +373,7 @@ def test_a_generator_is_not_killed_where_the_run_would_end_with_it(fault: str):
     async def story(cluster: Cluster):
         cluster.needed.add(1)
         cluster.carrier.fail(1, FAULTS[fault], on=Receive)
-        with pytest.raises(Refused if fault == "refuses" else Late, match="slot 1.* Receive"):
+        with pytest.raises(Refused if fault == "refuses" else Late, match=r"slot 1.* Receive"):
             await cluster.publish(1)
         assert cluster.killed == []
         cluster.carrier.fail(1, "error", on=Receive)

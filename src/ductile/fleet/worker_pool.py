@@ -33,7 +33,6 @@ from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import raise_worst, worst_of
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
-
 MOST_LOST = 5
 """Generators that may be lost with one request before it fails, and times that scorers may be with the same samples."""
 
