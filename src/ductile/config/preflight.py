@@ -413,8 +413,8 @@ def _deadline_warnings(config: ClusterConfig) -> Iterator[str]:
     if config.group_timeout_s is not None and config.group_timeout_s <= hangs_s:
         yield (
             f"cluster.group_timeout_s = {config.group_timeout_s:g}: a generator that hangs is replaced after "
-            f"{hangs_s:g} s (cluster.command_timeout_s, cluster.progress_timeout_s), and the run "
-            "may end before that. Write more"
+            f"{hangs_s:g} s (cluster.command_timeout_s, cluster.progress_timeout_s), and the run may end before. Write "
+            "more than that"
         )
 
 
