@@ -254,7 +254,7 @@ def test_a_generator_is_killed_only_without_any_progress():
 def test_a_generator_on_a_slot_that_the_run_depends_on_is_late_and_not_killed():
     async def story():
         fleet = Fleet(timeout_s=20, clock=now_s, needed={0})
-        with pytest.raises(Late, match="slot 0 made no progress for 20 s .* while it had to generate a"):
+        with pytest.raises(Late, match=r"slot 0 made no progress for 20 s .* while it had to generate a"):
             await fleet.ask("a")
         assert fleet.mailbox.lost == {}
         await settle()

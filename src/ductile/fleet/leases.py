@@ -63,9 +63,7 @@ class WeightLeases:
         """The instance is none any more."""
         self._versions.pop(instance, None)
 
-    async def give(
-        self, joiner: Instance, version: int, condemn_late: Callable[[Mapping[int, Outcome]], None]
-    ) -> bool:
+    async def give(self, joiner: Instance, version: int, condemn_late: Callable[[Mapping[int, Outcome]], None]) -> bool:
         """Have the slots of `joiner`, which have the role and no weights, make this version live. False: no source has
         it any more.
 

@@ -33,7 +33,6 @@ from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import raise_worst, worst_of
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
-
 MOST_LOST = 5
 """Generators that may be lost with one request before it fails, and times that scorers may be with the same samples."""
 
@@ -73,7 +72,9 @@ class WorkerPool:
         """Version that is live; None before the first."""
         self.num_waiting = 0
         """Calls of `some` that wait for an instance."""
-        self.lock = ReadWriteLock(deadlines.patience_s)
+        # Longer than a source that hangs at its lease, and then a newcomer that hangs at its weights, hold it: who
+        # waits for them is not to blame, and the run need not end.
+        self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or a call of `some` begins to wait for one."""
         self._servers = dict(servers or {})
