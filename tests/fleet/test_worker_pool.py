@@ -195,6 +195,21 @@ def test_a_joiner_that_hangs_at_its_first_weights_is_killed_at_once():
     with_cluster(story)
 
 
+def test_a_version_goes_live_after_a_joiner_and_the_source_of_its_weights_that_both_hang():
+    async def story(cluster: Cluster):
+        cluster.carrier.fail(0, "drop", on=LeaseWeights)
+        cluster.carrier.fail(3, "drop", on=Receive)
+        joining = asyncio.create_task(cluster.generators.admit(generator(3), {}))
+        await asyncio.sleep(1)
+        await cluster.publish(1)
+        assert {slot: versions(cluster)[slot] for slot in cluster.generators.slots} == {0: 1, 1: 1, 2: 1}
+        assert cluster.killed == [3]
+        with pytest.raises(Failure, match=r"slot 3 .* did not reply to Receive"):
+            await joining
+
+    with_cluster(story)
+
+
 def test_an_admission_that_is_cancelled_leaves_no_role_and_no_loan():
     async def story(cluster: Cluster):
         for on in (AssignRole, LeaseWeights, Receive):

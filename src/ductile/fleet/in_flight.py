@@ -132,8 +132,7 @@ class RequestsInFlight:
         return max(entry.since_s, self._progress_at_s.get(entry.instance.id, entry.since_s))
 
     def note_other_work(self, instance: Instance) -> None:
-        """Its slot is at a command of another role: the generator cannot make progress meanwhile, through no fault of
-        its own."""
+        """Its slot is at a command of another role: meanwhile the generator cannot make progress."""
         self._progress_at_s[instance.id] = self._clock()
 
     def note_completions(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:

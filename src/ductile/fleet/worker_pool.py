@@ -72,7 +72,9 @@ class WorkerPool:
         """Version that is live; None before the first."""
         self.num_waiting = 0
         """Calls of `some` that wait for an instance."""
-        self.lock = ReadWriteLock(deadlines.patience_s)
+        # Longer than a source that hangs at its lease, and then a newcomer that hangs at its weights, hold it: who
+        # waits for them is not to blame, and the run need not end.
+        self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or a call of `some` begins to wait for one."""
         self._servers = dict(servers or {})
