@@ -44,7 +44,7 @@ def sentences(findings: tuple[LayoutFinding, ...]) -> list[str]:
             9,
             AskedLayout(pp=2, tp=4),
             [
-                "tp = 4 makes 8 slots with pp 2 · tp 4, of which the number of train slots, 9, is no multiple: train "
+                "tp = 4 makes 8 slots with pp 2, of which the number of train slots, 9, is no multiple: train "
                 "on 8 or 16 slots, or write smaller sizes"
             ],
         ),

@@ -252,8 +252,9 @@ def _mesh_errors(
         yield LayoutFinding(keys, sizes[axis], what)
         return
     below, above = num_slots - num_slots % product, num_slots + product - num_slots % product
+    beside = " · ".join(f"{axis} {sizes[axis]}" for axis in above_one[:-1])
     what = (
-        f"makes {product} slots with {named}, of which the number of train slots, {num_slots}, is no multiple: train "
+        f"makes {product} slots with {beside}, of which the number of train slots, {num_slots}, is no multiple: train "
         f"on {_listed([size for size in (below, above) if size])} slots, or write smaller sizes"
     )
     yield LayoutFinding(tuple(reversed(above_one)), sizes[above_one[-1]], what)
