@@ -104,8 +104,8 @@ class TrainerModelConfig(ModelConfig):
     full_offload: Annotated[FullOffloadConfig | None, NotBuilt("an optimizer on the CPU")] = None
     """Keep optimizer state in host memory and update there, while the backward pass runs."""
     tp: int = Field(default=1, ge=1)
-    """Slots over which each weight matrix is cut, in columns, heads or rows of the vocabulary; between the products each
-    has a part of the tokens."""
+    """Slots over which each weight matrix is cut, in columns, heads or rows of the vocabulary; between the products
+    each has a part of the tokens."""
     pp: int = Field(default=1, ge=1)
     """Stages of a pipeline: each has some of the layers. Which ones follows: stages take about equally long."""
     pp_schedule: PipelineSchedule = "1f1b"
