@@ -13,10 +13,6 @@ from ductile.columns import Floats
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 
-Scope = Literal["request", "instance", "slot", "run"]
-SCOPES: tuple[Scope, ...] = ("run", "slot", "instance", "request")
-"""All scopes, the widest first."""
-
 
 class Failure(Exception):
     """A failure that callers decide about by its class; the text is a sentence for people.
@@ -28,39 +24,36 @@ class Failure(Exception):
     """Name of the class for programs; events have it."""
     retryable: ClassVar[bool] = False
     """The same may be asked again, of another instance or later: nothing that it needs is lost."""
-    scope: ClassVar[Scope] = "run"
-    """What has failed; all that is beyond it is well. Where several fail together, the widest is what is raised: the
-    others follow from it (`ductile.transport.fanout`)."""
 
 
 class SlotLost(Failure):
     """A slot's process is gone. The text is a sentence: which slot, which role, what it did, how it ended."""
 
-    code, retryable, scope = "slot_lost", True, "slot"
+    code, retryable = "slot_lost", True
 
 
 class Late(Failure):
     """A deadline passed. The text says who was asked for what, and how long we waited."""
 
-    code, scope = "late", "instance"
+    code = "late"
 
 
 class Refused(Failure):
     """A slot replied with an error. The text is the slot's sentence; `__notes__` has its traceback."""
 
-    code, scope = "refused", "request"
+    code = "refused"
 
 
 class NotTaken(Refused):
     """An instance takes no requests at the moment: it has no weights, is about to leave, or is gone."""
 
-    code, retryable, scope = "not_taken", True, "instance"
+    code, retryable = "not_taken", True
 
 
 class OutOfMemory(Refused):
     """A slot has no memory for what it was asked."""
 
-    code, scope = "out_of_memory", "slot"
+    code = "out_of_memory"
 
 
 class StaleEpoch(Refused):

@@ -17,8 +17,9 @@ from ductile.cluster.agents import AgentCluster
 from ductile.cluster.cluster import StartFailed
 from ductile.config.cluster import ClusterConfig
 from ductile.messages.agents import AgentSettings, NodeSettings
-from ductile.messages.workers import Died, Done, Ping
+from ductile.messages.workers import Done, Ping
 from ductile.transport.frames import FrameRouter
+from ductile.transport.mailbox import Died
 from tests.cluster.processes import is_running, parent_of, processes_with
 from tests.cluster.test_orphans import GONE_WITHIN_S, Orchestrator
 from tests.slot.echo import ECHO

@@ -15,9 +15,9 @@ from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import LocalCluster
 from ductile.cluster.nodes import NodesCluster
 from ductile.config.cluster import ClusterConfig
-from ductile.messages.workers import Died, Done, Ping
+from ductile.messages.workers import Done, Ping
 from ductile.roles import SlotLost
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.mailbox import Died, Mailbox
 from tests.cluster.memory_cluster import MemoryCluster
 from tests.cluster.processes import is_running
 from tests.slot.echo import ECHO

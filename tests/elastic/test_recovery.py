@@ -45,7 +45,8 @@ async def recovering(cluster: Cluster, folder: Path, max_restarts: int = 5, is_s
 
 
 def events(folder: Path) -> list[tuple[str, str]]:
-    return [(row["kind"], row["sentence"]) for row in read_jsonl(folder / "events.jsonl")]
+    """Those with a sentence."""
+    return [(row["kind"], row["sentence"]) for row in read_jsonl(folder / "events.jsonl") if row["sentence"]]
 
 
 def test_one_of_two_generators_comes_back_with_the_live_weights(tmp_path):
@@ -80,6 +81,22 @@ def test_a_generator_that_was_lost_before_comes_back_too(tmp_path):
             assert cluster.generators.slots == (0, 1)
 
     with_cluster(story, generating=(0, 1))
+
+
+@pytest.mark.parametrize("fault", ["drop", "error"])
+def test_a_lone_generator_that_hangs_at_weights_or_refuses_them_comes_back_with_them(tmp_path, fault):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path):
+            asked = cluster.ask("a")
+            await steps(2)
+            cluster.carrier.fail(0, fault, on=Receive)
+            await cluster.publish(1)
+            await asyncio.sleep(5)
+            assert [each.id for each in cluster.generators.instances] == ["generator-0+1"]
+            assert cluster.slots.slots[0].version == 1
+            assert is_whole(await asked, "a", 60)
+
+    with_cluster(story, generating=(0,), length=lambda name: 60)
 
 
 def test_requests_wait_for_a_lone_generator(tmp_path):
@@ -234,6 +251,9 @@ def test_a_slot_that_is_lost_between_two_roles_comes_back_for_the_policy(tmp_pat
             assert (3 in cluster.mailbox.lost) == (not is_scheduled)
         said = [("slot_restarted", "Slot 3 runs again after 0.50 s, on cpu, pid 10.")]
         assert events(tmp_path) == (said if is_scheduled else [])
+        rows = read_jsonl(tmp_path / "events.jsonl")
+        told = [row["slot"] for row in rows if row["kind"] == "slot_restarting"]
+        assert told == ([3] if is_scheduled else []), "who follows the run knows that it comes back"
 
     with_cluster(story, generating=(0, 1))
 

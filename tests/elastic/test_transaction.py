@@ -55,6 +55,7 @@ class Stage:
         self.slots = TrainSlots(ParallelLayout.of(members), num_slots)
         self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.respond))
         self.mailbox = Mailbox(self.carrier, clock)
+        self.carrier.on_death.add(self.mailbox.lose)
         self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of(members), Deadlines.same(100))
         self.terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)
         self.killed: list[int] = []

@@ -1,5 +1,6 @@
 """Generators and scorers are killed at moments that a seed chooses, in runs with two of each and with one of each.
-Every run ends with all steps trained, and each sample once.
+Every run ends with all steps trained, and each sample once. So does one in which a generator hangs at new weights, or
+refuses them.
 
 The suite has three trials. All sixty, in about ten minutes, with what became of each: `make chaos`.
 """
@@ -22,11 +23,12 @@ from tests.end_to_end.test_chaos import (
     assert_nothing_is_left,
 )
 from tests.end_to_end.test_scheduling import SCORED
-from tests.end_to_end.watched import FOLDER, trained_in
+from tests.end_to_end.watched import FAULT, FOLDER, trained_in
 
 NUM_TRIALS = os.environ.get("KILL_TRIALS")
 IN_SUITE = (0, 1, 3)
 """Two of each; one of each; one of each with two optimizer steps a batch."""
+COMMAND_TIMEOUT_S = 20.0
 LATEST_S = 2.5
 """Of a run whose steps take about this long on an idle machine."""
 
@@ -71,6 +73,25 @@ def test_killed_generators_and_scorers_cost_no_step_and_no_sample(tmp_path: Path
     assert [row["step"] for row in run.metrics()] == list(range(MAX_STEPS + 1))
     assert len(trained_in(tmp_path)) == MAX_STEPS * SAMPLES_PER_STEP
     assert not run.events("slot_given_back")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "num_generators"), [("hangs", 1), ("refuses", 2)])
+def test_a_generator_that_does_not_take_its_weights_costs_no_step(
+    tmp_path: Path, model: Path, start, fault: str, num_generators: int
+):
+    slots = "1" if num_generators == 1 else "1-2"
+    config = write_config(tmp_path, model, max_steps=3, interval=100, generate=slots, score=num_generators + 1)
+    flags = ("--cluster.command-timeout-s", f"{COMMAND_TIMEOUT_S:g}", "--cluster.group-timeout-s", "120")
+    run = start(config, *flags, module="tests.end_to_end.watched", **{FOLDER: str(tmp_path), FAULT: fault})
+    assert run.ends(within_s=2 * VERDICT_WITHIN_S) == 0, run.said()
+    assert "Traceback" not in run.said()
+    assert_nothing_is_left(run)
+    assert summary(run.folder)["steps"] == 3
+    [lost] = run.events("slot_lost")
+    said = f"did not reply to Receive within {COMMAND_TIMEOUT_S:g} s" if fault == "hangs" else "no room for new weights"
+    assert said in lost["sentence"]
+    assert [event["slot"] for event in run.events("slot_restarted")] == [lost["slot"]]
 
 
 def strike(run: Run, kill: Kill) -> bool:

@@ -2,11 +2,13 @@
 
 Train slots write down each sample that they have trained (`trained_in`), and a slot is struck with STRIKE_SEED set.
 With WATCHED_STATES set they also write down the state on both sides of each resize (`moved_in`); with WATCHED_DRAWS set
-generators draw tokens whatever the model says, so that completions are the same in runs that round differently.
+generators draw tokens whatever the model says, so that completions are the same in runs that round differently. With
+WATCHED_FAULT set to "hangs" or "refuses", the first generator that receives version 1 does so.
 """
 
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from ductile.cluster import local
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.generator import sampler
 from ductile.generator.worker import GenerateRole
-from ductile.messages.workers import Commit, ForwardBackward, Freeze
+from ductile.messages.workers import Commit, ForwardBackward, Freeze, Receive
 from ductile.observe import read_jsonl
 from ductile.orchestrator import run
 from ductile.records import RolloutGroup
@@ -35,6 +37,7 @@ from tests.tiny import IM_END, SPECIALS
 FOLDER = "WATCHED_FOLDER"
 STATES = "WATCHED_STATES"
 DRAWS = "WATCHED_DRAWS"
+FAULT = "WATCHED_FAULT"
 Side = Literal["before", "after"]
 
 
@@ -77,6 +80,22 @@ class DrawsBlindly(GenerateRole):
     def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         super().__init__(settings, place)
         sampler.inverse_cdf = token_of_number
+
+
+class FailsOnce(GenerateRole):
+    def handle(self, command: Any) -> Any:
+        if isinstance(command, Receive) and command.manifest.version == 1 and self._is_first():
+            if os.environ[FAULT] == "hangs":
+                time.sleep(3600)
+            raise RuntimeError("no room for new weights")
+        return super().handle(command)
+
+    def _is_first(self) -> bool:
+        try:
+            (Path(os.environ[FOLDER]) / "failed_once").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 def token_of_number(logprobs: Tensor, numbers: np.ndarray) -> Tensor:
@@ -158,6 +177,8 @@ def wholes(parts: Sequence[dict[str, Tensor]], num_copies: int) -> Iterator[dict
 if __name__ == "__main__":
     if DRAWS in os.environ:
         local.ROLES["generate"] = "tests.end_to_end.watched:DrawsBlindly"
+    if FAULT in os.environ:
+        local.ROLES["generate"] = "tests.end_to_end.watched:FailsOnce"
     local.ROLES["train"] = "tests.end_to_end.watched:WritesDown"
     run.LocalCluster = WatchedCluster
     raise SystemExit(cli.main())

@@ -21,6 +21,7 @@ SETTING = Setting(Placement((0,), (1,), (), "as said"), Limits(), "model", 2, 4,
 EVENTS = (
     slots.SlotStarted(0, ("train", "generate"), "cpu", 17),
     slots.SlotWasLost(3, ("generate",)),
+    slots.SlotRestarting(3),
     slots.SlotRestarted(3, ("score",), "cuda:1", 18, 1.5, 2, (INSTANCE,)),
     slots.SlotGivenBack(3, ("score",)),
     steps.WorkBegan(SETTING),

@@ -96,12 +96,15 @@ def test_instances_are_there_from_their_beginning_to_their_end():
     ]
 
 
-def test_a_lost_generator_is_restarting_until_it_is_back_or_given_back():
+def test_a_lost_slot_is_restarting_once_that_is_told_until_it_is_back_or_given_back():
     lost, more = {"slot": 2, "roles": ["generate"]}, {"device": "cpu", "pid": 7, "seconds": 0.5, "num_attempts": 1}
-    state = RunState.of([row(1000.0, "slot_lost", **lost), row(1001.0, "slot_lost", slot=3, roles=["train"])])
-    assert (state.restarting, state.given_back) == ({2}, set()), "who leaves the trainer does not come back"
+    state = RunState.of([row(1000.0, "slot_lost", **lost)])
+    assert (state.restarting, state.given_back) == (set(), set()), "who does not come back is lost"
+    state.apply(read_event(row(1001.0, "slot_restarting", "", slot=2)))
+    assert (state.restarting, state.given_back) == ({2}, set())
     state.apply(read_event(row(1002.0, "slot_restarted", **lost, **more, began=[])))
     assert (state.restarting, state.given_back) == (set(), set())
+    state.apply(read_event(row(1003.0, "slot_restarting", "", slot=2)))
     for kind in ("slot_lost", "slot_given_back"):
         state.apply(read_event(row(1003.0, kind, **lost)))
     assert (state.restarting, state.given_back) == (set(), {2})

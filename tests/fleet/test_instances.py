@@ -13,9 +13,7 @@ from ductile.fleet.generators import RemoteGenerators
 from ductile.messages.workers import (
     AssignRole,
     Command,
-    Died,
     Done,
-    Event,
     Failed,
     Generate,
     LeaseWeights,
@@ -25,6 +23,7 @@ from ductile.messages.workers import (
     Reply,
 )
 from ductile.roles import Refused, SlotLost
+from ductile.transport.mailbox import Died, SlotEvent
 from tests.fleet.generate_slots import generator
 from tests.fleet.test_migration import (
     DEADLINES,
@@ -71,7 +70,7 @@ class Elsewhere:
             raise Refused(reply.error)
         return reply
 
-    def listen(self, deliver: Callable[[Event], None]) -> None:
+    def listen(self, deliver: Callable[[SlotEvent], None]) -> None:
         self.deliver = deliver
 
 

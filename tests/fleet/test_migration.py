@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Migration
-from ductile.fleet.generators import MOST_LOST, RemoteGenerators
+from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.worker_pool import MOST_LOST
 from ductile.messages.workers import Abort, AssignRole, Forget, Generate, LeaseWeights, MigrateOut, Receive
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
@@ -41,9 +42,12 @@ class Cluster:
         self.slots = GenerateSlots(11, generating, length)
         self.carrier = self.slots.carrier
         self.mailbox = Mailbox(self.carrier, clock)
+        self.carrier.on_death.add(self.mailbox.lose)
         self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of((TRAINER,)), DEADLINES)
         self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
         self.restarted: list[str] = []
+        self.killed: list[int] = []
+        self.needed = {TRAINER}
         self.generators = RemoteGenerators(
             self.mailbox,
             map(generator, generating),
@@ -52,8 +56,15 @@ class Cluster:
             DEADLINES,
             clock,
             self.leases,
+            condemn=self.condemn,
+            is_needed=lambda slot: slot in self.needed,
         )
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(sentence))
+
+    def condemn(self, slot: int, sentence: str) -> None:
+        self.killed.append(slot)
+        self.mailbox.lose(slot, sentence)
+        self.slots.kill(slot, self.mailbox)
 
     def ask(self, name: str, max_tokens: int = 100) -> "asyncio.Task[Generation]":
         request = GenerateRequest(name, (1, 2, 3), Sampling(max_tokens=max_tokens), group=name)

@@ -80,10 +80,12 @@ def test_the_cause_is_raised_and_what_followed_is_noted(
     monkeypatch.setattr("ductile.transport.fanout.AFTER_FAILURE_S", 0.02)
 
     async def story():
+        mailbox = Mailbox(carrier)
+        carrier.on_death.add(mailbox.lose)
         for slot, kind in faults.items():
             carrier.fail(slot, kind, on=OptimStep)
         with pytest.raises(error) as raised:
-            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((2, 4, 7)), Deadlines.same(0.05)).optim_step(1.0)
+            await RemoteTrainer(mailbox, ParallelLayout.of((2, 4, 7)), Deadlines.same(0.05)).optim_step(1.0)
         assert any(note in text for text in [*raised.value.__notes__, str(raised.value)])
 
     asyncio.run(story())

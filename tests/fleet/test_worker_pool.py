@@ -7,6 +7,7 @@ import pytest
 from ductile.columns import Floats
 from ductile.core.instances.instances import Instance, instance_on
 from ductile.fleet.scorer import RemoteScorer
+from ductile.fleet.worker_pool import MOST_LOST
 from ductile.messages.workers import (
     AssignRole,
     EndLease,
@@ -20,7 +21,8 @@ from ductile.messages.workers import (
     Withdraw,
 )
 from ductile.records import Manifest, Sample
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
+from ductile.transport.deadlines import Deadlines
 from tests.core.scheduling.scenes import id_on
 from tests.fleet.generate_slots import generator
 from tests.fleet.test_migration import DEADLINES, TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
@@ -178,6 +180,36 @@ def test_a_joiner_that_dies_is_lost_and_nobody_else():
     with_cluster(story)
 
 
+def test_a_joiner_that_hangs_at_its_first_weights_is_killed_at_once():
+    """It would be as long again in giving the role up, and only then could it come back."""
+
+    async def story(cluster: Cluster):
+        cluster.carrier.fail(3, "drop", on=Receive)
+        began_s = clock()
+        with pytest.raises(Failure, match=r"slot 3 .* did not reply to Receive within 60 s"):
+            await cluster.generators.admit(generator(3), {})
+        assert clock() - began_s == pytest.approx(TIMEOUT_S, abs=1)
+        assert cluster.killed == [3]
+        assert cluster.generators.slots == (0, 1, 2)
+
+    with_cluster(story)
+
+
+def test_a_version_goes_live_after_a_joiner_and_the_source_of_its_weights_that_both_hang():
+    async def story(cluster: Cluster):
+        cluster.carrier.fail(0, "drop", on=LeaseWeights)
+        cluster.carrier.fail(3, "drop", on=Receive)
+        joining = asyncio.create_task(cluster.generators.admit(generator(3), {}))
+        await asyncio.sleep(1)
+        await cluster.publish(1)
+        assert {slot: versions(cluster)[slot] for slot in cluster.generators.slots} == {0: 1, 1: 1, 2: 1}
+        assert cluster.killed == [3]
+        with pytest.raises(Failure, match=r"slot 3 .* did not reply to Receive"):
+            await joining
+
+    with_cluster(story)
+
+
 def test_an_admission_that_is_cancelled_leaves_no_role_and_no_loan():
     async def story(cluster: Cluster):
         for on in (AssignRole, LeaseWeights, Receive):
@@ -302,6 +334,83 @@ def test_a_slot_that_dies_while_a_version_goes_live():
     with_cluster(story)
 
 
+FAULTS = {"hangs": "drop", "refuses": "error"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_generator_that_does_not_take_a_version_is_left_behind(fault: str):
+    async def story(cluster: Cluster):
+        cluster.carrier.fail(1, FAULTS[fault], on=Receive)
+        asked = {name: cluster.ask(name) for name in "abc"}
+        await steps(2)
+        await cluster.publish(1)
+        assert cluster.generators.version == 1
+        assert {number: versions(cluster)[number] for number in (0, 2)} == {0: 1, 2: 1}
+        said = "did not reply to Receive within 60 s" if fault == "hangs" else "Receive failed, as asked"
+        assert said in cluster.mailbox.lost[1]
+        assert "it has been killed" in cluster.mailbox.lost[1]
+        for name, task in asked.items():
+            assert is_whole(await task, name)
+        assert cluster.generators.slots == (0, 2)
+        assert cluster.killed == [1]
+
+    with_cluster(story)
+
+
+def test_a_generator_that_hangs_before_it_has_taken_a_request_is_left_behind():
+    """Also where it may take longer without a new token than a command may take."""
+
+    async def story(cluster: Cluster):
+        cluster.generators._deadlines = Deadlines(command_s=5, progress_s=50, patience_s=60, group_s=200)
+        cluster.carrier.fail(0, "drop", on=Generate)
+        assert is_whole(await cluster.ask("a"), "a")
+        assert "did not reply to Generate within 5 s" in cluster.mailbox.lost[0]
+        assert cluster.killed == [0]
+
+    with_cluster(story)
+
+
+def test_a_version_that_all_refuse_is_at_fault_itself():
+    async def story(cluster: Cluster):
+        for slot in (0, 1, 2):
+            cluster.carrier.fail(slot, "error", on=Receive)
+        with pytest.raises(Refused, match="slot 0: Receive failed, as asked"):
+            await cluster.publish(1)
+        assert cluster.killed == []
+        assert cluster.generators.version == 0
+        await cluster.publish(1)
+
+    with_cluster(story)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_generator_is_not_killed_where_the_run_would_end_with_it(fault: str):
+    async def story(cluster: Cluster):
+        cluster.needed.add(1)
+        cluster.carrier.fail(1, FAULTS[fault], on=Receive)
+        with pytest.raises(Refused if fault == "refuses" else Late, match=r"slot 1.* Receive"):
+            await cluster.publish(1)
+        assert cluster.killed == []
+        cluster.carrier.fail(1, "error", on=Receive)
+        with pytest.raises(Refused, match="Receive failed, as asked"):
+            await cluster.publish(1)
+        assert cluster.killed == []
+
+    with_cluster(story)
+
+
+def test_a_generator_that_is_joining_the_trainer_is_killed_as_any_other_is():
+    """It was told to take the role, and the run does not depend on it yet."""
+
+    async def story(cluster: Cluster):
+        cluster.mailbox._roles[1] = ("generate", "train")
+        cluster.carrier.fail(1, "error", on=Receive)
+        await cluster.publish(1)
+        assert cluster.killed == [1]
+
+    with_cluster(story)
+
+
 def test_what_is_told_of_unfinished_and_finished_completions():
     async def story(cluster: Cluster):
         finished: list[str] = []
@@ -329,7 +438,7 @@ class Scoring:
     def __init__(self, cluster: Cluster, slots: tuple[int, ...]) -> None:
         self.cluster = cluster
         self.score_s = 0.0
-        self.scorer = RemoteScorer(cluster.mailbox, map(scorer, slots), DEADLINES, cluster.leases)
+        self.scorer = RemoteScorer(cluster.mailbox, map(scorer, slots), DEADLINES, cluster.leases, cluster.condemn)
         for slot in range(4, 8):
             cluster.slots.slots[slot].holds = slot in slots
             cluster.slots.slots[slot].version = 0 if slot in slots else None
@@ -426,6 +535,61 @@ def test_what_a_lost_scorer_leaves_behind_is_scored_by_others():
         assert await under_way == {4}
         shares = sorted(len(command.samples) for _, command in cluster.sent(Score))
         assert shares == [2, 2, 2], "the other one's share is not scored twice"
+
+    with_cluster(story)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_scorer_does_not_score_is_scored_by_others(fault: str):
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4, 5))
+        cluster.carrier.fail(5, FAULTS[fault], on=Score)
+        assert await scoring.score() == {4}
+        assert cluster.killed == [5]
+        assert scoring.scorer.slots == (4,)
+
+    with_cluster(story)
+
+
+def test_samples_that_scorer_after_scorer_dies_of_are_at_fault_themselves():
+    """The slot comes back each time, and lives on until it gets them again."""
+
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4,))
+        num_lives = 0
+
+        async def die(number, command):
+            nonlocal num_lives
+            if not isinstance(command, Score):
+                return await cluster.slots.respond(number, command)
+            num_lives += 1
+            cluster.mailbox.lose(number, f"slot {number} was killed by SIGKILL")
+            asyncio.get_running_loop().call_later(1.0, come_back, number)
+            return None
+
+        def come_back(number: int) -> None:
+            cluster.mailbox.welcome(number)
+            instance = instance_on("score", (number,), restart=num_lives)
+            scoring.scorer._on[number] = instance
+            scoring.scorer._set([instance])
+
+        cluster.carrier._slots[4] = die
+        with pytest.raises(SlotLost, match="slot 4 was killed by SIGKILL; 5 scorers were lost while they had the same"):
+            await scoring.score()
+        assert num_lives == MOST_LOST
+
+    with_cluster(story)
+
+
+def test_samples_that_scorer_after_scorer_refuses_are_at_fault_themselves():
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4, 5, 6))
+        for slot in (4, 5, 6):
+            cluster.carrier.fail(slot, "error", on=Score)
+        with pytest.raises(Refused, match="slot 4: Score failed, as asked"):
+            await scoring.score()
+        assert cluster.killed == []
+        assert await scoring.score() == {4, 5, 6}
 
     with_cluster(story)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ductile.concurrency.deadline import Deadline
 from ductile.core.batch.advantage import Advantage, mean_baseline
 from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
@@ -265,7 +266,7 @@ class Stage:
             self.record,
             version=self.step,
             max_steps=self.max_steps,
-            timeout_s=self.timeout_s,
+            timeout_s=Deadline(self.timeout_s, "cluster.group_timeout_s"),
             stop=self.stop,
         )
         self.rollouts = Rollouts(self.buffer, episodes, self.fake_generators, Sampling(), self.group_size)

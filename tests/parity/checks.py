@@ -22,7 +22,8 @@ from ductile.messages.workers import ExportModel, LoadState, SaveState
 from ductile.model.checkpoint import read_tensors
 from ductile.records import StepReport
 from tests.parity.assemble import Array, differing
-from tests.parity.harness import BATCHES, ONE_SLOT, Harness
+from tests.parity.batches import BATCHES
+from tests.parity.harness import ONE_SLOT, Harness
 from tests.parity.measured import (
     BOUNDS,
     GRADIENT,

@@ -12,14 +12,13 @@ from types import TracebackType
 
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.checkpoint import read_spec
+from tests.parity.batches import BATCHES
 from tests.parity.measured import Measured, measure, measure_textbook
 from tests.parity.meshes import NUM_SLOTS, MeshCase, mesh
-from tests.parity.model import Memory, make_batch, make_folders, settings_for
+from tests.parity.model import Memory, make_folders, settings_for
 from tests.trainer.fleet import Fleet
 
 ONE_SLOT = mesh()
-BATCHES = tuple(make_batch(seed) for seed in range(3))
-"""One for each optimizer step."""
 
 
 class Harness:

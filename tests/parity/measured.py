@@ -16,7 +16,7 @@ from ductile.records import Sample, StepReport
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.worker import TrainRole
 from tests.parity.assemble import Array, Buffers, assemble, state_layout
-from tests.parity.model import TrainingBatch, micro_steps
+from tests.parity.batches import TrainingBatch, micro_batches
 from tests.parity.recorded import Recorded, Token, take_recorded
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import NaiveTrainer
@@ -99,8 +99,8 @@ def train_on(fleet: Fleet, batch: TrainingBatch) -> StepReport:
 
 
 def run_chunk(fleet: Fleet, samples: Sequence[Sample]) -> None:
-    micro_batches = fleet.layout.deal(micro_steps(samples, fleet.layout))
-    fleet.ask({slot: ForwardBackward(mine) for slot, mine in micro_batches.items()})
+    dealt = fleet.layout.deal(micro_batches(samples, fleet.layout))
+    fleet.ask({slot: ForwardBackward(of_slot) for slot, of_slot in dealt.items()})
     fleet.with_gradient = True
 
 

@@ -74,10 +74,12 @@ MESHES = (
     mesh(ONCE_A_STEP, dp_replicate=2, dp_shard=2),
     # tp
     mesh(tp=2),
+    mesh(tp=3),
     mesh(tp=4),
     mesh(tp=8),
     mesh(dp_shard=2, tp=2),
     mesh(dp_shard=3, tp=2),
+    mesh(dp_shard=2, tp=3),
     mesh(dp_replicate=2, tp=2),
     mesh(dp_shard=2, tp=4),
     mesh(dp_replicate=2, dp_shard=2, tp=2),
@@ -112,6 +114,7 @@ MESHES = (
     # two and more of tp, pp and cp
     mesh(RING, cp=2, tp=2),
     mesh(ULYSSES, cp=2, tp=2),
+    mesh(RING, cp=2, tp=3),
     mesh(RING, cp=4, tp=2),
     mesh(ULYSSES, cp=2, tp=4),
     mesh(RING, dp_shard=2, cp=2, tp=2),

@@ -12,6 +12,7 @@ from ductile.core.scheduling.orders import Decision, RoleChange
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
+from ductile.core.scheduling.state import ClusterState
 from ductile.elastic.policy_decision import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.actuator import SimulatedActuator
@@ -72,6 +73,35 @@ def test_ranks_of_several_slots_take_as_long_as_they_were_measured_to():
         for each in (given, replace(given, rules=rules), replace(given, rules=rules, speeds=slow))
     )
     assert slow_tp3.wall_s > max(alone.wall_s, tp3.wall_s)
+
+
+class Looks:
+    """It keeps what it is told of the step, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.states: list[ClusterState] = []
+
+    def decide(self, state: ClusterState) -> Decision:
+        self.states.append(state)
+        return Decision()
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_policies_are_told_each_rollout_of_the_step_once(scores: bool):
+    """By the books that a live run keeps; one that has just ended is nowhere until its group has heard of it."""
+    policy = Looks()
+    placement = {"actor": "0-1", "rollout": "2-4", "inference": 5} if scores else {"actor": "0-1", "rollout": "2-5"}
+    simulate(scenario(placement, score=scores, n_minibatches=3), policy)
+    assert {state.batch.step for state in policy.states} >= {0, 1}
+    for state in policy.states:
+        step = state.batch
+        parts = (step.trained, step.ready, step.to_score, step.partial, len(state.unfinished), step.to_start)
+        assert min(parts) >= 0, step
+        assert step.num_rollouts == (48 if step.step < 2 else 0)
+        assert sum(parts) <= step.num_rollouts, step
+    wholly_told = [state for state in policy.states if not state.unfinished and not state.batch.partial]
+    assert any(state.batch.trained + state.batch.ready == 48 for state in wholly_told)
+    assert {state.batch.update for state in policy.states} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("n_minibatches", [1, 2, 5])

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ductile.messages.workers import Command, Died, Envelope, Event, Failed, Reply
+from ductile.concurrency.listeners import Listeners
+from ductile.messages.workers import Command, Envelope, Event, Failed, Reply
 from ductile.roles import SlotLost
 from ductile.transport.codec import decode, encode
 
@@ -37,6 +38,8 @@ class MemoryTransport:
     def __init__(self, slots: Mapping[int, Responder]) -> None:
         self.sent: list[tuple[int, Command]] = []
         """Every command that was posted, in order."""
+        self.on_death = Listeners[[int, str]]()
+        """Told of slots that die: what a cluster does, which `Mailbox.lose` hears it from."""
         self._slots = dict(slots)
         self._faults: list[Fault] = []
         self._deliver: Callable[[int, Envelope], None] = lambda slot, envelope: None
@@ -90,7 +93,7 @@ class MemoryTransport:
             return  # it died on an earlier one
         if kind == "death":
             del self._slots[slot]
-            self._deliver(slot, Envelope(0, 0, Died(f"slot {slot} died, as asked")))
+            self.on_death(slot, f"slot {slot} died, as asked")
             return
         if fault and kind == "delay":
             await asyncio.sleep(fault.delay_s)

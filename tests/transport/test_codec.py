@@ -38,6 +38,8 @@ def test_round_trip(message):
         msgspec.msgpack.encode({"epoch": 0, "seq": 1, "body": {"type": "Nonsense"}}),
         msgspec.msgpack.encode({"epoch": "x", "seq": 1, "body": {"type": "Done"}}),
         msgspec.msgpack.encode({"epoch": 0, "seq": 1, "body": {"type": "OptimStep"}}),
+        # No slot says of itself that it is lost: that is the mailbox's to say.
+        msgspec.msgpack.encode({"epoch": 0, "seq": 0, "body": {"type": "Died", "reason": "gone"}}),
         encode(Envelope(0, 1, Done()))[:-1],
         # A record that contradicts itself is refused by its own check.
         msgspec.msgpack.encode(

@@ -15,7 +15,7 @@ from ductile.transport.fanout import raise_worst
         (OutOfMemory, (Refused, Refused, Late)),
         (OutOfMemory, (StaleEpoch, StateKept)),
         (Refused, (NotTaken, StateKept, Late)),
-        (NotTaken, (StateKept, Late)),
+        (NotTaken, (Late, Late)),
         (StateKept, (Late, Late)),
     ],
 )

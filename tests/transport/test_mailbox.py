@@ -10,7 +10,6 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.messages.workers import (
     AssignRole,
     Command,
-    Died,
     Done,
     EngineStats,
     Failed,
@@ -23,7 +22,7 @@ from ductile.messages.workers import (
 )
 from ductile.records import Manifest
 from ductile.roles import REFUSALS, Late, Refused, SlotLost
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.mailbox import Died, Mailbox
 from tests.orchestrator.doubles import run as on_virtual_time
 from tests.transport.memory_transport import MemoryTransport
 from tests.transport.transports import eventually, memory_slots, socket_slots

@@ -19,6 +19,7 @@ def carrier():
 def test_fault_becomes_its_error_once_and_only_for_its_slot(carrier: MemoryTransport, kind, error):
     async def story():
         mailbox = Mailbox(carrier)
+        carrier.on_death.add(mailbox.lose)
         carrier.fail(1, kind)
         with pytest.raises(error):
             await mailbox.ask(1, Ping(), 0.05)

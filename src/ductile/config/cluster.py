@@ -41,7 +41,8 @@ class ClusterConfig(Section):
     Absent: as `command_timeout_s`."""
     group_timeout_s: float | None = Field(default=None, gt=0)
     """The longest that the trainer waits for a prompt group to train on: at least as long as a whole group takes to
-    generate and to grade. Absent: as `command_timeout_s`."""
+    generate and to grade, and longer than `command_timeout_s` and `progress_timeout_s`, after which a generator that
+    hangs is replaced. Absent: twice the longer of these."""
     patience_timeout_s: float | None = Field(default=None, gt=0)
     """The longest that requests wait for a generator, or samples for a scorer, when there is none; that one that leaves
     waits for its last work; and that a policy may hold training. Absent: as `command_timeout_s`."""

@@ -103,8 +103,10 @@ class TrainerModelConfig(ModelConfig):
     """Keep optimizer state in host memory."""
     full_offload: Annotated[FullOffloadConfig | None, NotBuilt("an optimizer on the CPU")] = None
     """Keep optimizer state in host memory and update there, while the backward pass runs."""
-    tp: Annotated[int, NotBuilt("tensor parallelism")] = Field(default=1, ge=1)
-    pp: Annotated[int, NotBuilt("pipeline parallelism")] = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    """Slots over which each weight matrix is cut, in columns, heads or rows of the vocabulary; between the products
+    each has a part of the tokens."""
+    pp: int = Field(default=1, ge=1)
     """Stages of a pipeline: each has some of the layers. Which ones follows: stages take about equally long."""
     pp_schedule: PipelineSchedule = "1f1b"
     """Order in which a slot of a pipeline runs forward and backward passes. interleaved: 1f1b with several runs of
@@ -112,8 +114,11 @@ class TrainerModelConfig(ModelConfig):
     vpp: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     """Runs of layers on each slot of `pp`; Megatron: `virtual_pipeline_model_parallel_size`. "auto": 2 with
     `pp_schedule` "interleaved", else 1."""
-    cp: Annotated[int, NotBuilt("context parallelism")] = Field(default=1, ge=1)
-    cp_style: Annotated[Literal["ring", "ulysses"], NotBuilt("context parallelism")] = "ring"
+    cp: int = Field(default=1, ge=1)
+    """Slots over which the tokens of a micro-batch are split."""
+    cp_style: Literal["ring", "ulysses"] = "ring"
+    """Way in which attention crosses the parts of `cp`. ring: keys and values go round; a shared prompt is run for each
+    of its completions. ulysses: each slot has all tokens and some of the heads, whose number `cp` must divide."""
     ep: Annotated[int | Literal["auto"], NotBuilt("expert parallelism")] = 1
     ep_comm_backend: Annotated[Literal["torch", "deepep"], NotBuilt("expert parallelism")] = "torch"
     deepep_num_sms: Annotated[int, NotBuilt("expert parallelism")] = Field(default=20, ge=1)

@@ -69,7 +69,8 @@ def _of_command(config: Section) -> Iterator[Finding]:
 
 
 def warnings(config: Section) -> list[str]:
-    """What is accepted, because configs of other systems or for other commands have it, and does nothing."""
+    """What is accepted and does nothing, because configs of other systems or for other commands have it, or does what
+    hardly anybody wants."""
     said = [*unread_notes(config), *_bench_notes(config)]
     if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
         said += layout_warnings(config, len(placement_of(config).train))
@@ -83,6 +84,7 @@ def warnings(config: Section) -> list[str]:
             f'the score slots have no effect here: loss "{loss.type}" compares with what the generators say. They are '
             'for "grpo", "custom" and kl_coef'
         )
+    said += _deadline_warnings(config.cluster)
     return [*said, *sampling_warnings("orchestrator.sampling", config.orchestrator.sampling)]
 
 
@@ -404,6 +406,16 @@ def _cluster(config: ClusterConfig) -> Iterator[Finding]:
     if config.slots_per_device > 1 and config.device == "cpu":
         what = 'puts several slots on each GPU, and device is "cpu", where there may be any number. Leave it out'
         yield Finding(("cluster.slots_per_device", "cluster.device"), what)
+
+
+def _deadline_warnings(config: ClusterConfig) -> Iterator[str]:
+    hangs_s = max(config.command_timeout_s, config.progress_timeout_s or 0.0)
+    if config.group_timeout_s is not None and config.group_timeout_s <= hangs_s:
+        yield (
+            f"cluster.group_timeout_s = {config.group_timeout_s:g}: a generator that hangs is replaced after "
+            f"{hangs_s:g} s (cluster.command_timeout_s, cluster.progress_timeout_s), and the run may end before. Write "
+            "more than that"
+        )
 
 
 def _no_model(key: str) -> Finding:

@@ -14,7 +14,6 @@ from ductile.messages.workers import (
     Commit,
     EndLease,
     EngineStats,
-    Event,
     ExportModel,
     Finalize,
     Forget,
@@ -36,7 +35,7 @@ from ductile.messages.workers import (
     TransferState,
     Withdraw,
 )
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.mailbox import Mailbox, SlotEvent
 
 ACTIVITIES: dict[type[Command], Activity] = {
     **dict.fromkeys((ForwardBackward, OptimStep), "train"),
@@ -118,7 +117,7 @@ class SlotActivity:
         self._tell(slot)
         self.look_again()
 
-    def _on_event(self, slot: int, event: Event) -> None:
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
         if isinstance(event, EngineStats):
             self._on_stats(slot, event.num_running + event.num_waiting > 0)
         if slot in self._mailbox.lost:

@@ -23,8 +23,9 @@ from ductile.elastic.step_accounting import StepAccounting
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
-from ductile.messages.workers import Died, Event, Finished, SlotPhase
+from ductile.messages.workers import Finished, SlotPhase
 from ductile.roles import Failure
+from ductile.transport.mailbox import Died, SlotEvent
 
 WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})
 """Phases of a resize in which slots wait for each other and keep no core busy."""
@@ -166,6 +167,6 @@ class LiveActuator:
 
     # -- what happens
 
-    def _on_event(self, slot: int, event: Event) -> None:
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
         if isinstance(event, Finished | Died):
             self.on_change()

@@ -8,8 +8,8 @@ from ductile.cluster.cluster import Cluster
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.error_text import capitalised
 from ductile.events.slots import SlotWasLost
-from ductile.messages.workers import Died, Event
 from ductile.observe import Recorder
+from ductile.transport.mailbox import Died, SlotEvent
 
 
 class LossLog:
@@ -31,7 +31,7 @@ class LossLog:
     ) -> None:
         self._unsubscribe()
 
-    def _on_event(self, slot: int, event: Event) -> None:
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
         if not isinstance(event, Died):
             return
         roles = self._cluster.mailbox.roles(slot)

@@ -8,8 +8,8 @@ from functools import partial
 from ductile.concurrency.listeners import Listeners
 from ductile.core.scheduling.cost_model import CostModel
 from ductile.fleet.fleet import Fleet
-from ductile.messages.workers import EngineStats, Event
-from ductile.transport.mailbox import Mailbox
+from ductile.messages.workers import EngineStats
+from ductile.transport.mailbox import Mailbox, SlotEvent
 
 
 class Measuring:
@@ -31,7 +31,7 @@ class Measuring:
         took(tokens_fullest, num_ranks, seconds, self._trainer.layout.dims.rank_shape)
         self.on_change()
 
-    def _on_event(self, slot: int, event: Event) -> None:
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
         if isinstance(event, EngineStats):
             knew = self._costs.knows_generation
             self._costs.decoded(event.decoded)

@@ -1,6 +1,7 @@
 """A lost generator or scorer comes back: its slot is started anew, takes its roles and the live weights, and works on.
 
     lost        its requests begin again elsewhere, or wait; the event `slot_lost` says how it ended
+                and `slot_restarting` that it is to come back
     pause       none before the first attempt, then 1 s, 2 s, 4 s and so on up to LONGEST_PAUSE_S
     start       a process, then `AssignRole` and the live weights for each role: each within its own deadline
     restarted   the event `slot_restarted`
@@ -22,11 +23,11 @@ from ductile.concurrency.background import start_reported
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, Serving, instance_on
 from ductile.error_text import capitalised
-from ductile.events.slots import SlotGivenBack, SlotRestarted
+from ductile.events.slots import SlotGivenBack, SlotRestarted, SlotRestarting
 from ductile.fleet.fleet import Fleet
-from ductile.messages.workers import Died, Event
 from ductile.observe import Recorder
 from ductile.roles import Failure
+from ductile.transport.mailbox import Died, SlotEvent
 
 LONGEST_PAUSE_S = 30.0
 LASTS_S = 60.0
@@ -93,7 +94,7 @@ class Recovery:
         """Slots that are lost and to come back; policies do not give them a role."""
         return frozenset(self._restarting)
 
-    def _on_event(self, slot: int, event: Event) -> None:
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
         held = self._cluster.mailbox.roles(slot)
         roles: tuple[Serving, ...] = tuple(role for role in self._fleet.pools if held.count(role))
         if not isinstance(event, Died) or slot in self._restarting or self._cluster.has_failed:
@@ -101,6 +102,7 @@ class Recovery:
         if not roles and not self._is_scheduled:
             return
         self._restarting[slot] = roles
+        self._record.event(SlotRestarting(slot))
         if self._clock() - self._works_since_s.get(slot, self._clock()) > LASTS_S:
             self._num_attempts[slot] = 0
         sentence = f"slot {slot} could not be started again"

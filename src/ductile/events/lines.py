@@ -11,6 +11,7 @@ KINDS: dict[str, type[RunEvent]] = {
     for each in (
         slots.SlotStarted,
         slots.SlotWasLost,
+        slots.SlotRestarting,
         slots.SlotRestarted,
         slots.SlotGivenBack,
         steps.WorkBegan,

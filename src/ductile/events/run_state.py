@@ -17,7 +17,7 @@ from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.events.lines import KINDS, UnreadEvent, read_event
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.scheduling import OrdersDone, TrainingHeld
-from ductile.events.slots import SlotGivenBack, SlotRestarted, SlotWasLost
+from ductile.events.slots import SlotGivenBack, SlotRestarted, SlotRestarting, SlotWasLost
 from ductile.events.steps import StepProfiled, WorkBegan
 from ductile.observe import Listener, RunEvent
 
@@ -53,7 +53,7 @@ class RunState(Listener):
     given_back: set[int] = field(default_factory=set[int])
     """Lost slots that are not started again."""
     restarting: set[int] = field(default_factory=set[int])
-    """Slots of lost generators and scorers that are being started again."""
+    """Lost slots that are being started again."""
     resizes: list[TrainerResized | ResizeRolledBack] = field(default_factory=list[TrainerResized | ResizeRolledBack])
     """Resizes of the trainer, done or not, those by a policy and those by `ductile resize`."""
     waits: list[TrainingHeld] = field(default_factory=list[TrainingHeld])
@@ -111,9 +111,9 @@ class RunState(Listener):
             case SlotGivenBack(slot=slot):
                 self.given_back.add(slot)
                 self.restarting.discard(slot)
-            case SlotWasLost(slot=slot, roles=roles):
-                if not {"generate", "score"}.isdisjoint(roles):
-                    self.restarting.add(slot)
+            case SlotRestarting(slot=slot):
+                self.restarting.add(slot)
+            case SlotWasLost(slot=slot):
                 self._end([name for name, each in self.instances.items() if slot in each.instance.slots], at_s)
             case _:
                 pass

@@ -23,6 +23,12 @@ class SlotWasLost(RunEvent, tag="slot_lost", frozen=True):
     """Roles that it had; empty also in runs of older versions, which did not write them."""
 
 
+class SlotRestarting(RunEvent, tag="slot_restarting", frozen=True):
+    """A lost slot is about to be started again: a generator, a scorer, or one that was between two roles."""
+
+    slot: int
+
+
 class SlotRestarted(RunEvent, tag="slot_restarted", frozen=True):
     """A lost generator or scorer is back."""
 

@@ -13,7 +13,7 @@ from ductile.core.instances.instances import Instance, in_order
 from ductile.fleet.in_flight import InFlight
 from ductile.fleet.worker_pool import WorkerPool
 from ductile.messages.workers import Abort, Generate
-from ductile.roles import Failure
+from ductile.roles import Failure, Late
 
 
 class Dispatch:
@@ -54,7 +54,15 @@ class Dispatch:
     async def _tell_generate(self, instance: Instance, requests: Sequence[InFlight]) -> None:
         try:
             await self._pool.ask(instance, Generate(tuple(entry.on_wire for entry in requests)))
+        except Late as error:  # it hangs, and is lost: these requests begin again as those of any other that is
+            try:
+                self._pool.leave_behind({instance: error})
+            except Failure as failure:
+                self._fail(instance, requests, failure)
         except Exception as error:  # a message that cannot be sent, too: else these requests wait, and nobody hears why
-            for entry in requests:
-                if entry.instance == instance:
-                    entry.fail(error)
+            self._fail(instance, requests, error)
+
+    def _fail(self, instance: Instance, requests: Sequence[InFlight], error: Exception) -> None:
+        for entry in requests:
+            if entry.instance == instance:
+                entry.fail(error)

@@ -10,13 +10,16 @@ from ductile.concurrency.deadline import said
 from ductile.core.batch.packing import split_by_tokens
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.fleet.leases import WeightLeases
-from ductile.fleet.worker_pool import WorkerPool
+from ductile.fleet.worker_pool import MOST_LOST, WorkerPool
 from ductile.messages.workers import Score, Scores
 from ductile.records import Sample
-from ductile.roles import Late, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import replies_of
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.fanout import raise_worst
+from ductile.transport.mailbox import Mailbox, Outcome
+
+MOST_FAILURES = 3
+"""Scorers that may be late or refuse in one call before it fails: then the fault is the samples'."""
 
 
 class RemoteScorer(WorkerPool):
@@ -29,9 +32,10 @@ class RemoteScorer(WorkerPool):
         deadlines: Deadlines,
         leases: WeightLeases | None = None,
         condemn: Callable[[int, str], None] | None = None,
+        is_needed: Callable[[int], bool] | None = None,
     ) -> None:
-        """leases, condemn: as `WorkerPool` has them."""
-        super().__init__(mailbox, "score", instances, deadlines, leases, condemn=condemn)
+        """leases, condemn, is_needed: as `WorkerPool` has them."""
+        super().__init__(mailbox, "score", instances, deadlines, leases, condemn=condemn, is_needed=is_needed)
         self.scorer_seconds = 0.0
         """Seconds of all scorers together that they have been asked to score."""
         self._num_scoring: Counter[InstanceId] = Counter()
@@ -40,25 +44,47 @@ class RemoteScorer(WorkerPool):
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[Floats]:
         """Waits for a scorer while there is none. The scorers that it begins with stay until it has ended.
 
-        What was under way at a scorer that is lost is scored by others. A failure is raised once all scorers have
-        replied: Refused or Late.
+        What was under way at a scorer that is lost, late or refuses is scored by others, once all have replied; such a
+        scorer comes back as a new one (`WorkerPool.leave_behind`). Raises Refused or Late when MOST_FAILURES of
+        them have failed so, SlotLost when scorers were lost MOST_LOST times with the same samples, which may be what
+        ends them, and Late when no scorer comes.
         """
         scores: dict[int, Floats] = {}
+        num_lost = [0] * len(samples)
+        failures = dict[Instance, Failure]()
         left, lost = list(range(len(samples))), set[Instance]()
         while left:
             scorers = await self.some(f"{len(left)} samples", lost)
             shares = zip(scorers, split_by_tokens([samples[index] for index in left], len(scorers)), strict=True)
             asked = {scorer: [left[part] for part in share] for scorer, share in shares if share}
-            for scorer, logprobs in (await self._score(samples, asked, model)).items():
-                scores.update(zip(asked.pop(scorer), logprobs, strict=True))
+            outcomes = await self._score(samples, asked, model)
+            failed = {scorer: outcome for scorer, outcome in outcomes.items() if isinstance(outcome, Failure)}
+            failures |= {scorer: failure for scorer, failure in failed.items() if not isinstance(failure, SlotLost)}
+            if len(failures) >= MOST_FAILURES:
+                raise_worst(failures)
+            self.leave_behind(failed)
+            for scorer, outcome in outcomes.items():
+                if isinstance(outcome, Scores):
+                    scores.update(zip(asked.pop(scorer), outcome.logprobs, strict=True))
             lost |= asked.keys()
             left = [index for share in asked.values() for index in share]
+            for scorer, failure in failed.items():
+                if isinstance(failure, SlotLost):
+                    self._note_lost(asked[scorer], num_lost, failure)
         return [scores[index] for index in range(len(samples))]
+
+    def _note_lost(self, share: Sequence[int], num_lost: list[int], failure: SlotLost) -> None:
+        """Raises SlotLost for a share of samples that scorers were lost with too often."""
+        for index in share:
+            num_lost[index] += 1
+        if any(num_lost[index] == MOST_LOST for index in share):
+            why = f"{failure}; {MOST_LOST} scorers were lost while they had the same samples"
+            raise SlotLost(why) from failure
 
     async def _score(
         self, samples: Sequence[Sample], asked: Mapping[Instance, Sequence[int]], model: Literal["policy", "reference"]
-    ) -> dict[Instance, tuple[Floats, ...]]:
-        """Log-probs by scorer, from all that are not lost. Raises Refused or Late."""
+    ) -> dict[Instance, Scores | Failure]:
+        """One outcome a scorer, once all have replied."""
         commands = {scorer: Score(tuple(samples[index] for index in share), model) for scorer, share in asked.items()}
         names = [scorer.id for scorer in commands]
         self._num_scoring.update(names)
@@ -70,9 +96,12 @@ class RemoteScorer(WorkerPool):
             self.scorer_seconds += (now_s() - began_s) * len(commands)
             self._num_scoring.subtract(names)
             self._changed.notify_all()
-        there = {scorer: outcome for scorer, outcome in outcomes.items() if not isinstance(outcome, SlotLost)}
-        replies = replies_of(self.describe, commands, there, Scores)
-        return {scorer: reply.logprobs for scorer, reply in replies.items()}
+        return {scorer: self._scores(scorer, outcome) for scorer, outcome in outcomes.items()}
+
+    def _scores(self, scorer: Instance, outcome: Outcome) -> Scores | Failure:
+        if isinstance(outcome, Scores | Failure):
+            return outcome
+        return Refused(f"{self.describe(scorer)} replied to Score with {type(outcome).__name__}")
 
     async def dismiss(self, instance: Instance) -> None:
         """Have the instance score no more, once it has done what it is doing. Raises Late, Refused or SlotLost."""

@@ -4,7 +4,9 @@
     draining   take no more work, and finish what they have
     waiting    have no weights: no slot has the live version any more, so the next one is their first
 
-A version goes live on all of them while none joins, so none ends up on another version.
+A version goes live on all of them while none joins, so none ends up on another version. An instance that does not take
+it, or does not do its work in time, is killed and comes back as a new one (`ductile.elastic.recovery`): it holds up
+nobody but itself.
 
 Roles and weights go to every slot of an instance; all else goes to its first slot, which speaks for it. An external
 server has no slot: a `Server` takes its messages, and it keeps the weights that it has.
@@ -24,12 +26,15 @@ from ductile.core.instances.instances import Instance, InstanceId, Serving, in_o
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.error_text import error_text
 from ductile.fleet.leases import WeightLeases
-from ductile.messages.workers import AssignRole, Command, Died, Event, Receive, ReleaseRole, Reply
+from ductile.messages.workers import AssignRole, Command, Receive, ReleaseRole, Reply
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import raise_worst
-from ductile.transport.mailbox import Mailbox, Outcome
+from ductile.transport.fanout import raise_worst, worst_of
+from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
+
+MOST_LOST = 5
+"""Generators that may be lost with one request before it fails, and times that scorers may be with the same samples."""
 
 
 class Server(Protocol):
@@ -39,7 +44,7 @@ class Server(Protocol):
         """Raises SlotLost, Late or Refused."""
         ...
 
-    def listen(self, deliver: Callable[[Event], None]) -> None:
+    def listen(self, deliver: Callable[[SlotEvent], None]) -> None:
         """Call `deliver` in the event loop with what the server says unasked, and with `Died` when it is gone."""
         ...
 
@@ -56,21 +61,26 @@ class WorkerPool:
         leases: WeightLeases | None,
         servers: Mapping[InstanceId, Server] | None = None,
         condemn: Callable[[int, str], None] | None = None,
+        is_needed: Callable[[int], bool] | None = None,
     ) -> None:
         """leases: None where no instance ever joins. servers: what takes the messages of instances without slots.
         condemn(slot, sentence): kills a slot that hangs, which is lost from then on (`Cluster.condemn`); None gives it
-        up without that."""
+        up without that. is_needed(slot): whether the run would end with the slot, which is not killed then; None: with
+        none."""
         self.instances = in_order(instances)
         self.version: int | None = None
         """Version that is live; None before the first."""
         self.num_waiting = 0
         """Calls of `some` that wait for an instance."""
-        self.lock = ReadWriteLock(deadlines.patience_s)
+        # Longer than a source that hangs at its lease, and then a newcomer that hangs at its weights, hold it: who
+        # waits for them is not to blame, and the run need not end.
+        self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or a call of `some` begins to wait for one."""
         self._servers = dict(servers or {})
         self._mailbox, self._deadlines, self._leases = mailbox, deadlines, leases
         self._condemn = condemn or mailbox.lose
+        self._is_needed: Callable[[int], bool] = is_needed or (lambda slot: False)
         self._role: Serving = role
         self._draining: dict[InstanceId, Instance] = {}
         self._waiting: dict[InstanceId, Instance] = {}
@@ -101,7 +111,7 @@ class WorkerPool:
         """Instances that have weights: they can work, though the draining ones get nothing new."""
         return in_order((*self.instances, *self._draining.values()))
 
-    def on_event(self, instance: Instance, event: Event) -> None:
+    def on_event(self, instance: Instance, event: SlotEvent) -> None:
         """Called with what the instances say, `Died` included: then the instance has left the pool."""
 
     def on(self, slot: int) -> Instance | None:
@@ -173,7 +183,7 @@ class WorkerPool:
             raise_worst(outcomes)
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
-                takes_work = version is not None and await self._leases.give(instance, version)
+                takes_work = version is not None and await self._leases.give(instance, version, self._condemn_late)
                 if why := self.why_lost(instance):
                     raise SlotLost(why)
                 self._on.update(dict.fromkeys(slots, instance))
@@ -211,28 +221,54 @@ class WorkerPool:
                 raise_worst(await self._mailbox.ask_all(release, self._deadlines.command_s))
 
     async def receive(self, manifest: Manifest) -> None:
-        """Returns when the version is live on every slot of the instances that is not lost. Nothing happens when a
-        later version is live. Raises Refused or Late."""
+        """Returns when the version is live on every instance that takes it; the others are lost from then on. Nothing
+        happens when a later version is live.
+
+        Raises Refused when all of several refuse it: the fault is the version's. Raises Refused or Late when one cannot
+        be killed (`leave_behind`).
+        """
         async with self.lock.exclusive(f"version {manifest.version} goes live"):
             if self.version is not None and manifest.version < self.version:
                 return
+            asked = {*self._on.values()}
             commands = dict.fromkeys(sorted(self._on), Receive(self._role, manifest))
             outcomes = await self._mailbox.ask_all(commands, self._deadlines.command_s)
-            received = {slot: outcome for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)}
-            raise_worst(received)
+            failed = {
+                instance: worst
+                for instance in in_order(asked)
+                if (worst := worst_of(outcomes[slot] for slot in instance.slots))
+            }
+            if len(asked) > 1 and all(isinstance(failed.get(instance), Refused) for instance in asked):
+                raise_worst(failed)
+            self.leave_behind(failed)
             self.version = manifest.version
-            for instance in self.all_instances:
-                if self._leases is not None and instance.slots and received.keys() >= {*instance.slots}:
+            if self._leases is not None:
+                for instance in (asked - failed.keys()) & {*self.all_instances}:
                     self._leases.note(instance, manifest.version)
-            if self._waiting:
-                self._set((*self.instances, *self._waiting.values()))
-                self._waiting.clear()
+            if first := {instance for instance in self._waiting.values() if instance not in failed}:
+                self._set((*self.instances, *first))
+                for instance in first:
+                    del self._waiting[instance.id]
 
-    def _on_event(self, slot: int, event: Event) -> None:
+    def leave_behind(self, failed: Mapping[Instance, Failure]) -> None:
+        """Go on without the instances that failed at what they were asked: one that is late or refuses is killed, and
+        comes back as one that is lost does.
+
+        An external server cannot be killed, nor a slot that the run would end with, such as one that also trains: what
+        such ones failed with is raised, the worst of it.
+        """
+        failed = {instance: failure for instance, failure in failed.items() if not isinstance(failure, SlotLost)}
+        raise_worst({instance: failure for instance, failure in failed.items() if not self._can_be_killed(instance)})
+        for instance, failure in failed.items():
+            for slot in instance.slots:
+                if self.on(slot) == instance:  # or it has died meanwhile, and may be there again
+                    self._condemn(slot, f"{failure}; it has been killed")
+
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
         if instance := self.on(slot):
             self._tell(instance, event)
 
-    def _tell(self, instance: Instance, event: Event) -> None:
+    def _tell(self, instance: Instance, event: SlotEvent) -> None:
         if isinstance(event, Died):
             self._forget(instance)
             if not instance.slots:
@@ -262,10 +298,15 @@ class WorkerPool:
         except Failure as error:
             return error
 
+    def _can_be_killed(self, instance: Instance) -> bool:
+        return bool(instance.slots) and not any(map(self._is_needed, instance.slots))
+
     def _condemn_late(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Kill the slots that hang as they take their first role: they would not release it in time, either."""
+        """Kill the slots that hang as they take their first role, or its weights: they would not release it in time,
+        either."""
         for slot, outcome in outcomes.items():
-            if isinstance(outcome, Late) and self._mailbox.roles(slot) == (self._role,):
+            has_others = self._mailbox.roles(slot) != (self._role,) or self._is_needed(slot)
+            if isinstance(outcome, Late) and not has_others:
                 self._condemn(slot, f"{outcome}; it has been killed")
 
     async def _release_half_joined(self, instance: Instance) -> None:

@@ -373,12 +373,6 @@ class EngineStats(Message):
     took. A step in which others decoded counts with the seconds that it took longer than one that only decoded."""
 
 
-class Died(Message):
-    """A slot is gone. The slot does not send this: the cluster or the mailbox reports it."""
-
-    reason: str
-
-
 TrainCommand = (
     ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
     | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Finalize
@@ -391,7 +385,7 @@ Reply = (
     Done | Failed | Surveyed
     | ForwardBackwardDone | Stepped | Readiness | Frozen | StateTransferred | Published | Scores | MigratedOut
 )  # fmt: skip
-Event = Hello | Heartbeat | Finished | EngineStats | Died
+Event = Hello | Heartbeat | Finished | EngineStats
 
 
 class Envelope(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.chunking import chunk
 from ductile.core.scheduling.staleness import Freshness, StalenessBound, admission, freshness
@@ -164,7 +165,7 @@ class Buffer:
                 num_groups = await self._until(count)
         except TimeoutError:
             raise Late(
-                f"no prompt group to train on within {self._timeout_s:g} s (cluster.group_timeout_s): "
+                f"no prompt group to train on within {said(self._timeout_s)}: "
                 f"{len(self._running)} groups are being generated, {len(self._waiting)} are finished and not enough"
             ) from None
         taken, self._waiting = self._waiting[:num_groups], self._waiting[num_groups:]

@@ -44,6 +44,7 @@ from ductile.tasks.conversation import first_turn
 from ductile.tasks.prompts import ExampleOrder, Prompts, split
 from ductile.tasks.task import TaskError, messages_of
 from ductile.tasks.tokenizer import Tokenizer
+from ductile.transport.deadlines import Deadlines
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +253,7 @@ def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer
         record,
         version=progress.step,
         max_steps=prepared.schedule.max_steps,
-        timeout_s=cluster.group_timeout_s or cluster.command_timeout_s,
+        timeout_s=Deadlines.of(cluster).group_s,
         stop=stop,
     )
 

@@ -254,13 +254,25 @@ async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement
     leases = WeightLeases(mailbox, trainer, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
     instances = first_instances(placement, Limits())
+
+    def is_needed(slot: int) -> bool:
+        """Also a slot that trains while a resize judges what its death means: it has a part of the state."""
+        return cluster.depends_on(slot) or slot in trainer.layout.slots
+
     generators = [each for each in instances if each.role == "generate"]
     scorers = [each for each in instances if each.role == "score"]
     return Fleet(
         trainer,
         RemoteGenerators(
-            mailbox, generators, num_seqs, block_tokens, deadlines, leases=leases, condemn=cluster.condemn
+            mailbox,
+            generators,
+            num_seqs,
+            block_tokens,
+            deadlines,
+            leases=leases,
+            condemn=cluster.condemn,
+            is_needed=is_needed,
         ),
-        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn) if scorers else None,
+        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, is_needed) if scorers else None,
         {"generate": generate, "score": score},
     )

@@ -1,4 +1,5 @@
-"""FSDP2's two collectives between processes on CPUs: what each rank needs comes straight from the others.
+"""FSDP2's two collectives between processes on CPUs, which sequence parallelism takes too: what each rank needs comes
+straight from the others.
 
 gloo's all-gather receives into memory of its own and copies from there. Its reduce-scatter is an all-reduce of
 everything, on a copy, of which a rank keeps its part. Here every pair of ranks exchanges what one needs of the other,

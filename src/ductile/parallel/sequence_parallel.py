@@ -44,7 +44,10 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_gradients(group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
-    """The weights; what they get as gradients is summed over the group, in fp32 and all at once."""
+    """The weights; what they get as gradients is summed over the group, in fp32 and all at once.
+
+    They must be of one module: zero-bubble schedules make gradients of weights after those of inputs, module by module,
+    and a function of all weights of a layer would join what they take apart."""
     return _SumGradients.apply(group, *weights)  # pyright: ignore
 
 

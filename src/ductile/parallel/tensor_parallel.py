@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ductile.core.layout.heads import Heads, are_shared, heads_on
+from ductile.core.layout.heads import Heads, heads_on, share_key_heads
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import tensor_parallel_shapes
@@ -74,7 +74,7 @@ def _replacements(spec: ModelSpec, context: ParallelContext) -> dict[str, Callab
     """What takes the place of a module, by the last part of its name."""
     group = context.group("tp")
     heads = heads_on(spec, group.size(), group.rank())
-    shared = _key_rows(spec, heads) if are_shared(spec, group.size()) else None
+    shared = _key_rows(spec, heads) if share_key_heads(spec, group.size()) else None
     return {
         "embed": lambda module: VocabularyParallelEmbedding(module, group),
         "attention_norm": lambda module: SequenceParallelNorm(module, group),

@@ -24,7 +24,7 @@ from ductile.model.checkpoint import (
     stored_dtype,
     write_weights,
 )
-from ductile.tasks.tokenizer import Tokenizer
+from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 from ductile.trainer.trainer import Trainer
 
 
@@ -40,11 +40,12 @@ def export_model(trainer: Trainer, path: str, named_dtype: str, max_shard_bytes:
     there is no folder.
     """
     source, context = Path(trainer.config.model.name or ""), trainer.context
-    wanted = stored_dtype(source) if named_dtype == "auto" else dtype_named(named_dtype)
-    dtype = wanted or trainer.precision.parameters
-    slots = context.layout.slots
+    slots, dtype = context.layout.slots, trainer.precision.parameters
 
     def begin() -> None:
+        nonlocal dtype
+        wanted = stored_dtype(source) if named_dtype == "auto" else dtype_named(named_dtype)
+        dtype = wanted or dtype
         if context.is_first:
             eos = Tokenizer.from_folder(source).eos_token_ids if (source / "tokenizer.json").is_file() else ()
             begin_folder(path, trainer.spec, source, dtype, max_shard_bytes, eos)
@@ -74,7 +75,7 @@ def _by_all(step: Callable[[], None], trainer: Trainer) -> bool:
     failure: Exception | None = None
     try:
         step()
-    except (OSError, ModelFolderError, SpecError) as error:  # all else is a failure of the slots' work together
+    except (OSError, ModelFolderError, SpecError, TokenizerError) as error:  # all else is of the slots' work together
         failure = error
     num_failed = trainer.context.sum(torch.tensor(float(failure is not None), device=trainer.device))
     if failure is not None:

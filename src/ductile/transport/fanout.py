@@ -5,11 +5,11 @@ as the later ones usually follow from it. Of refusals, one that may be asked aga
 first: the others' collective has failed because of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ductile.messages.workers import Command, Reply
-from ductile.roles import SCOPES, Failure, Late, Refused, SlotLost
+from ductile.roles import Failure, Late, OutOfMemory, Refused, SlotLost
 from ductile.transport.mailbox import Mailbox, Outcome
 
 AFTER_FAILURE_S = 2.0
@@ -45,16 +45,19 @@ def replies_of(
 
 
 def raise_worst(outcomes: Mapping[Any, Outcome]) -> None:
-    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
-    if failures:
-        worst = min(failures, key=_rank)
-        for other in failures:
-            if other is not worst:
+    if worst := worst_of(outcomes.values()):
+        for other in outcomes.values():
+            if isinstance(other, Failure) and other is not worst:
                 worst.add_note(str(other))
         raise worst
 
 
-def _rank(failure: Failure) -> tuple[int, bool, int]:
+def worst_of(outcomes: Iterable[Outcome]) -> Failure | None:
+    """The failure that the others are likely to follow from; None where there is none."""
+    return min((outcome for outcome in outcomes if isinstance(outcome, Failure)), key=_rank, default=None)
+
+
+def _rank(failure: Failure) -> tuple[int, bool, bool]:
     kinds = (SlotLost, Refused, Late)
     place = next((place for place, kind in enumerate(kinds) if isinstance(failure, kind)), len(kinds))
-    return place, failure.retryable, SCOPES.index(failure.scope)
+    return place, failure.retryable, not isinstance(failure, OutOfMemory)

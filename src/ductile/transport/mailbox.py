@@ -15,7 +15,6 @@ from typing import Protocol
 from ductile.concurrency.deadline import said
 from ductile.messages.workers import (
     Command,
-    Died,
     Envelope,
     Event,
     Failed,
@@ -29,7 +28,17 @@ from ductile.roles import REFUSALS, Failure, Late, Refused, SlotLost
 Outcome = Reply | Failure
 """What became of one command: its reply, or why there is none."""
 
-SlotListener = Callable[[int, Event], None]
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A slot is gone, or a server. Nothing says so on the wire: it is the mailbox that gives a slot up."""
+
+    reason: str
+
+
+SlotEvent = Event | Died
+"""What listeners are told of a slot: what it says unasked, and its end."""
+SlotListener = Callable[[int, SlotEvent], None]
 Watcher = Callable[[int, type[Command] | None], None]
 
 
@@ -209,9 +218,7 @@ class Mailbox:
                 self._pids[slot] = pid
             case _:
                 pass
-        if isinstance(body, Died):
-            self.lose(slot, body.reason)
-        elif isinstance(body, Event):
+        if isinstance(body, Event):
             self._tell(slot, body)
         else:
             pending = self._pending.get(envelope.seq)
@@ -220,12 +227,12 @@ class Mailbox:
             else:
                 self.unused[type(body).__name__] += 1
 
-    def _tell(self, slot: int, event: Event) -> None:
+    def _tell(self, slot: int, event: SlotEvent) -> None:
         # Through the loop: a task that waits for a reply goes on before any listener hears of the event.
         for listener in self._listeners:
             asyncio.get_running_loop().call_soon(self._call, listener, slot, event)
 
-    def _call(self, listener: SlotListener, slot: int, event: Event) -> None:
+    def _call(self, listener: SlotListener, slot: int, event: SlotEvent) -> None:
         try:
             listener(slot, event)
         except Exception as error:

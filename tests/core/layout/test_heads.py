@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.heads import Heads, are_shared, heads_on
+from ductile.core.layout.heads import Heads, heads_on, share_key_heads
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.parameters import parameters
 from ductile.core.layout.spec import ModelSpec
@@ -58,7 +58,7 @@ def test_key_heads_go_with_the_queries_that_read_them(
 @pytest.mark.parametrize(("num_kv_heads", "shared"), [(1, {2, 3, 4}), (2, {3, 4}), (4, {3}), (8, set())])
 def test_which_sizes_have_a_key_head_on_several_slots(num_kv_heads: int, shared: set[int]) -> None:
     spec = replace(SPEC, num_kv_heads=num_kv_heads)
-    assert {size for size in range(1, 5) if are_shared(spec, size)} == shared
+    assert {size for size in range(1, 5) if share_key_heads(spec, size)} == shared
 
 
 @given(specs(), sizes)
@@ -71,7 +71,7 @@ def test_every_query_finds_its_key_on_its_slot(spec: ModelSpec, size: int) -> No
         assert 0 not in heads.readers
         for key in heads.keys:
             num_held[key] += 1
-    assert are_shared(spec, size) == any(times > 1 for times in num_held.values())
+    assert share_key_heads(spec, size) == any(times > 1 for times in num_held.values())
 
 
 @given(specs(), sizes)

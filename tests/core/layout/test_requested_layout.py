@@ -50,8 +50,9 @@ def test_what_is_asked_for(request_: LayoutRequest, slots: tuple[int, ...], dims
         (LayoutRequest(train=()), "a layout needs at least one slot"),
         (LayoutRequest("tp=5,pp=29", train=range(4)),
          "tp = 5 makes 145 slots with pp 29, of which the number of train slots, 4, is no multiple: train on 145 "
-         "slots, or write smaller sizes; tp = 5 leaves a slot without any of the model's 16 heads: write 1, 2, 4, 8 or "
-         "16; pp = 29 must be at most 28: the model has 28 layers"),
+         "slots, "
+         "or write smaller sizes; tp = 5 leaves a slot without any of the model's 16 heads: write 1, 2, 4, 8 or 16; "
+         "pp = 29 must be at most 28: the model has 28 layers"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_told_all_at_once(request_: LayoutRequest, says: str) -> None:

@@ -41,6 +41,6 @@ def heads_on(spec: ModelSpec, size: int, coordinate: int) -> Heads:
     return Heads(queries, keys, spec.num_heads // spec.num_kv_heads)
 
 
-def are_shared(spec: ModelSpec, size: int) -> bool:
-    """Whether a key head is on several slots of a tp axis of this size."""
+def share_key_heads(spec: ModelSpec, size: int) -> bool:
+    """Whether slots of a tp axis of this size have a key head in common."""
     return sum(len(heads_on(spec, size, coordinate).keys) for coordinate in range(size)) > spec.num_kv_heads
