@@ -260,6 +260,51 @@ def test_check_shows_where_the_trainer_s_state_lies_and_why(num_slots: int, caps
     assert MESHES[num_slots] in capsys.readouterr().out + "\n"
 
 
+MESH_OF_EIGHT = """
+  mesh      pp 2 · dp_shard 2 · tp 2: 2 data-parallel ranks on 8 slots
+              slot  pp  dp_shard  tp  layers              of the state
+                 0   0         0   0  0, embeddings  13.7 %   48.8 KiB
+                 1   0         0   1  0, embeddings  13.7 %   48.8 KiB
+                 2   0         1   0  0, embeddings  13.7 %   48.8 KiB
+                 3   0         1   1  0, embeddings  13.7 %   48.8 KiB
+                 4   1         0   0  1, head        13.8 %   49.0 KiB
+                 5   1         0   1  1, head        13.8 %   49.0 KiB
+                 6   1         1   0  1, head        13.8 %   49.0 KiB
+                 7   1         1   1  1, head        13.8 %   49.0 KiB
+  why       pp 2: as model.pp says
+            tp 2: as model.tp says
+            dp_shard 2: what the other axes leave of 8 slots
+            stages: 1 and 1 layers, where the output embeddings count as 0.2 (1f1b)
+  resizes   slots: 2 as tp 2; 4 as pp 2 · tp 2; 6 as dp_shard 3 · tp 2; other numbers as data parallelism
+"""
+OF_EIGHT = ["check", "trainer", "--model.name", "model", "--data.fake.batch-size", "32", "--max-steps", "3"]
+OF_EIGHT += ["--deployment.num-gpus", "8", "--model.pp", "2"]
+
+
+def test_check_shows_a_mesh_of_every_kind_of_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OF_EIGHT, "--model.tp", "2"]) == 0
+    said = capsys.readouterr()
+    assert MESH_OF_EIGHT in said.out + "\n"
+    assert "note: model.tp = 2 is more than the 1 key/value heads: 2 neighbours hold the same one\n" in said.err
+
+
+def test_check_says_what_the_planner_has_chosen_and_what_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OF_EIGHT, "--data.fake.batch-size", "2", "--model.tp", "auto", "--model.cp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "  why       pp 2: as model.pp says\n            cp 2: as model.cp says\n            tp 1: auto: data" in out
+    assert "cp_style ulysses: auto: ulysses, as it leaves shared prompts shared\n" in out
+    assert main([*OF_EIGHT, "--resize.layouts", '["tp=2","cp=4,dp_shard=1","dp_replicate=3"]']) == 0
+    said = capsys.readouterr()
+    assert "  why       tp 2: resize.layouts has tp=2\n" in said.out
+    assert (
+        "resizes   slots: 2 as tp 2; 3 as dp_replicate 3; 4 as dp_shard 2 · tp 2; 6 as dp_shard 3 · tp 2; " in said.out
+    )
+    assert "note: model.pp = 2: not on 8 slots, for which resize.layouts has 'tp=2'\n" in said.err
+    assert (
+        "note: resize.layouts: 'cp=4,dp_shard=1' is never taken, as 'tp=2' before it fits as many slots\n" in said.err
+    )
+
+
 def test_check_notes_ranks_that_would_have_no_work(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "trainer", "--model.name", "model", "--data.fake", "--max-steps", "3"]
     assert main([*words, "--deployment.num-gpus", "3"]) == 0

@@ -59,7 +59,13 @@ _OTHERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("wandb",): ("report_to",),
     ("wandb.name",): ("run_name", "experiment_name"),
     ("wandb.project",): ("project_name",),
-    # devices and engines
+    # devices, meshes and engines
+    ("trainer.model.pp",): ("pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_parallel_degree"),
+    ("trainer.model.pp_schedule",): ("pipeline_parallel_schedule",),
+    ("trainer.model.vpp",): ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"),
+    ("trainer.model.cp",): ("context_parallel_size", "context_parallel_degree", "ulysses_sequence_parallel_size"),
+    ("trainer.model.tp",): ("tensor_parallel_degree",),
+    ("trainer.resize.layouts",): ("trainer_parallel_strategies", "valid_dp_sizes"),
     ("deployment.gpus_per_node",): ("n_gpus_per_node",),
     ("deployment.num_train_gpus",): ("num_gpus",),
     ("cluster.num_nodes",): ("nnodes",),

@@ -14,6 +14,7 @@ from ductile.config.trainer import ResizeConfig
 from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.layout_rules import LayoutRules, choose_layout, plan_listed
 from ductile.core.layout.layout_text import LayoutTextError, parse_sizes
+from ductile.core.layout.parallel_layout import ParallelDims
 from ductile.core.layout.planner import LayoutFinding, plan_layout
 from ductile.core.layout.spec import ModelSpec
 
@@ -54,7 +55,11 @@ def layout_findings(config: TrainingConfig, num_slots: int) -> Iterator[Finding]
 def layout_warnings(config: TrainingConfig, num_slots: int) -> Iterator[str]:
     """What is accepted, and good to know."""
     rules, (_, _, root) = layout_rules(config), _trainer(config)
-    for warning in choose_layout(num_slots, rules).planned.warnings:
+    chosen = choose_layout(num_slots, rules)
+    if chosen.listed and (unused := _not_taken(rules.asked, chosen.layout.dims)):
+        keys = " and ".join(f"{root}model.{axis} = {size}" for axis, size in unused.items())
+        yield f"{keys}: not on {num_slots} slots, for which {root}resize.layouts has {chosen.listed!r}"
+    for warning in chosen.planned.warnings:
         yield _sentence(warning, f"{root}model.")
     for place, listed in enumerate(rules.listed):
         sizes = parse_sizes(listed)
@@ -70,6 +75,12 @@ def unbuilt(sizes: Mapping[str, object]) -> list[str]:
     return [f"{axis} = {above_one[axis]}. {mark.sentence()}" for axis, mark in marks.items() if mark]
 
 
+def _not_taken(asked: AskedLayout, dims: ParallelDims) -> dict[str, object]:
+    """Sizes that were asked for and that the layout does not have."""
+    sizes: dict[str, object] = {axis: getattr(asked, axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
+    return {axis: size for axis, size in sizes.items() if size not in (1, "auto", getattr(dims, axis))}
+
+
 def _listed_findings(rules: LayoutRules, resize: ResizeConfig, root: str) -> Iterator[Finding]:
     key = f"{root}resize.layouts"
     for text in resize.layouts:
@@ -81,8 +92,8 @@ def _listed_findings(rules: LayoutRules, resize: ResizeConfig, root: str) -> Ite
             yield Finding((key,), f"{text!r} has {' '.join(refused)}")
             continue
         planned = plan_listed(text, prod(sizes.values()), rules)
-        for error in planned.errors if planned else ():
-            yield Finding((key,), f"{text!r}: {error.sentence}")
+        if planned and planned.errors:
+            yield Finding((key,), f"{text!r}: {'; '.join(error.sentence for error in planned.errors)}")
 
 
 def _unreadable(text: str) -> str:

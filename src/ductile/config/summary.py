@@ -25,6 +25,7 @@ from ductile.core.instances.placement import compact, many
 from ductile.core.layout.layout_rules import ChosenLayout, LayoutRules, choose_dims, choose_layout, layout_for
 from ductile.core.layout.layout_text import in_words
 from ductile.core.layout.mesh_table import MOST_ROWS, mesh_table
+from ductile.core.layout.parallel_layout import ParallelDims
 from ductile.core.scheduling.policies.names import described
 
 Row = tuple[str, str]
@@ -207,7 +208,7 @@ def _reasons(chosen: ChosenLayout, rules: LayoutRules, root: str) -> list[str]:
     dims, planned, found = chosen.layout.dims, chosen.planned, list[str]()
     for axis in ("pp", "dp_replicate", "cp", "tp"):
         if (size := getattr(dims, axis)) > 1 or axis in planned.reasons:
-            given = f"{root}resize.layouts: {chosen.listed}" if chosen.listed else f"as {root}model.{axis} says"
+            given = f"{root}resize.layouts has {chosen.listed}" if chosen.listed else f"as {root}model.{axis} says"
             found.append(f"{axis} {size}: {planned.reasons.get(axis, given)}")
     if dims.dp_shard > 1:
         found.append(f"dp_shard {dims.dp_shard}: what the other axes leave of {many(len(chosen.layout.slots), 'slot')}")
@@ -219,15 +220,17 @@ def _reasons(chosen: ChosenLayout, rules: LayoutRules, root: str) -> list[str]:
 
 
 def _other_layouts(config: TrainingConfig, num_train: int, rules: LayoutRules) -> list[str]:
-    """The layouts that the trainer would have on other numbers of slots, where they are not data parallelism alone."""
+    """Layouts that the trainer would have on other numbers of slots, where they are not data parallelism alone."""
     most = placement_of(config).num_slots
     if config.deployment.type == "single_node" and not config.cluster.auto_scheduler:
         most = max(most, config.deployment.gpus_per_node * config.cluster.slots_per_device)
-    dims = dict(enumerate(choose_dims(min(most, MOST_ROWS), rules), 1))
-    if all(each.num_data_parallel == number for number, each in dims.items()):
-        return []
-    said = [f"{number}: {in_words(each) or 'one slot'}" for number, each in dims.items() if number != num_train]
-    return [f"by number of train slots: {'; '.join(said)}" + ("; ..." if most > MOST_ROWS else "")]
+    said = [
+        f"{number} as {in_words(dims)}"
+        for number, dims in enumerate(choose_dims(min(most, MOST_ROWS), rules), 1)
+        if number != num_train and dims != ParallelDims(dp_shard=number)
+    ]
+    more = f"; so on to {most}" if most > MOST_ROWS else ""
+    return [f"slots: {'; '.join(said)}; other numbers as data parallelism{more}"] if said else []
 
 
 def _on_gpus(train: Sequence[int], each: int, certain: bool) -> str:

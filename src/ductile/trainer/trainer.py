@@ -14,6 +14,7 @@ from torch import Tensor
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
 from ductile.core.layout.context_parallel import style_violations
+from ductile.core.layout.cp_style import chosen_style
 from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
@@ -78,7 +79,8 @@ class Trainer:
 
         self.spec = spec_of(config)
         dims = context.layout.dims
-        if found := style_violations(config.model.cp_style, self.spec.num_heads, dims.cp, dims.tp):
+        self._cp_style, _ = chosen_style(config.model.cp_style, self.spec, dims.tp, dims.cp)
+        if found := style_violations(self._cp_style, self.spec.num_heads, dims.cp, dims.tp):
             raise ValueError(f"trainer.model.{found[0]}")
         self.parts = SlotParts.of(self.spec, context.layout, context.slot)
         self.model = self._load() if buffers is None else self._build_over(buffers)
@@ -109,9 +111,9 @@ class Trainer:
         """How the loss function failed."""
         self._reduction.begin()
         if self._pipeline is None:
-            settings = self.config.model
+            size = self.config.model.head_chunk_tokens
             for batch in batches:
-                scores = score(self.model, batch.packed, self.context, settings.head_chunk_tokens, settings.cp_style)
+                scores = score(self.model, batch.packed, self.context, size, self._cp_style)
                 self._loss_of(batch, *scores, failures).backward()
         else:
             self._run_stages(self._pipeline, batches, failures)
@@ -229,8 +231,8 @@ class Trainer:
         def loss(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
             return self._loss_of(batches[number], logprobs, entropies, failures)
 
-        size, style = self.config.model.head_chunk_tokens, self.config.model.cp_style
-        inputs = [model_inputs(self.spec, batch.packed, self.context, size, style) for batch in batches]
+        size = self.config.model.head_chunk_tokens
+        inputs = [model_inputs(self.spec, batch.packed, self.context, size, self._cp_style) for batch in batches]
         pipeline.run(inputs, loss)
         if not pipeline.has_loss:
             # Sums are added up by their names, of which a loss that nobody here has computed may have some.
