@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from ductile.config.parse import parse
+from ductile.config.simulate import SimulateConfig
 from ductile.core.instances.instances import instance_on
 from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules, choose_layout
+from ductile.core.layout.layout_rules import LayoutRules, choose_layout, layout_for
+from ductile.core.layout.layout_text import in_words
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.orders import Decision, RoleChange
 from ductile.core.scheduling.policies.model import Model
@@ -18,10 +21,13 @@ from ductile.observe import read_jsonl
 from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
+from ductile.sim.configured import configured
 from ductile.sim.loads import SimulatedLoads
+from ductile.sim.recording import read_recording, recorded_scenario
 from ductile.sim.run import simulate
 from ductile.sim.timeline import causes, gantt, svg
 from tests.core.scheduling.scenes import id_on
+from tests.sim.recorded import record_run
 from tests.sim.scenarios import scenario
 
 POLICIES = [Static(), InTurns(), Rules(), Rules(True, True), Model()]
@@ -194,6 +200,18 @@ def test_the_command_compares_and_writes_what_it_found(tmp_path, capsys):
         assert (tmp_path / f"out/{arm['arm']}.svg").exists()
 
 
+def test_layouts_are_written_or_laid_over_those_of_a_recording(tmp_path):
+    config = parse(SimulateConfig, ["--cluster.layouts", '["tp=2"]']).config
+    written = configured(config)
+    assert in_words(layout_for(range(4), written.rules).dims) == "dp_shard 2 · tp 2"
+    rules = LayoutRules(asked=AskedLayout(tp=2), listed=("pp=2",))
+    record_run(tmp_path, scenario(rules=rules, groups_per_step=4, num_steps=2))
+    recording = read_recording(tmp_path)
+    assert recorded_scenario(recording).rules == rules
+    changed = configured(config, recording)
+    assert changed.rules == replace(rules, listed=("tp=2",))
+
+
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     config = tmp_path / "sim.toml"
     config.write_text("[cluster]\ncomponent_placement = { actor = 0, rolout = 1 }\n")
@@ -206,6 +224,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     [
         (["--arms", '["best_static", "rules_policy"]'], "Did you mean rules_policies?"),
         (["--arms", '["best_static", "no_such_module.Policy"]'], "cannot import no_such_module"),
+        (["--cluster.layouts", '["dp=2"]'], "cluster.layouts: 'dp=2': 'dp' is no axis: write dp_shard"),
         (["--work.lengths.type", "file", "--work.lengths.path", "no/such.txt"], "there is no file no/such.txt"),
     ],
 )

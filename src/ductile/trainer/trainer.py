@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
-from ductile.core.layout.context_parallel import style_violations
+from ductile.core.layout.context_parallel import CpStyle, style_violations
 from ductile.core.layout.cp_style import chosen_style
 from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
@@ -79,7 +79,7 @@ class Trainer:
 
         self.spec = spec_of(config)
         dims = context.layout.dims
-        self._cp_style, _ = chosen_style(config.model.cp_style, self.spec, dims.tp, dims.cp)
+        self._cp_style: CpStyle = chosen_style(config.model.cp_style, self.spec, dims.tp, dims.cp)[0]
         if found := style_violations(self._cp_style, self.spec.num_heads, dims.cp, dims.tp):
             raise ValueError(f"trainer.model.{found[0]}")
         self.parts = SlotParts.of(self.spec, context.layout, context.slot)
