@@ -208,6 +208,7 @@ ductile rl: the config is good.
               1  generate
               2  generate
               3  generate and score
+  mesh      slot 0 has all of the state: 355.5 KiB
   derived   trainer.model.name = "model": from model.name (good.toml:3)
             inference.model.name = "model": from model.name (good.toml:3)
             trainer.max_steps = 4: from max_steps (good.toml:1)
@@ -227,6 +228,42 @@ def test_check_says_what_would_run(words: list[str], capsys: pytest.CaptureFixtu
     )
     assert main([*words, "@", "good.toml", "@", "run.toml", "--seq-len", "512"]) == 0
     assert capsys.readouterr().out == CHECKED
+
+
+MESHES = {
+    3: """
+  mesh      dp_shard 3: 3 data-parallel ranks on 3 slots
+              slot  dp_shard  layers                       of the state
+                 0         0  0-1, embeddings, head  34.1 %   121.2 KiB
+                 1         1  0-1, embeddings, head  34.1 %   121.2 KiB
+                 2         2  0-1, embeddings, head  31.8 %   113.0 KiB
+  why       dp_shard 3: what the other axes leave of 3 slots
+""",
+    32: """
+  slots     32, as the deployment numbers say
+              0-31  train
+  mesh      dp_replicate 2 · dp_shard 16: 32 data-parallel ranks on 32 slots
+              slot = 16 dp_replicate + dp_shard
+              slots  layers                           of the state
+              0-31   0-1, embeddings, head  6.25 %   22.2 KiB each
+  why       dp_replicate 2: as model.dp_replicate says
+            dp_shard 16: what the other axes leave of 32 slots
+""",
+}
+
+
+@pytest.mark.parametrize("num_slots", MESHES)
+def test_check_shows_where_the_trainer_s_state_lies_and_why(num_slots: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "trainer", "--model.name", "model", "--data.fake.batch-size", "32", "--max-steps", "3"]
+    words += ["--deployment.num-gpus", str(num_slots), "--deployment.gpus-per-node", "32"]
+    assert main([*words, "--model.dp-replicate", "2"] if num_slots == 32 else words) == 0
+    assert MESHES[num_slots] in capsys.readouterr().out + "\n"
+
+
+def test_check_notes_ranks_that_would_have_no_work(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "trainer", "--model.name", "model", "--data.fake", "--max-steps", "3"]
+    assert main([*words, "--deployment.num-gpus", "3"]) == 0
+    assert "note: dp_shard = 3 leaves 1 of 3 data-parallel ranks without work" in capsys.readouterr().err
 
 
 THROUGH_GLOO = "a group that has both goes through gloo and the host's memory, as NCCL takes one rank a GPU"

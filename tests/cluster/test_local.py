@@ -232,6 +232,25 @@ def test_a_fork_that_is_given_up_leaves_no_process(tmp_path: Path):
     run(story())
 
 
+def test_a_fork_that_is_given_up_before_it_is_asked_for_is_not_waited_for(tmp_path: Path):
+    async def story():
+        exited: list[ForkedProcess] = []
+        server = ProcessServer(tmp_path / "log", {}, exited.append)
+        await server.start(["ductile.slot.store"], 30)
+        hosting = ("store", "ductile.slot.store:host", {"host": LOOPBACK}, tmp_path / "log")
+        async with server._sending:  # as another one's request that the server is slow to take
+            forking = asyncio.create_task(server.fork(*hosting, deadline_s=1000))
+            await asyncio.sleep(0)
+            forking.cancel()
+            await asyncio.wait([forking], timeout=10)
+            assert forking.cancelled()
+        again = await server.fork(*hosting)
+        await server.stop(5)
+        assert exited == [again], "none but this one was started"
+
+    run(story())
+
+
 def test_a_process_that_comes_after_its_deadline_is_killed_and_is_not_taken_for_the_next_one(tmp_path: Path):
     async def story():
         exited: list[ForkedProcess] = []

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.layout_rules import NO_RULES
+from ductile.core.layout.parallel_layout import ParallelLayout, RankShape
 from ductile.core.scheduling.cost_model import CostModel, FixedCost
 from ductile.core.scheduling.orders import Migration
 from ductile.core.scheduling.state import Unfinished
@@ -43,13 +44,13 @@ class Told(CostModel):
         self.fixed_costs: dict[FixedCost, float] = {}
         """The latest of each."""
 
-    def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
+    def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float, shape: RankShape) -> None:
         self.kinds.append(f"o{num_slots}")
-        super().micro_step(tokens_busiest, num_slots, seconds)
+        super().micro_step(tokens_busiest, num_slots, seconds, shape)
 
-    def first_micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
+    def first_micro_step(self, tokens_busiest: float, num_slots: int, seconds: float, shape: RankShape) -> None:
         self.kinds.append(f"F{num_slots}")
-        super().first_micro_step(tokens_busiest, num_slots, seconds)
+        super().first_micro_step(tokens_busiest, num_slots, seconds, shape)
 
     def migrated(self, tokens: float, seconds: float) -> None:
         self.migrations.append((tokens, seconds))
@@ -82,7 +83,7 @@ class Rig:
         self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS, fleet)
         self.recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace()
         accounting = SimpleNamespace(batch=lambda pending, num_queued: None)
-        setting = SimpleNamespace(home=None, limits=None, seq_len=SEQ_LEN, max_tokens=9)
+        setting = SimpleNamespace(home=None, limits=None, seq_len=SEQ_LEN, max_tokens=9, rules=NO_RULES)
         Measuring(mailbox, fleet, self.told)
         self.stage = LiveActuator(
             setting, cluster, fleet, self.resizer, self.recovery, activity, accounting, self.told, clock

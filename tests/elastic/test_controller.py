@@ -482,7 +482,7 @@ def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
     assert errors == []
     assert stage.roles == {0: T, 1: T, 2: G, 3: G, 4: G, 5: G}
     assert not stage.held
-    refused = [row for row in events if row["kind"] == "refused"]
+    refused = [row for row in events if row["kind"] == "policy_failed"]
     assert len(refused) == 1
     assert "slot 3 holds generate, not score" in refused[0]["sentence"]
     assert len(policy.asked) == 2, "it is never asked again"
@@ -491,7 +491,7 @@ def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
 def test_a_policy_that_fails_is_refused_as_well(tmp_path):
     _, errors, events = run_controller(tmp_path, scene(), Scripted(KeyError("slot")), one_event, otherwise=Home())
     assert errors == []
-    assert "KeyError" in next(row["sentence"] for row in events if row["kind"] == "refused")
+    assert "KeyError" in next(row["sentence"] for row in events if row["kind"] == "policy_failed")
 
 
 def test_without_a_substitute_a_bad_decision_ends_the_run(tmp_path):

@@ -7,10 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.instances.instances import InstanceId
+from ductile.core.layout.asked_layout import AskedLayout
+from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.scheduling.orders import Decision, Prediction
 from ductile.core.scheduling.state import Unfinished
 from ductile.events.decisions import DecisionJournal, StateReader, StateWriter
 from ductile.observe import Recorder, json_line, read_jsonl
+from tests.core.layout.test_layout_rules import RULES
 from tests.core.scheduling.policies.test_properties import states
 from tests.core.scheduling.scenes import id_on, scene
 
@@ -58,6 +61,19 @@ def test_numbers_come_back_to_the_last_bit_and_so_does_infinity():
     asked = [scene(), scene(speeds=speeds), scene(speeds=replace(speeds, score_tokens_per_s=7.5))]
     assert [state.speeds for state in read_back(asked)] == [state.speeds for state in asked]
     assert asked[0].speeds.score_tokens_per_s == float("inf")
+
+
+def test_the_rules_of_the_layout_come_back_with_what_they_do_not_know():
+    state = scene()
+    asked = [replace(state, trainer=replace(state.trainer, rules=rules)) for rules in (RULES, NO_RULES)]
+    assert [read_back([state]) for state in asked] == [[state] for state in asked]
+
+
+def test_copies_of_a_state_from_before_there_were_layout_rules_are_asked_for():
+    (plain,) = [json.loads(json_line(StateWriter().difference(scene())))]
+    del plain["trainer"]["rules"]
+    plain["trainer"]["dp_replicate"] = 2
+    assert StateReader().state(plain).trainer.rules == LayoutRules(asked=AskedLayout(dp_replicate=2))
 
 
 def test_a_line_has_what_differs_from_the_line_before(tmp_path):

@@ -3,20 +3,22 @@
 import asyncio
 import time
 import tracemalloc
+from collections.abc import Collection
 
 import pytest
 
 from ductile.config.cluster import ClusterConfig
 from ductile.fleet.generators import NOT_TAKEN_S, RemoteGenerators
 from ductile.fleet.in_flight import RequestsInFlight
-from ductile.messages.workers import Abort, Command, Done, EngineStats, Finished, Generate, Reply
+from ductile.messages.workers import Abort, Command, Done, EngineStats, Finished, Generate, Heartbeat, Reply
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, NotTaken, Refused, SlotLost
+from ductile.sim.clock import VirtualTimeLoop, now_s
+from ductile.sim.clock import run as in_virtual_time
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.fleet.generate_slots import generator
 from tests.transport.memory_transport import MemoryTransport
-from tests.transport.transports import eventually
 
 
 def request(name: str, group: str = "", max_tokens: int = 10) -> GenerateRequest:
@@ -34,11 +36,19 @@ def stats(num_tokens: int) -> EngineStats:
 class Fleet:
     """Two generators that complete nothing by themselves."""
 
-    def __init__(self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16) -> None:
+    def __init__(
+        self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16, needed: Collection[int] = ()
+    ) -> None:
         self.carrier = MemoryTransport({0: self._respond, 1: self._respond})
         self.mailbox = Mailbox(self.carrier)
         self.generators = RemoteGenerators(
-            self.mailbox, map(generator, (0, 1)), 8, block_tokens, Deadlines.same(timeout_s), clock
+            self.mailbox,
+            map(generator, (0, 1)),
+            8,
+            block_tokens,
+            Deadlines.same(timeout_s),
+            clock,
+            is_needed=lambda slot: slot in needed,
         )
 
     def _respond(self, slot: int, command: Command) -> Reply:
@@ -54,6 +64,13 @@ class Fleet:
 async def settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+async def ended(*tasks: "asyncio.Task[Generation]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await settle()
 
 
 def run(story) -> None:
@@ -217,24 +234,69 @@ def test_a_refusal_reaches_everybody_in_the_message():
 
 def test_a_generator_is_killed_only_without_any_progress():
     async def story():
-        now = 100.0
-        fleet = Fleet(timeout_s=0.2, clock=lambda: now)
+        fleet = Fleet(timeout_s=20, clock=now_s)
         task = fleet.ask("a")
-        await settle()
         for tokens in (5, 9):
-            now += 0.15
+            await asyncio.sleep(15)
             fleet.carrier.emit(0, stats(tokens))
-            await asyncio.sleep(0.25)
-            assert not task.done()
-        now += 0.15
+        await asyncio.sleep(15)
         fleet.carrier.emit(0, stats(9))
-        now += 0.1
-        await eventually(lambda: fleet.sent(Generate)[-1][0] == 1)  # it begins again at the other generator
-        said = "slot 0 made no progress for 0.2 s (cluster.progress_timeout_s) while it had to generate a"
+        assert not fleet.mailbox.lost
+        await asyncio.sleep(8)
+        assert fleet.sent(Generate)[-1][0] == 1, "it begins again at the other generator"
+        said = "slot 0 made no progress for 20 s (cluster.progress_timeout_s) while it had to generate a"
         assert fleet.mailbox.lost == {0: f"{said}, and has been killed"}
-        task.cancel()
+        await ended(task)
 
-    run(story())
+    in_virtual_time(story())
+
+
+def test_a_generator_on_a_slot_that_the_run_depends_on_is_late_and_not_killed():
+    async def story():
+        fleet = Fleet(timeout_s=20, clock=now_s, needed={0})
+        with pytest.raises(Late, match=r"slot 0 made no progress for 20 s .* while it had to generate a"):
+            await fleet.ask("a")
+        assert fleet.mailbox.lost == {}
+        await settle()
+
+    in_virtual_time(story())
+
+
+@pytest.mark.parametrize(("what", "is_killed"), [("ForwardBackward", False), ("Score", False), ("Abort", True)])
+def test_time_in_which_the_slot_works_for_another_role_does_not_count(what: str, is_killed: bool):
+    async def story():
+        fleet = Fleet(timeout_s=20, clock=now_s)
+        task = fleet.ask("a")
+        for second in range(60):
+            await asyncio.sleep(1)
+            fleet.carrier.emit(0, Heartbeat(what, second + 1.0))
+        assert (0 in fleet.mailbox.lost) == is_killed
+        await ended(task)
+
+    in_virtual_time(story())
+
+
+@pytest.mark.parametrize("stopped_after_s", [1, 2, 19])
+def test_generators_live_on_when_the_orchestrator_itself_is_suspended(stopped_after_s: int):
+    """What they said meanwhile is read a message a turn, after the timers that have become due."""
+
+    async def story():
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        fleet = Fleet(timeout_s=20, clock=now_s)
+        tasks = [fleet.ask(name) for name in "ab"]
+        for tokens in range(1, stopped_after_s + 1):
+            await asyncio.sleep(1)
+            for slot in (0, 1):
+                fleet.carrier.emit(slot, stats(tokens))
+        loop._files.slept_s += 600
+        await asyncio.sleep(15)
+        assert fleet.mailbox.lost == {}
+        await asyncio.sleep(10)
+        assert set(fleet.mailbox.lost) == {0, 1}, "they have said nothing since"
+        await ended(*tasks)
+
+    in_virtual_time(story())
 
 
 def test_a_request_that_has_ended_leaves_nothing_behind():
@@ -260,11 +322,11 @@ def test_each_wait_has_a_deadline_of_its_own():
     """A generator may be silent for longer than a command may take, and requests may wait for one longer still."""
 
     async def story():
-        fleet = Fleet(clock=lambda: asyncio.get_running_loop().time())
+        fleet = Fleet(clock=now_s)
         fleet.generators._deadlines = Deadlines(command_s=0.05, progress_s=0.2, patience_s=0.4, group_s=1.0)
         stuck = fleet.ask("a")
         await asyncio.sleep(0.15)
-        assert not stuck.done()
+        assert not fleet.mailbox.lost
         await asyncio.sleep(0.1)
         assert "no progress for 0.2 s" in fleet.mailbox.lost[0]
         fleet.mailbox.lose(1, "slot was killed")
@@ -273,7 +335,7 @@ def test_each_wait_has_a_deadline_of_its_own():
         with pytest.raises(Late, match=r"for 0\.4 s no slot had the role"):
             await stuck
 
-    run(story())
+    in_virtual_time(story())
 
 
 def test_deadlines_that_are_not_written_follow_from_the_others():
@@ -285,22 +347,46 @@ def test_deadlines_that_are_not_written_follow_from_the_others():
 
 def test_a_request_that_is_not_taken_is_sent_again_a_moment_later_and_counts_as_no_loss():
     async def story():
-        fleet, refused = Fleet(), [NotTaken("no weights yet")] * 8
-
-        async def ask(instance, command):
-            fleet.carrier.sent.append((instance.slots[0], command))
-            if refused:
-                raise refused.pop()
-
-        fleet.generators.ask = ask
+        fleet, told = Fleet(clock=now_s), list[str]()
+        fleet.generators.on_restarted.add(lambda sentence, instance: told.append(sentence))
+        for slot in (0, 1):
+            fleet.carrier.fail(slot, "error", on=Generate, times=4, code="not_taken")
         task = fleet.ask("a")
-        await asyncio.sleep(8.5 * NOT_TAKEN_S)
-        assert not refused
-        assert len(fleet.sent(Generate)) == 9
+        await asyncio.sleep(4.5 * NOT_TAKEN_S)
+        assert [slot for slot, _ in fleet.sent(Generate)] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
         assert fleet.generators._in_flight.get("a").num_lost == 0
-        task.cancel()
+        assert len(told) == 1, "of a row of them the first"
+        await ended(task)
 
-    run(story())
+    in_virtual_time(story())
+
+
+def test_a_generator_that_takes_no_requests_is_passed_over_for_a_busy_one():
+    async def story():
+        fleet = Fleet(clock=now_s)
+        fleet.carrier.fail(0, "error", on=Generate, times=99, code="not_taken")
+        tasks = [fleet.ask(f"busy {number}", max_tokens=1000) for number in range(4)]
+        await settle()
+        tasks += [fleet.ask(f"new {number}") for number in range(4)]
+        await settle()
+        taken = {each.id for slot, command in fleet.sent(Generate) if slot == 1 for each in command.requests}
+        assert len(taken) == 8, "at once, and not a moment later"
+        await ended(*tasks)
+
+    in_virtual_time(story())
+
+
+def test_a_request_that_none_takes_fails_when_patience_ends():
+    async def story():
+        fleet = Fleet(timeout_s=20, clock=now_s)
+        for slot in (0, 1):
+            fleet.carrier.fail(slot, "error", on=Generate, times=10_000, code="not_taken")
+        began_s = now_s()
+        with pytest.raises(NotTaken):
+            await fleet.ask("a")
+        assert now_s() - began_s == pytest.approx(20, abs=1)
+
+    in_virtual_time(story())
 
 
 def test_an_error_that_is_no_failure_ends_the_request():

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Migration
-from ductile.fleet.generators import MOST_LOST, RemoteGenerators
+from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.worker_pool import MOST_LOST
 from ductile.messages.workers import Abort, AssignRole, Forget, Generate, LeaseWeights, MigrateOut, Receive
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
@@ -46,6 +47,7 @@ class Cluster:
         self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
         self.restarted: list[str] = []
         self.killed: list[int] = []
+        self.needed = {TRAINER}
         self.generators = RemoteGenerators(
             self.mailbox,
             map(generator, generating),
@@ -55,6 +57,7 @@ class Cluster:
             clock,
             self.leases,
             condemn=self.condemn,
+            is_needed=lambda slot: slot in self.needed,
         )
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(sentence))
 

@@ -56,6 +56,17 @@ def test_the_next_micro_step_waits_in_the_slot_and_no_more():
     play(story)
 
 
+def test_the_time_in_which_a_micro_step_waits_in_the_slot_is_none_of_its_own():
+    async def story():
+        slots, _, trainer = make(ParallelLayout.of((0,)))
+        slots.work_s = lambda number, command: 90.0
+        await trainer.forward_backward([sample(n, SEQ_LEN) for n in range(4)], SEQ_LEN)
+        assert clock() == pytest.approx(4 * 90), "each took less than a command may, and two together more"
+        slots.work_s = lambda number, command: 0.01
+
+    play(story)
+
+
 def test_a_pipeline_is_filled_by_each_message_and_stands_still_between_two():
     async def story():
         slots, carrier, trainer = make(ParallelLayout.of((0, 1, 2, 3), pp=2))

@@ -7,6 +7,7 @@ import pytest
 from ductile.columns import Floats
 from ductile.core.instances.instances import Instance, instance_on
 from ductile.fleet.scorer import RemoteScorer
+from ductile.fleet.worker_pool import MOST_LOST
 from ductile.messages.workers import (
     AssignRole,
     EndLease,
@@ -20,7 +21,7 @@ from ductile.messages.workers import (
     Withdraw,
 )
 from ductile.records import Manifest, Sample
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
 from tests.core.scheduling.scenes import id_on
 from tests.fleet.generate_slots import generator
@@ -175,6 +176,36 @@ def test_a_joiner_that_dies_is_lost_and_nobody_else():
         with pytest.raises(SlotLost, match="slot 3 died"):
             await cluster.generators.admit(generator(3), {})
         assert cluster.generators.slots == (0, 1, 2)
+
+    with_cluster(story)
+
+
+def test_a_joiner_that_hangs_at_its_first_weights_is_killed_at_once():
+    """It would be as long again in giving the role up, and only then could it come back."""
+
+    async def story(cluster: Cluster):
+        cluster.carrier.fail(3, "drop", on=Receive)
+        began_s = clock()
+        with pytest.raises(Failure, match=r"slot 3 .* did not reply to Receive within 60 s"):
+            await cluster.generators.admit(generator(3), {})
+        assert clock() - began_s == pytest.approx(TIMEOUT_S, abs=1)
+        assert cluster.killed == [3]
+        assert cluster.generators.slots == (0, 1, 2)
+
+    with_cluster(story)
+
+
+def test_a_version_goes_live_after_a_joiner_and_the_source_of_its_weights_that_both_hang():
+    async def story(cluster: Cluster):
+        cluster.carrier.fail(0, "drop", on=LeaseWeights)
+        cluster.carrier.fail(3, "drop", on=Receive)
+        joining = asyncio.create_task(cluster.generators.admit(generator(3), {}))
+        await asyncio.sleep(1)
+        await cluster.publish(1)
+        assert {slot: versions(cluster)[slot] for slot in cluster.generators.slots} == {0: 1, 1: 1, 2: 1}
+        assert cluster.killed == [3]
+        with pytest.raises(Failure, match=r"slot 3 .* did not reply to Receive"):
+            await joining
 
     with_cluster(story)
 
@@ -352,13 +383,30 @@ def test_a_version_that_all_refuse_is_at_fault_itself():
     with_cluster(story)
 
 
-def test_a_generator_is_not_killed_where_the_trainer_would_be_too():
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_generator_is_not_killed_where_the_run_would_end_with_it(fault: str):
     async def story(cluster: Cluster):
-        cluster.mailbox._roles[1] = ("train", "generate")
+        cluster.needed.add(1)
+        cluster.carrier.fail(1, FAULTS[fault], on=Receive)
+        with pytest.raises(Refused if fault == "refuses" else Late, match=r"slot 1.* Receive"):
+            await cluster.publish(1)
+        assert cluster.killed == []
         cluster.carrier.fail(1, "error", on=Receive)
         with pytest.raises(Refused, match="Receive failed, as asked"):
             await cluster.publish(1)
         assert cluster.killed == []
+
+    with_cluster(story)
+
+
+def test_a_generator_that_is_joining_the_trainer_is_killed_as_any_other_is():
+    """It was told to take the role, and the run does not depend on it yet."""
+
+    async def story(cluster: Cluster):
+        cluster.mailbox._roles[1] = ("generate", "train")
+        cluster.carrier.fail(1, "error", on=Receive)
+        await cluster.publish(1)
+        assert cluster.killed == [1]
 
     with_cluster(story)
 
@@ -499,6 +547,36 @@ def test_what_a_scorer_does_not_score_is_scored_by_others(fault: str):
         assert await scoring.score() == {4}
         assert cluster.killed == [5]
         assert scoring.scorer.slots == (4,)
+
+    with_cluster(story)
+
+
+def test_samples_that_scorer_after_scorer_dies_of_are_at_fault_themselves():
+    """The slot comes back each time, and lives on until it gets them again."""
+
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4,))
+        num_lives = 0
+
+        async def die(number, command):
+            nonlocal num_lives
+            if not isinstance(command, Score):
+                return await cluster.slots.respond(number, command)
+            num_lives += 1
+            cluster.mailbox.lose(number, f"slot {number} was killed by SIGKILL")
+            asyncio.get_running_loop().call_later(1.0, come_back, number)
+            return None
+
+        def come_back(number: int) -> None:
+            cluster.mailbox.welcome(number)
+            instance = instance_on("score", (number,), restart=num_lives)
+            scoring.scorer._on[number] = instance
+            scoring.scorer._set([instance])
+
+        cluster.carrier._slots[4] = die
+        with pytest.raises(SlotLost, match="slot 4 was killed by SIGKILL; 5 scorers were lost while they had the same"):
+            await scoring.score()
+        assert num_lives == MOST_LOST
 
     with_cluster(story)
 

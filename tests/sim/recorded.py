@@ -29,6 +29,7 @@ def record_run(folder, scenario, policy="static", **setting):
             work.max_async_level,
             work.max_off_policy_steps,
             on_gpu=scenario.on_gpu,
+            rules=scenario.rules,
             **setting,
         )
         record.event(WorkBegan(said, sentence=f"{policy} decides."))

@@ -1,11 +1,21 @@
 from ductile.core.instances.placement import place
+from ductile.core.layout.layout_rules import NO_RULES
 from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.scheduling.state import Limits
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal
 
 
 def scenario(
-    placement=None, *, score=False, decode=None, costs=None, limits=None, coalesce_s=0.2, on_gpu=False, **work
+    placement=None,
+    *,
+    score=False,
+    decode=None,
+    costs=None,
+    limits=None,
+    coalesce_s=0.2,
+    on_gpu=False,
+    rules=NO_RULES,
+    **work,
 ):
     """Six slots, long-tailed completions, seconds as on small CPU slots."""
     placement = place(placement or {"actor": "0-2", "rollout": "3-5"})
@@ -36,5 +46,6 @@ def scenario(
         coalesce_s=coalesce_s,
         score=score,
         on_gpu=on_gpu,
+        rules=rules,
     )
     return made.at(placement)

@@ -17,6 +17,7 @@ from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.names import NAMES
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
+from ductile.core.scheduling.profile import FORMAT
 from ductile.events.checkpoints import CheckpointSaved
 from ductile.events.resizes import TrainerResized
 from ductile.observe import Recorder
@@ -154,7 +155,7 @@ def _strange(folder):
 def _newer(folder):
     record_run(folder, scenario(groups_per_step=4, num_steps=2))
     events = folder / "events.jsonl"
-    events.write_text(events.read_text().replace('"version": 2', '"version": 3'))
+    events.write_text(events.read_text().replace(f'"version": {FORMAT}', f'"version": {FORMAT + 1}'))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def _newer(folder):
         (_no_profiles, "was recorded without its setting"),
         (_one_profile, "has profiles of 1 step, and needs two"),
         (_strange, "was recorded by another version of ductile"),
-        (_newer, "format 3, and this ductile reads formats 1 to 2"),
+        (_newer, f"format {FORMAT + 1}, and this ductile reads formats 1 to {FORMAT}"),
     ],
 )
 def test_a_folder_that_cannot_be_planned_from_is_told_in_a_sentence(tmp_path, capsys, furnish, said):

@@ -27,7 +27,10 @@ class Counts:
 
     def decide(self, state):
         self.asked += 1
-        return Decision(reason=f"asked {self.asked} times", hold_training=self.asked % 5 == 1)
+        # Held only while a completion is to come: with it the policy is asked again.
+        return Decision(
+            reason=f"asked {self.asked} times", hold_training=bool(state.unfinished) and self.asked % 5 == 1
+        )
 
 
 class Fails:

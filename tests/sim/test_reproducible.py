@@ -79,6 +79,8 @@ def perturbed(values, draw):
         value = getattr(values, name)
         if isinstance(value, DecodeSpeed | TrainSpeed):
             changed[name] = perturbed(value, draw)
+        elif name == "rank_speeds":
+            changed[name] = tuple((shape, speed * (1 + draw.uniform(-ONE_PART, ONE_PART))) for shape, speed in value)
         else:
             changed[name] = value * (1 + draw.uniform(-ONE_PART, ONE_PART))
     return replace(values, **changed)

@@ -5,13 +5,17 @@ from dataclasses import replace
 import pytest
 
 from ductile.core.instances.instances import instance_on
+from ductile.core.layout.asked_layout import AskedLayout
+from ductile.core.layout.layout_rules import LayoutRules, choose_layout
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.orders import Decision, RoleChange
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
+from ductile.core.scheduling.state import ClusterState
 from ductile.elastic.policy_decision import BadDecision
 from ductile.observe import read_jsonl
+from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
 from ductile.sim.loads import SimulatedLoads
@@ -42,6 +46,62 @@ def test_every_rollout_is_trained_once_and_every_second_is_accounted_for(policy,
     assert sum(result.totals.values()) == pytest.approx(result.wall_s * result.num_slots)
     assert sum(result.idle.values()) == pytest.approx(result.totals.get("idle", 0.0))
     assert sum(span.seconds for span in result.spans) == pytest.approx(result.wall_s * result.num_slots)
+
+
+@pytest.mark.parametrize("policy", [Rules(), Model()], ids=repr)
+def test_the_trainer_goes_through_the_layouts_that_are_listed_for_its_numbers_of_slots(policy, monkeypatch):
+    seen = []
+    resize = SimulatedActuator.resize
+
+    async def noted(actuator, layout, release):
+        seen.append(layout)
+        return await resize(actuator, layout, release)
+
+    monkeypatch.setattr(SimulatedActuator, "resize", noted)
+    rules = LayoutRules(asked=AskedLayout(tp=2), listed=("pp=2,tp=2",))
+    result = simulate(scenario({"actor": "0-1", "rollout": "2-5"}, rules=rules), policy)
+    assert len(result.step_s) == 2
+    assert seen
+    assert all(layout.dims == choose_layout(len(layout.slots), rules).layout.dims for layout in seen)
+
+
+def test_ranks_of_several_slots_take_as_long_as_they_were_measured_to():
+    given, rules = scenario(), LayoutRules(listed=("tp=3",))
+    slow = replace(given.speeds, train=replace(given.speeds.train, rank_speeds=(((1, 1, 3), 0.5),)))
+    alone, tp3, slow_tp3 = (
+        simulate(each, Static())
+        for each in (given, replace(given, rules=rules), replace(given, rules=rules, speeds=slow))
+    )
+    assert slow_tp3.wall_s > max(alone.wall_s, tp3.wall_s)
+
+
+class Looks:
+    """It keeps what it is told of the step, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.states: list[ClusterState] = []
+
+    def decide(self, state: ClusterState) -> Decision:
+        self.states.append(state)
+        return Decision()
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_policies_are_told_each_rollout_of_the_step_once(scores: bool):
+    """By the books that a live run keeps; one that has just ended is nowhere until its group has heard of it."""
+    policy = Looks()
+    placement = {"actor": "0-1", "rollout": "2-4", "inference": 5} if scores else {"actor": "0-1", "rollout": "2-5"}
+    simulate(scenario(placement, score=scores, n_minibatches=3), policy)
+    assert {state.batch.step for state in policy.states} >= {0, 1}
+    for state in policy.states:
+        step = state.batch
+        parts = (step.trained, step.ready, step.to_score, step.partial, len(state.unfinished), step.to_start)
+        assert min(parts) >= 0, step
+        assert step.num_rollouts == (48 if step.step < 2 else 0)
+        assert sum(parts) <= step.num_rollouts, step
+    wholly_told = [state for state in policy.states if not state.unfinished and not state.batch.partial]
+    assert any(state.batch.trained + state.batch.ready == 48 for state in wholly_told)
+    assert {state.batch.update for state in policy.states} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("n_minibatches", [1, 2, 5])

@@ -31,19 +31,19 @@ from tests.transport.memory_transport import MemoryTransport
 
 SPEC = ModelSpec("qwen3", 30, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)
 CONFIG = TrainerConfig.model_validate({"model": {"pp": 2, "dp_replicate": 2, "cp": 2, "tp": 2, "ep": 4}})
-BEFORE = replace(CONFIG.model.layout(range(32)), stages=(0, 0, 1))
+BEFORE = ParallelLayout.of(range(32), (0, 0, 1), pp=2, dp_replicate=2, cp=2, tp=2, ep=4)
 AFTER = stays_put(BEFORE, BEFORE.on(range(24, 40)))
 """On 8 slots that leave and 8 that join; half as many in all."""
 ORDER = ResizeOrder(3, BEFORE, AFTER)
 
 
-def test_the_configuration_names_every_axis_but_dp_shard() -> None:
+def test_a_layout_has_every_axis() -> None:
     assert BEFORE.dims == ParallelDims(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
     assert AFTER.dims == replace(BEFORE.dims, dp_shard=1)
     assert {*AFTER.slots} == {*range(24, 40)}
     assert AFTER.stages == BEFORE.stages
     with pytest.raises(ValueError, match="the number of slots, 12, must be a multiple of pp 2 · dp_replicate 2 · cp 2"):
-        CONFIG.model.layout(range(12))
+        BEFORE.on(range(12))
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])
@@ -84,7 +84,7 @@ def test_the_words_of_a_live_run_carry_it() -> None:
 
 def test_an_order_says_who_joins_who_leaves_and_what_a_death_costs() -> None:
     assert (ORDER.joiners, ORDER.leavers) == (tuple(s for s in AFTER.slots if s >= 32), tuple(range(24)))
-    assert describe(BEFORE) == "slots 0-31 in 2 copies, pp 2, cp 2, tp 2, ep 4"
+    assert describe(BEFORE) == "slots 0-31 as pp 2 · dp_replicate 2 · dp_shard 2 · cp 2 · tp 2 · ep 4"
     ruling = judge("freeze", ORDER, {5: "slot 5 died"}, {})
     assert ruling.reason == "slot 5 died; slot 5 held 1 of 16 parts of the trainer's state"
 

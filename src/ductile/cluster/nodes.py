@@ -23,10 +23,10 @@ from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
 from ductile.error_text import capitalised
 from ductile.messages.agents import NodeSettings
-from ductile.messages.workers import Done, Event, Hello, RoleName, Stop, Surveyed
+from ductile.messages.workers import Done, Hello, RoleName, Stop, Surveyed
 from ductile.roles import Failure
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.mailbox import Mailbox, SlotEvent
 from ductile.transport.router import Router
 
 STOP_S = 2.0
@@ -245,7 +245,7 @@ class NodesCluster(ABC):
         missing = set(slots)
         greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def listen(slot: int, event: Event) -> None:
+        def listen(slot: int, event: SlotEvent) -> None:
             if isinstance(event, Hello):
                 missing.discard(slot)
                 if not missing and not greeted.done():

@@ -114,13 +114,16 @@ class ProcessServer:
         key = f"{name}#{next(self._numbers)}"
         request = {"start": key, "entry": entry, "arguments": arguments, "log": str(log), "cgroup": cgroup}
         started = self._starting[key] = asyncio.get_running_loop().create_future()
+        asked = False
         try:
             async with asyncio.timeout(deadline_s):
                 async with self._sending:
+                    asked = True  # from the first byte on
                     await asyncio.get_running_loop().sock_sendall(self._control, json.dumps(request).encode() + b"\n")
                 return await asyncio.shield(started)
         except asyncio.CancelledError:
-            await _end_process(started, deadline_s)
+            if asked:
+                await _end_process(started, deadline_s)
             raise
         except (TimeoutError, OSError) as error:
             raise StartFailed(f"the process server did not start {name} ({error or 'no reply'})") from error

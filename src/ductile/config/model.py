@@ -1,14 +1,12 @@
 """[model] and [trainer.model]: which weights, in which precision, and how they are spread."""
 
 import sys
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 from pydantic import Field
 
 from ductile.config.section import NotBuilt, Section
-from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.pipeline import PipelineSchedule
 
 
@@ -105,13 +103,22 @@ class TrainerModelConfig(ModelConfig):
     """Keep optimizer state in host memory."""
     full_offload: Annotated[FullOffloadConfig | None, NotBuilt("an optimizer on the CPU")] = None
     """Keep optimizer state in host memory and update there, while the backward pass runs."""
-    tp: Annotated[int, NotBuilt("tensor parallelism")] = Field(default=1, ge=1)
-    pp: Annotated[int, NotBuilt("pipeline parallelism")] = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    """Slots over which each weight matrix is cut, in columns, heads or rows of the vocabulary; between the products
+    each has a part of the tokens."""
+    pp: int = Field(default=1, ge=1)
+    """Stages of a pipeline: each has some of the layers. Which ones follows: stages take about equally long."""
     pp_schedule: PipelineSchedule = "1f1b"
-    """Order in which a slot of a pipeline runs forward and backward passes. 1f1b: interleaved where a slot has several
-    runs of layers; zero_bubble: gradients of weights wait until the slot would wait for another stage."""
-    cp: Annotated[int, NotBuilt("context parallelism")] = Field(default=1, ge=1)
-    cp_style: Annotated[Literal["ring", "ulysses"], NotBuilt("context parallelism")] = "ring"
+    """Order in which a slot of a pipeline runs forward and backward passes. interleaved: 1f1b with several runs of
+    layers on each slot (`vpp`); zero_bubble: gradients of weights wait until the slot would wait for another stage."""
+    vpp: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
+    """Runs of layers on each slot of `pp`; Megatron: `virtual_pipeline_model_parallel_size`. "auto": 2 with
+    `pp_schedule` "interleaved", else 1."""
+    cp: int = Field(default=1, ge=1)
+    """Slots over which the tokens of a micro-batch are split."""
+    cp_style: Literal["ring", "ulysses"] = "ring"
+    """Way in which attention crosses the parts of `cp`. ring: keys and values go round; a shared prompt is run for each
+    of its completions. ulysses: each slot has all tokens and some of the heads, whose number `cp` must divide."""
     ep: Annotated[int | Literal["auto"], NotBuilt("expert parallelism")] = 1
     ep_comm_backend: Annotated[Literal["torch", "deepep"], NotBuilt("expert parallelism")] = "torch"
     deepep_num_sms: Annotated[int, NotBuilt("expert parallelism")] = Field(default=20, ge=1)
@@ -130,11 +137,6 @@ class TrainerModelConfig(ModelConfig):
     """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB),
     on a GPU 2^27 (512 MiB); disabled: all of a micro-batch."""
     debug: DebugConfig = DebugConfig()
-
-    def layout(self, slots: Iterable[int]) -> ParallelLayout:
-        """The layout of a trainer on these slots. Raises ValueError for one that cannot be."""
-        ep = 1 if self.ep == "auto" else self.ep
-        return ParallelLayout.of(slots, pp=self.pp, dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp, ep=ep)
 
     @property
     def head_chunk_tokens(self) -> int | None:

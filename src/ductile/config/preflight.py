@@ -20,6 +20,7 @@ from ductile.config.generation import (
     server_warnings,
     template_findings,
 )
+from ductile.config.layout import layout_findings, layout_warnings
 from ductile.config.model import TrainerModelConfig
 from ductile.config.on_disk import (
     data_findings,
@@ -71,6 +72,8 @@ def warnings(config: Section) -> list[str]:
     """What is accepted and does nothing, because configs of other systems or for other commands have it, or does what
     hardly anybody wants."""
     said = [*unread_notes(config), *_bench_notes(config)]
+    if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
+        said += layout_warnings(config, len(placement_of(config).train))
     if isinstance(config, OrchestratorRunConfig):
         said += server_warnings("sampling", config.sampling)
     if not isinstance(config, RLConfig):
@@ -383,11 +386,7 @@ def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:
 def _trainer_layout(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
     """How the trainer's state lies on its slots, and how it can come to lie on others."""
     trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
-    copies = trainer.model.dp_replicate
-    if num_slots % copies:
-        fitting = ", ".join(str(number) for number in range(1, num_slots + 1) if num_slots % number == 0)
-        what = f"must divide the number of train slots, {num_slots}, as each copy has equally many: {fitting}"
-        yield Finding((f"{root}model.dp_replicate",), what)
+    yield from layout_findings(config, num_slots)
     if trainer.resize.memory == "streaming" and trainer.resize.carrier == "peer_memory":
         what = (
             'cannot stream: a slot would not know when its memory has been read and may be freed. Write "p2p" or "auto"'
@@ -413,8 +412,9 @@ def _deadline_warnings(config: ClusterConfig) -> Iterator[str]:
     hangs_s = max(config.command_timeout_s, config.progress_timeout_s or 0.0)
     if config.group_timeout_s is not None and config.group_timeout_s <= hangs_s:
         yield (
-            f"cluster.group_timeout_s = {config.group_timeout_s:g}: a generator that hangs is replaced after {hangs_s:g} s "
-            "(cluster.command_timeout_s, cluster.progress_timeout_s), and the run may end before. Write more than that"
+            f"cluster.group_timeout_s = {config.group_timeout_s:g}: a generator that hangs is replaced after "
+            f"{hangs_s:g} s (cluster.command_timeout_s, cluster.progress_timeout_s), and the run may end before. Write "
+            "more than that"
         )
 
 

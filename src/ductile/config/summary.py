@@ -1,10 +1,11 @@
 """What `ductile check` says: what a run would do, on which slots, and why."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from ductile.config.bench import BenchConfig, load_of
+from ductile.config.layout import TrainingConfig, layout_rules
 from ductile.config.on_disk import read_spec
 from ductile.config.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.parse import Parsed
@@ -20,7 +21,10 @@ from ductile.config.run import (
 from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
 from ductile.config.written import of_a_run
-from ductile.core.instances.placement import many
+from ductile.core.instances.placement import compact, many
+from ductile.core.layout.layout_rules import ChosenLayout, LayoutRules, choose_dims, choose_layout, layout_for
+from ductile.core.layout.layout_text import in_words
+from ductile.core.layout.mesh_table import MOST_ROWS, mesh_table
 from ductile.core.scheduling.policies.names import described
 
 Row = tuple[str, str]
@@ -36,6 +40,7 @@ def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "") -> str:
         *([("resumes", resumes)] if resumes else []),
         *_work(config),
         *_slots(config),
+        *(_mesh(config) if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig) else []),
         *_scheduling(config),
         *_column("derived", list(parsed.derived)),
     ]
@@ -170,11 +175,59 @@ def _slots(config: RunConfig) -> list[Row]:
     placement = placement_of(config)
     if isinstance(config, OrchestratorRunConfig) or not placement.slots:
         return []
-    table = [f"{slot:>3}  {' and '.join(placement.roles(slot))}" for slot in placement.slots]
+    if placement.num_slots <= MOST_ROWS:
+        table = [f"{slot:>3}  {' and '.join(placement.roles(slot))}" for slot in placement.slots]
+    else:
+        alike = [(compact(list(slots)), roles) for roles, slots in groupby(placement.slots, key=placement.roles)]
+        width = max(len(slots) for slots, _ in alike)
+        table = [f"  {slots:>{width}}  {' and '.join(roles)}" for slots, roles in alike]
     cluster = config.cluster
     if cluster.slots_per_device > 1:
         table.append(_on_gpus(placement.train, cluster.slots_per_device, certain=cluster.device == "cuda"))
     return _column("slots", [f"{placement.num_slots}, {placement.reason}", *table])
+
+
+def _mesh(config: TrainingConfig) -> list[Row]:
+    """Rows about the trainer's mesh: where its state lies, and why there."""
+    train, rules = placement_of(config).train, layout_rules(config)
+    chosen, layout = choose_layout(len(train), rules), layout_for(train, rules)
+    trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
+    parts = many(layout.num_data_parallel, "data-parallel rank")
+    table = [f"{in_words(layout.dims)}: {parts} on {many(len(train), 'slot')}"] if len(train) > 1 else []
+    if rules.spec is not None:
+        model, moments = trainer.model, {"adamw": 2, "sgd": 1}.get(trainer.optim.type, 0)
+        lines = mesh_table(rules.spec, layout, model.optimization_dtype, moments)
+        table += [f"  {line}" for line in lines] if table else lines
+    others = _other_layouts(config, len(train), rules)
+    return [*_column("mesh", table), *_column("why", _reasons(chosen, rules, root)), *_column("resizes", others)]
+
+
+def _reasons(chosen: ChosenLayout, rules: LayoutRules, root: str) -> list[str]:
+    """Why each axis above 1 has its size."""
+    dims, planned, found = chosen.layout.dims, chosen.planned, list[str]()
+    for axis in ("pp", "dp_replicate", "cp", "tp"):
+        if (size := getattr(dims, axis)) > 1 or axis in planned.reasons:
+            given = f"{root}resize.layouts: {chosen.listed}" if chosen.listed else f"as {root}model.{axis} says"
+            found.append(f"{axis} {size}: {planned.reasons.get(axis, given)}")
+    if dims.dp_shard > 1:
+        found.append(f"dp_shard {dims.dp_shard}: what the other axes leave of {many(len(chosen.layout.slots), 'slot')}")
+    if dims.pp > 1:
+        found.append(f"stages: {planned.reasons.get('stages', 'equally many layers')} ({rules.asked.pp_schedule})")
+    if dims.cp > 1:
+        found.append(f"cp_style {planned.cp_style}: {planned.reasons.get('cp_style', f'as {root}model.cp_style says')}")
+    return found
+
+
+def _other_layouts(config: TrainingConfig, num_train: int, rules: LayoutRules) -> list[str]:
+    """The layouts that the trainer would have on other numbers of slots, where they are not data parallelism alone."""
+    most = placement_of(config).num_slots
+    if config.deployment.type == "single_node" and not config.cluster.auto_scheduler:
+        most = max(most, config.deployment.gpus_per_node * config.cluster.slots_per_device)
+    dims = dict(enumerate(choose_dims(min(most, MOST_ROWS), rules), 1))
+    if all(each.num_data_parallel == number for number, each in dims.items()):
+        return []
+    said = [f"{number}: {in_words(each) or 'one slot'}" for number, each in dims.items() if number != num_train]
+    return [f"by number of train slots: {'; '.join(said)}" + ("; ..." if most > MOST_ROWS else "")]
 
 
 def _on_gpus(train: Sequence[int], each: int, certain: bool) -> str:

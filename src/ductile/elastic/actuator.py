@@ -48,8 +48,6 @@ class LiveActuator:
         self._setting, self._cluster, self._fleet = setting, cluster, fleet
         self._trainer, self._generators = fleet.trainer, fleet.generators
         self._resizer, self._recovery, self._activity = resizer, recovery, activity
-        self._dp_replicate = fleet.trainer.layout.dims.dp_replicate
-        """Copies of the state that the run began with, as its config says."""
         self._accounting, self._measured, self._clock = accounting, measured, clock
         self._moves: tuple[RoleChange, ...] = ()
         self._since_s: dict[int, float] = {}
@@ -84,7 +82,7 @@ class LiveActuator:
                 not self._resizer.under_way,
                 self._trainer.is_held,
                 self._setting.seq_len,
-                self._dp_replicate,
+                self._setting.rules,
             ),
             speeds=self._measured.speeds(),
             costs=self._measured.costs(),

@@ -27,7 +27,8 @@ class Measuring:
     def _on_micro_step(self, tokens_fullest: int, num_ranks: int, seconds: float, tokens_all: int) -> None:
         # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize is finalized.
         first, self._trained_in = self._trainer.epoch != self._trained_in, self._trainer.epoch
-        (self._costs.first_micro_step if first else self._costs.micro_step)(tokens_fullest, num_ranks, seconds)
+        took = self._costs.first_micro_step if first else self._costs.micro_step
+        took(tokens_fullest, num_ranks, seconds, self._trainer.layout.dims.rank_shape)
         self.on_change()
 
     def _on_event(self, slot: int, event: SlotEvent) -> None:

@@ -29,6 +29,9 @@ class SamplesInFlight:
     def __add__(self, other: "SamplesInFlight") -> "SamplesInFlight":
         return SamplesInFlight(self.rollouts + other.rollouts, self.tokens + other.tokens)
 
+    def __sub__(self, other: "SamplesInFlight") -> "SamplesInFlight":
+        return SamplesInFlight(self.rollouts - other.rollouts, self.tokens - other.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class StepSize:

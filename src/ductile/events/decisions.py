@@ -12,7 +12,7 @@
    where it did not decide in time.
 
 States come back bit for bit: JSON has the shortest text of a number that is read back as the same one. It has no
-infinity, so null stands for it.
+infinity, so null stands for it, but for the rules of the trainer's layout, where it is None.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +30,8 @@ from ductile.observe import Recorder
 Plain = dict[str, Any]
 """A record as JSON has it; its lists are tuples where `StateWriter` has them, and lists where they are read."""
 GENERATED = Unfinished._fields.index("generated")
+NULLABLE = frozenset({"rules"})
+"""Fields in which null stands for None: what is not known of a model, and no number."""
 SHORT = 8
 """A list of numbers with fewer is written whole."""
 
@@ -96,6 +98,8 @@ class StateReader:
         own = cast(Plain, _with_infinity(difference))
         self._unfinished = _rollouts_patched(self._unfinished, own.pop("unfinished", {}))
         self._plain = _patched(self._plain, own)
+        if "dp_replicate" in (trainer := self._plain["trainer"]):  # format 2, whose trainers were data-parallel
+            trainer["rules"] = {"asked": {"dp_replicate": trainer["dp_replicate"]}}
         return replace(msgspec.convert(self._plain, ClusterState), unfinished=tuple(self._unfinished))
 
 
@@ -182,7 +186,8 @@ def _each(runs: Sequence[int]) -> Iterator[int]:
 
 def _with_infinity(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _with_infinity(item) for name, item in cast(Mapping[str, Any], value).items()}
+        items = cast(Mapping[str, Any], value).items()
+        return {name: item if name in NULLABLE else _with_infinity(item) for name, item in items}
     if isinstance(value, list):
         return [_with_infinity(item) for item in cast(list[Any], value)]
     return float("inf") if value is None else value

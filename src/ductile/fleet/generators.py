@@ -9,7 +9,7 @@ migration  requests that go to another generator
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from ductile.concurrency.background import finish
 from ductile.concurrency.deadline import said
@@ -22,17 +22,20 @@ from ductile.fleet.dispatch import Dispatch
 from ductile.fleet.in_flight import InFlight, RequestsInFlight
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.migration import MigrationResult, Migrator
-from ductile.fleet.worker_pool import Server, WorkerPool
-from ductile.messages.workers import EngineStats, Finished
+from ductile.fleet.worker_pool import MOST_LOST, Server, WorkerPool
+from ductile.messages.workers import EngineStats, Finished, Heartbeat, Score, TrainCommand
 from ductile.records import GenerateRequest, Generation
 from ductile.roles import Failure, Late, NotTaken, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Died, Mailbox, SlotEvent
 
-MOST_LOST = 5
-"""Generators that may be lost with one request before it fails."""
+NUM_LOOKS = 10
+"""Looks for progress within `progress_timeout_s`. Looks are counted, and not seconds: while this process itself is
+suspended it hears of no progress, and the terminal may have suspended its slots, too."""
+OTHER_WORK = frozenset(kind.__name__ for kind in get_args(TrainCommand | Score))
+"""Commands that a slot carries out for another role than the generator; each has a deadline of its own."""
 NOT_TAKEN_S = 0.1
-"""Seconds until a request is sent again that an instance did not take."""
+"""Seconds until a request is sent again that no instance has taken."""
 
 
 class RemoteGenerators(WorkerPool):
@@ -49,15 +52,16 @@ class RemoteGenerators(WorkerPool):
         leases: WeightLeases | None = None,
         servers: Mapping[InstanceId, Server] | None = None,
         condemn: Callable[[int, str], None] | None = None,
+        is_needed: Callable[[int], bool] | None = None,
     ) -> None:
         """max_num_seqs: of one generator. block_tokens: as `core.instances.routing.route` has it.
-        leases, servers, condemn: as `WorkerPool` has them."""
+        leases, servers, condemn, is_needed: as `WorkerPool` has them."""
         self.on_finished = Listeners[[Generation]]()
         """Told of every completion, as it comes."""
         self.on_restarted = Listeners[[str, InstanceId | None]]()
-        """Told with a sentence and the lost generator when a request begins again, because its generator was lost;
-        None where it was between two."""
-        super().__init__(mailbox, "generate", instances, deadlines, leases, servers, condemn)
+        """Told with a sentence and the generator when a request begins again, because its generator was lost or did not
+        take it; None where it was between two. Of generators in a row that do not take it, the first is told."""
+        super().__init__(mailbox, "generate", instances, deadlines, leases, servers, condemn, is_needed)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
         self._in_flight = RequestsInFlight(clock)
         self._dispatch = Dispatch(self)
@@ -70,21 +74,24 @@ class RemoteGenerators(WorkerPool):
         """Waits for a generator while there is none. Raises SlotLost, Late or Refused.
 
         What was under way at a generator that is lost begins again at another one; a generator that makes no progress
-        is killed. A request that MOST_LOST generators were lost with fails: it may be what ends them.
+        is killed. A request that MOST_LOST generators were lost with fails: it may be what ends them. One that a
+        generator does not take goes to another, and again to all of them when none is left.
         """
         entry, aborted = self._in_flight.open(request), False
-        lost = set[Instance]()
+        lost, unwilling = set[Instance](), set[Instance]()
         try:
             while True:
                 try:
-                    await self._send(entry, lost)
+                    await self._send(entry, lost, unwilling)
                     return await self._wait_for(entry)
                 except Failure as error:
-                    if entry.instance is not None and isinstance(error, SlotLost):
-                        lost.add(entry.instance)
+                    if entry.instance is not None and isinstance(error, SlotLost | NotTaken):
+                        (lost if isinstance(error, SlotLost) else unwilling).add(entry.instance)
                     self._begin_again(entry, error)
-                    if isinstance(error, NotTaken):  # nothing tells when the instance takes requests again
-                        await asyncio.sleep(NOT_TAKEN_S)
+                    if unwilling.issuperset({*self.instances} - lost):  # nothing tells when they take requests again
+                        if isinstance(error, NotTaken):
+                            await asyncio.sleep(NOT_TAKEN_S)
+                        unwilling.clear()
         except (asyncio.CancelledError, Late):
             aborted = True
             self._dispatch.abort(entry)
@@ -120,27 +127,31 @@ class RemoteGenerators(WorkerPool):
         """Lengths of the latest completions."""
         return self._in_flight.completion_lengths.lengths()
 
-    async def _send(self, entry: InFlight, lost: Collection[Instance]) -> None:
-        instances = await self.some(f"request {entry.name}", lost)
+    async def _send(self, entry: InFlight, lost: Collection[Instance], unwilling: Collection[Instance]) -> None:
+        there = await self.some(f"request {entry.name}", lost)
+        instances = [instance for instance in there if instance not in unwilling] or there
         request, loads = entry.request, self._in_flight.loads(instances)
         chosen = route(request.group, loads, len(request.prompt), self._block_tokens).instance
         self._in_flight.note_instance(entry, next(each for each in instances if each.id == chosen))
         self._dispatch.send(entry)
 
     async def _wait_for(self, entry: InFlight) -> Generation:
+        limit_s = self._deadlines.progress_s
+        seen, num_looks = self._in_flight.progress_at_s(entry), 0
         while not entry.completion.done():
-            limit_s = self._deadlines.progress_s
-            patience_s = self._in_flight.patience_s(entry, limit_s)
-            if patience_s <= 0 and entry.instance is not None:
+            await asyncio.wait([entry.completion], timeout=limit_s / NUM_LOOKS)
+            progress_at_s = self._in_flight.progress_at_s(entry)
+            num_looks = num_looks + 1 if progress_at_s == seen else 0
+            seen = progress_at_s
+            if num_looks >= NUM_LOOKS and entry.instance is not None and not entry.completion.done():
                 self._kill(entry.instance, entry.request.id, limit_s)
-            await asyncio.wait([entry.completion], timeout=patience_s)
         return entry.completion.result()
 
     def _kill(self, instance: Instance, request: str, limit_s: float) -> NoReturn:
-        """Kill a generator that makes no progress. Raises SlotLost; Late for an external server, which is not ours to
-        kill."""
+        """Kill a generator that makes no progress. Raises SlotLost; Late for one that cannot be killed, as
+        `leave_behind` has it."""
         stuck = f"{self.describe(instance)} made no progress for {said(limit_s)} while it had to generate {request}"
-        if not instance.slots:
+        if not self._can_be_killed(instance):
             raise Late(stuck)
         for slot in instance.slots:
             self._condemn(slot, f"{stuck}, and has been killed")
@@ -155,10 +166,12 @@ class RemoteGenerators(WorkerPool):
             if entry.num_lost + 1 == MOST_LOST:
                 why = f"{error}; {MOST_LOST} generators were lost while they had {entry.request.id}"
                 raise SlotLost(why) from error
-        elif entry.num_not_taken * NOT_TAKEN_S > self._deadlines.patience_s:
+        elif self._in_flight.not_taken_for_s(entry) > self._deadlines.patience_s:
             raise error
+        is_first = entry.not_taken_since_s is None
         self._in_flight.reopen(entry, is_lost=isinstance(error, SlotLost))
-        self.on_restarted(f"Request {entry.request.id} begins again: {error}.", lost)
+        if is_first or isinstance(error, SlotLost):
+            self.on_restarted(f"Request {entry.request.id} begins again: {error}.", lost)
 
     async def _migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
         async with self.lock.shared(f"{len(migrations)} requests change generators"):
@@ -171,6 +184,8 @@ class RemoteGenerators(WorkerPool):
                     self.on_finished(generation)
             case EngineStats():
                 self._in_flight.note_stats(instance, event)
+            case Heartbeat(what) if what in OTHER_WORK:
+                self._in_flight.note_other_work(instance)
             case Died(reason):
                 self._in_flight.forget(instance)
                 for entry in self._in_flight.at(instance):

@@ -33,8 +33,8 @@ class InFlight:
     """Tokens that are still to come, as predicted."""
     num_lost: int = 0
     """Generators that were lost while they had the request."""
-    num_not_taken: int = 0
-    """How often a generator did not take the request."""
+    not_taken_since_s: float | None = None
+    """Time at which a generator did not take the request, and none has since; None when one has, or none was asked."""
     migrating: bool = False
     """The request migrates to `instance`, and the reply is waited for. Should that one be lost, the migration goes
     on."""
@@ -82,10 +82,17 @@ class RequestsInFlight:
     def reopen(self, entry: InFlight, *, is_lost: bool) -> None:
         """Make the request ready to begin again: its generator was lost with its tokens, or has not taken it."""
         entry.num_lost += is_lost
-        entry.num_not_taken += not is_lost
+        if is_lost:
+            entry.not_taken_since_s = None
+        elif entry.not_taken_since_s is None:
+            entry.not_taken_since_s = self._clock()
         entry.generated = len(entry.request.generated)
         entry.completion = asyncio.get_running_loop().create_future()
         self.note_instance(entry, None)
+
+    def not_taken_for_s(self, entry: InFlight) -> float:
+        """Seconds for which no generator has taken the request."""
+        return 0.0 if entry.not_taken_since_s is None else self._clock() - entry.not_taken_since_s
 
     def close(self, entry: InFlight, aborted: bool) -> None:
         del self._by_name[entry.name]
@@ -117,13 +124,16 @@ class RequestsInFlight:
         """Returns when no request is at this generator. Raises TimeoutError."""
         await self._changed.wait_for(lambda: not self.at(instance), timeout_s)
 
-    def patience_s(self, entry: InFlight, timeout_s: float) -> float:
-        """Seconds until the request's generator has made no progress for `timeout_s`. Between two generators it is the
-        whole `timeout_s`: no generator is to blame, and the migration has deadlines of its own."""
+    def progress_at_s(self, entry: InFlight) -> float | None:
+        """Time at which the request's generator last made progress, or got the request. None between two generators:
+        none is to blame, and the migration has deadlines of its own."""
         if entry.instance is None or entry.migrating:
-            return timeout_s
-        progress_at_s = self._progress_at_s.get(entry.instance.id, entry.since_s)
-        return max(entry.since_s, progress_at_s) + timeout_s - self._clock()
+            return None
+        return max(entry.since_s, self._progress_at_s.get(entry.instance.id, entry.since_s))
+
+    def note_other_work(self, instance: Instance) -> None:
+        """Its slot is at a command of another role: meanwhile the generator cannot make progress."""
+        self._progress_at_s[instance.id] = self._clock()
 
     def note_completions(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:
         """Returns the completions that were waited for, under the ids of their requests."""
@@ -145,7 +155,7 @@ class RequestsInFlight:
         for name, generated in stats.generated.items():
             entry = self._by_name.get(name)
             if entry and entry.instance == instance:
-                entry.generated = max(entry.generated, generated)
+                entry.generated, entry.not_taken_since_s = max(entry.generated, generated), None
                 self._predict(entry)
 
     def loads(self, instances: Sequence[Instance]) -> list[GeneratorLoad]:

@@ -10,7 +10,7 @@ them ends it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +21,7 @@ from ductile.messages.workers import EndLease, LeaseWeights, Published, Receive
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.fanout import raise_worst
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.mailbox import Mailbox, Outcome
 
 
 class WeightSource(Protocol):
@@ -63,9 +63,11 @@ class WeightLeases:
         """The instance is none any more."""
         self._versions.pop(instance, None)
 
-    async def give(self, joiner: Instance, version: int) -> bool:
+    async def give(self, joiner: Instance, version: int, condemn_late: Callable[[Mapping[int, Outcome]], None]) -> bool:
         """Have the slots of `joiner`, which have the role and no weights, make this version live. False: no source has
         it any more.
+
+        condemn_late: told what became of it on each slot of the joiner.
 
         Raises SlotLost when one of the slots is lost, and the first failure when no source could give the weights.
         """
@@ -76,6 +78,7 @@ class WeightLeases:
                 async with self._lease(source, version) as manifest:
                     receive = dict.fromkeys(joiner.slots, Receive(joiner.role, manifest))
                     outcomes = await self._mailbox.ask_all(receive, self._timeout_s)
+                    condemn_late(outcomes)
                     is_late = any(isinstance(outcome, Late) for outcome in outcomes.values())
                     raise_worst(outcomes)
             except Failure as error:

@@ -10,7 +10,7 @@ from ductile.concurrency.deadline import said
 from ductile.core.batch.packing import split_by_tokens
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.fleet.leases import WeightLeases
-from ductile.fleet.worker_pool import WorkerPool
+from ductile.fleet.worker_pool import MOST_LOST, WorkerPool
 from ductile.messages.workers import Score, Scores
 from ductile.records import Sample
 from ductile.roles import Failure, Late, Refused, SlotLost
@@ -32,9 +32,10 @@ class RemoteScorer(WorkerPool):
         deadlines: Deadlines,
         leases: WeightLeases | None = None,
         condemn: Callable[[int, str], None] | None = None,
+        is_needed: Callable[[int], bool] | None = None,
     ) -> None:
-        """leases, condemn: as `WorkerPool` has them."""
-        super().__init__(mailbox, "score", instances, deadlines, leases, condemn=condemn)
+        """leases, condemn, is_needed: as `WorkerPool` has them."""
+        super().__init__(mailbox, "score", instances, deadlines, leases, condemn=condemn, is_needed=is_needed)
         self.scorer_seconds = 0.0
         """Seconds of all scorers together that they have been asked to score."""
         self._num_scoring: Counter[InstanceId] = Counter()
@@ -45,9 +46,11 @@ class RemoteScorer(WorkerPool):
 
         What was under way at a scorer that is lost, late or refuses is scored by others, once all have replied; such a
         scorer comes back as a new one (`WorkerPool.leave_behind`). Raises Refused or Late when MOST_FAILURES of
-        them have failed so, and Late when no scorer comes.
+        them have failed so, SlotLost when scorers were lost MOST_LOST times with the same samples, which may be what
+        ends them, and Late when no scorer comes.
         """
         scores: dict[int, Floats] = {}
+        num_lost = [0] * len(samples)
         failures = dict[Instance, Failure]()
         left, lost = list(range(len(samples))), set[Instance]()
         while left:
@@ -65,7 +68,18 @@ class RemoteScorer(WorkerPool):
                     scores.update(zip(asked.pop(scorer), outcome.logprobs, strict=True))
             lost |= asked.keys()
             left = [index for share in asked.values() for index in share]
+            for scorer, failure in failed.items():
+                if isinstance(failure, SlotLost):
+                    self._note_lost(asked[scorer], num_lost, failure)
         return [scores[index] for index in range(len(samples))]
+
+    def _note_lost(self, share: Sequence[int], num_lost: list[int], failure: SlotLost) -> None:
+        """Raises SlotLost for a share of samples that scorers were lost with too often."""
+        for index in share:
+            num_lost[index] += 1
+        if any(num_lost[index] == MOST_LOST for index in share):
+            why = f"{failure}; {MOST_LOST} scorers were lost while they had the same samples"
+            raise SlotLost(why) from failure
 
     async def _score(
         self, samples: Sequence[Sample], asked: Mapping[Instance, Sequence[int]], model: Literal["policy", "reference"]

@@ -282,7 +282,8 @@ class RemoteTrainer:
             while True:
                 while steps and len(in_flight) < IN_FLIGHT and not self._num_waiting and not self.is_held:
                     step = steps.popleft()
-                    in_flight.append((step, asyncio.create_task(self._micro_step(step))))
+                    deadline_s = self._deadlines.command_s + len(in_flight) * self._deadlines.command_s
+                    in_flight.append((step, asyncio.create_task(self._micro_step(step, deadline_s))))
                     self.with_gradient = True
                 if not in_flight:
                     return
@@ -301,20 +302,23 @@ class RemoteTrainer:
         busy_s = max(reply.busy_s for reply in done.values())
         self.on_micro_step(max(tokens), len(step), busy_s, sum(tokens))
 
-    async def _micro_step(self, step: MicroStep) -> Mapping[int, ForwardBackwardDone]:
-        return await self._ask(
-            {slot: ForwardBackward(of_rank) for slot, of_rank in self.layout.deal(step).items()}, ForwardBackwardDone
-        )
+    async def _micro_step(self, step: MicroStep, deadline_s: float) -> Mapping[int, ForwardBackwardDone]:
+        commands = {slot: ForwardBackward(of_rank) for slot, of_rank in self.layout.deal(step).items()}
+        return await self._ask(commands, ForwardBackwardDone, deadline_s)
 
     async def _all(self, command: Command, expected: type[R]) -> Mapping[int, R]:
         return await self._ask(dict.fromkeys(self.layout.slots, command), expected)
 
-    async def _ask(self, commands: Mapping[int, Command], expected: type[R]) -> Mapping[int, R]:
+    async def _ask(
+        self, commands: Mapping[int, Command], expected: type[R], deadline_s: float | None = None
+    ) -> Mapping[int, R]:
+        """deadline_s: None: that of a command; longer for one that waits in its slot for others."""
+        deadline_s = deadline_s or self._deadlines.command_s
         try:
             try:
-                return await ask_each(self._mailbox, commands, self._deadlines.command_s, expected)
+                return await ask_each(self._mailbox, commands, deadline_s, expected)
             except StateKept:  # what was in the way, such as a file system, may be well again
-                return await ask_each(self._mailbox, commands, self._deadlines.command_s, expected)
+                return await ask_each(self._mailbox, commands, deadline_s, expected)
         except Late as error:  # whatever else is asked, saving too, would wait behind this as long again
             self.lose(SlotLost(str(error)))
             raise

@@ -33,6 +33,9 @@ from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import raise_worst, worst_of
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
+MOST_LOST = 5
+"""Generators that may be lost with one request before it fails, and times that scorers may be with the same samples."""
+
 
 class Server(Protocol):
     """An instance that is on no slot of ours: it takes the messages that the first slot of another one would."""
@@ -58,21 +61,26 @@ class WorkerPool:
         leases: WeightLeases | None,
         servers: Mapping[InstanceId, Server] | None = None,
         condemn: Callable[[int, str], None] | None = None,
+        is_needed: Callable[[int], bool] | None = None,
     ) -> None:
         """leases: None where no instance ever joins. servers: what takes the messages of instances without slots.
         condemn(slot, sentence): kills a slot that hangs, which is lost from then on (`Cluster.condemn`); None gives it
-        up without that."""
+        up without that. is_needed(slot): whether the run would end with the slot, which is not killed then; None: with
+        none."""
         self.instances = in_order(instances)
         self.version: int | None = None
         """Version that is live; None before the first."""
         self.num_waiting = 0
         """Calls of `some` that wait for an instance."""
-        self.lock = ReadWriteLock(deadlines.patience_s)
+        # Longer than a source that hangs at its lease, and then a newcomer that hangs at its weights, hold it: who
+        # waits for them is not to blame, and the run need not end.
+        self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or a call of `some` begins to wait for one."""
         self._servers = dict(servers or {})
         self._mailbox, self._deadlines, self._leases = mailbox, deadlines, leases
         self._condemn = condemn or mailbox.lose
+        self._is_needed: Callable[[int], bool] = is_needed or (lambda slot: False)
         self._role: Serving = role
         self._draining: dict[InstanceId, Instance] = {}
         self._waiting: dict[InstanceId, Instance] = {}
@@ -175,7 +183,7 @@ class WorkerPool:
             raise_worst(outcomes)
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
-                takes_work = version is not None and await self._leases.give(instance, version)
+                takes_work = version is not None and await self._leases.give(instance, version, self._condemn_late)
                 if why := self.why_lost(instance):
                     raise SlotLost(why)
                 self._on.update(dict.fromkeys(slots, instance))
@@ -246,8 +254,8 @@ class WorkerPool:
         """Go on without the instances that failed at what they were asked: one that is late or refuses is killed, and
         comes back as one that is lost does.
 
-        An external server cannot be killed, nor a slot that also trains, which the run would end with: what such ones
-        failed with is raised, the worst of it.
+        An external server cannot be killed, nor a slot that the run would end with, such as one that also trains: what
+        such ones failed with is raised, the worst of it.
         """
         failed = {instance: failure for instance, failure in failed.items() if not isinstance(failure, SlotLost)}
         raise_worst({instance: failure for instance, failure in failed.items() if not self._can_be_killed(instance)})
@@ -291,12 +299,14 @@ class WorkerPool:
             return error
 
     def _can_be_killed(self, instance: Instance) -> bool:
-        return bool(instance.slots) and not any("train" in self._mailbox.roles(slot) for slot in instance.slots)
+        return bool(instance.slots) and not any(map(self._is_needed, instance.slots))
 
     def _condemn_late(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Kill the slots that hang as they take their first role: they would not release it in time, either."""
+        """Kill the slots that hang as they take their first role, or its weights: they would not release it in time,
+        either."""
         for slot, outcome in outcomes.items():
-            if isinstance(outcome, Late) and self._mailbox.roles(slot) == (self._role,):
+            has_others = self._mailbox.roles(slot) != (self._role,) or self._is_needed(slot)
+            if isinstance(outcome, Late) and not has_others:
                 self._condemn(slot, f"{outcome}; it has been killed")
 
     async def _release_half_joined(self, instance: Instance) -> None:

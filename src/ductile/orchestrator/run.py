@@ -15,12 +15,14 @@ from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import ROLES, LocalCluster
 from ductile.concurrency.deadline import Deadline
 from ductile.config.inference import shared_block_tokens
+from ductile.config.layout import layout_rules
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.scheduling import policy_name, replaced_roles
 from ductile.config.secrets import secret_of
 from ductile.config.slots import placement_of
 from ductile.config.trainer import TrainerConfig
 from ductile.core.instances.placement import SPELLED, Placement
+from ductile.core.layout.layout_rules import layout_for
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.core.scheduling.state import Limits, first_instances
 from ductile.elastic.activity import SlotActivity
@@ -120,7 +122,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
     """The trainer alone, on data that is there."""
     placement, deadlines = placement_of(config), Deadlines.of(config.cluster)
     async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
-        settings, layout = prepared.trainer.model_dump(mode="json"), prepared.trainer.model.layout(placement.train)
+        settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(placement.train, layout_rules(config))
         taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.graceful, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, layout, deadlines)
@@ -228,7 +230,7 @@ async def _live(
         patience_s=command_s,
     )
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
-    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet)
+    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet, layout_rules(config))
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(session, cluster, trainer, activity, resizer, policy)
     with LossLog(cluster, resizer, session.record):
@@ -242,7 +244,7 @@ async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement
     timeout_s = deadlines.command_s
     generate = config.inference.model_dump(mode="json")
     train = score = prepared.trainer.model_dump(mode="json")
-    layout = prepared.trainer.model.layout(placement.train)
+    layout = layout_for(placement.train, layout_rules(config))
     await asyncio.gather(
         assign_role(mailbox, "train", train, [layout], timeout_s, cluster.rendezvous),
         assign_role(mailbox, "generate", generate, each_alone(placement.generate), timeout_s),
@@ -252,13 +254,25 @@ async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement
     leases = WeightLeases(mailbox, trainer, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
     instances = first_instances(placement, Limits())
+
+    def is_needed(slot: int) -> bool:
+        """Also a slot that trains while a resize judges what its death means: it has a part of the state."""
+        return cluster.depends_on(slot) or slot in trainer.layout.slots
+
     generators = [each for each in instances if each.role == "generate"]
     scorers = [each for each in instances if each.role == "score"]
     return Fleet(
         trainer,
         RemoteGenerators(
-            mailbox, generators, num_seqs, block_tokens, deadlines, leases=leases, condemn=cluster.condemn
+            mailbox,
+            generators,
+            num_seqs,
+            block_tokens,
+            deadlines,
+            leases=leases,
+            condemn=cluster.condemn,
+            is_needed=is_needed,
         ),
-        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn) if scorers else None,
+        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, is_needed) if scorers else None,
         {"generate": generate, "score": score},
     )

@@ -5,6 +5,7 @@ from functools import partial
 
 from ductile.cluster.cluster import Cluster
 from ductile.config.inference import shared_block_tokens
+from ductile.config.layout import layout_rules
 from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_arguments, policy_name, policy_of
@@ -149,6 +150,7 @@ def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, *, on_gpu: bo
         on_gpu=on_gpu,
         instances=fleet.instances,
         layout=fleet.trainer.layout,
+        rules=layout_rules(config),
     )
 
 

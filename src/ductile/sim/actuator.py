@@ -1,19 +1,20 @@
 """The simulated cluster: which slot holds what and does what, which instances there are, what a policy is told.
 
-It keeps the books and decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's controller has
-it change who holds what (it follows `elastic.controller.Actuator`), the ledger hears of every change of a slot's
-activity.
+It decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's controller has it change who holds
+what (it follows `elastic.controller.Actuator`), the ledger hears of every change of a slot's activity. How far the step
+is it reads from the loop's own books (`elastic.step_accounting`), as a live run does; those count tokens in blocks.
 """
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import fsum
 
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.instances.placement import SPELLED, Role
+from ductile.core.layout.layout_rules import layout_for
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.cost import context_transfer
 from ductile.core.scheduling.ledger import Activity, Ledger, idle_cause
@@ -28,6 +29,7 @@ from ductile.core.scheduling.state import (
     Unfinished,
     first_instances,
 )
+from ductile.elastic.step_accounting import SamplesInFlight, StepAccounting
 from ductile.fleet.release import Release
 from ductile.sim.engine import SimulatedEngine, SimulatedRequest
 from ductile.sim.loads import SimulatedLoads
@@ -39,12 +41,6 @@ SEEN = 2048
 """Lengths of completions that policies are told of: the latest."""
 
 
-@dataclass(slots=True)
-class _Group:
-    finished: int = 0
-    blocks: int = 0
-
-
 class SimulatedActuator:
     def __init__(self, scenario: Scenario, ledger: Ledger) -> None:
         self.scenario, self.ledger = scenario, ledger
@@ -53,18 +49,19 @@ class SimulatedActuator:
         self.roles: dict[int, tuple[Role, ...]] = {}
         self.since_s = dict.fromkeys(slots, 0.0)
         self._changing: frozenset[int] = frozenset()
-        self.layout = scenario.layout.adapted(scenario.placement.train, scenario.layout.dims.dp_replicate)
+        self.layout = layout_for(scenario.placement.train, scenario.rules)
         self.boundary = asyncio.Lock()
         """Held by the trainer in a micro-step, and by a change of its slots."""
         self.may_train = asyncio.Event()
         self.may_train.set()
-        self.version = 0
-        """Version of the weights that the trainer has."""
+        self.pending = SamplesInFlight()
+        """Samples that the trainer has been given and has not done yet."""
         self.live_version = -1
         """Version that the generators sample from; -1 before the first."""
         self.num_updates = 0
-        self.started = self.finished = self.trained = 0
-        """Rollouts since the run began."""
+        """Optimizer steps of the run that taught something."""
+        self.num_waiting = 0
+        """Requests that wait for a generator."""
         self.trained_tokens = 0
         self.step_s: list[float] = []
         self.on_finished = Listeners[[list[SimulatedRequest]]]()
@@ -73,12 +70,11 @@ class SimulatedActuator:
         self._loads = SimulatedLoads(scenario.cache_block)
         self._generates, self._scores = asyncio.Event(), asyncio.Event()
         self._doing: dict[Activity, Counter[int]] = {activity: Counter() for activity in DOING}
-        self._groups: dict[str, _Group] = {}
-        self._ready = self._ready_tokens = self._to_score = self._to_score_tokens = 0
+        self._accounting: StepAccounting | None = None
         self._ended: deque[int] = deque(maxlen=SEEN)
         self._cut: deque[int] = deque(maxlen=SEEN)
         self._migrating: dict[str, SimulatedRequest] = {}
-        self._facts = (False, False, False)
+        self._facts = (False, False, False, False)
         self.instances: tuple[Instance, ...] = ()
         """Generators and scorers, in the order of their slots."""
         self.engines: dict[InstanceId, SimulatedEngine] = {}
@@ -103,10 +99,13 @@ class SimulatedActuator:
     def now_s(self) -> float:
         return self._loop.time()
 
+    def reads(self, accounting: StepAccounting) -> None:
+        """Tell policies from now on what these books say."""
+        self._accounting = accounting
+
     # -- what the controller has it do
 
     def begin(self, version: int) -> None:
-        self.version = version
         if version:
             self.step_s.append(self.now_s - fsum(self.step_s))
 
@@ -244,19 +243,26 @@ class SimulatedActuator:
         if slot in self._engine_on and self._engine_on[slot].requests:
             self.ledger.switch(slot, "generate", self.now_s)
         elif self.live_version >= 0:  # until then it starts up
-            others_decode, may_start, held = self._facts
+            others_decode, may_start, samples_ready, held = self._facts
             cause = idle_cause(
                 self.roles[slot],
                 others_decode=others_decode,
-                may_start=int(may_start),
-                samples_ready=self._ready,
+                may_start=may_start,
+                samples_ready=samples_ready,
                 held=held,
             )
             self.ledger.switch(slot, "idle", self.now_s, cause)
 
     def look_again(self) -> None:
         """Why slots are idle may have changed."""
-        facts = (self.started > self.finished, self.to_start() > 0, not self.may_train.is_set())
+        if self._accounting is None:
+            return
+        facts = (
+            any(engine.requests for engine in self.engines.values()),
+            self._accounting.to_start(self.num_waiting) > 0,
+            self._accounting.samples_ready(self.pending) > 0,
+            not self.may_train.is_set(),
+        )
         if facts != self._facts:
             self._facts = facts
             for slot in self.roles:
@@ -266,19 +272,20 @@ class SimulatedActuator:
 
     async def start(self, simulated: SimulatedRequest) -> None:
         """Send the request where there is the least to do; waits while there is no generator."""
-        while not self._loads:
-            await self._generates.wait()
-        self.started += 1
+        self.num_waiting += 1
+        try:
+            while not self._loads:
+                await self._generates.wait()
+        finally:
+            self.num_waiting -= 1
         self._put(simulated, self._loads.route(simulated.request.group, simulated.prompt_tokens).instance)
 
     def abort(self, simulated: SimulatedRequest) -> None:
         name = simulated.request.id
-        if self._migrating.pop(name, None):
-            self.started -= 1
+        self._migrating.pop(name, None)
         for instance, engine in self.engines.items():
             if name in engine.requests:
                 self._take(name, instance)
-                self.started -= 1
 
     def _take(self, name: str, source: InstanceId) -> SimulatedRequest:
         engine = self.engines[source]
@@ -306,31 +313,13 @@ class SimulatedActuator:
             self.refresh(slot)
 
     def _on_done(self, instance: Instance, requests: list[SimulatedRequest]) -> None:
-        scenario = self.scenario
         for simulated in requests:
-            self.finished += 1
             self._loads.remove(instance.id, simulated.request.group, simulated.predicted_tokens)
-            (self._cut if simulated.num_tokens >= scenario.work.max_tokens else self._ended).append(
-                simulated.num_tokens
-            )
-            group = self._groups.setdefault(simulated.request.group, _Group())
-            group.finished += 1
-            group.blocks += scenario.blocks(simulated.prompt_tokens) + scenario.blocks(simulated.num_tokens)
-            if group.finished == scenario.work.group_size:
-                del self._groups[simulated.request.group]
-                self._to_score += group.finished
-                self._to_score_tokens += group.blocks * scenario.block_tokens
-                if not scenario.score:
-                    self.on_scored(group.finished, group.blocks * scenario.block_tokens)
+            is_cut = simulated.num_tokens >= self.scenario.work.max_tokens
+            (self._cut if is_cut else self._ended).append(simulated.num_tokens)
         self._refresh_all(instance)
         self.look_again()
         self.on_finished(requests)
-
-    def on_scored(self, rollouts: int, tokens: int) -> None:
-        self._to_score -= rollouts
-        self._to_score_tokens -= tokens
-        self._ready += rollouts
-        self._ready_tokens += tokens
 
     def now_live(self, version: int) -> None:
         """Every generator samples from this version."""
@@ -343,19 +332,15 @@ class SimulatedActuator:
         """An optimizer step is done."""
         self.num_updates += 1
 
-    def on_trained(self, rollouts: int, tokens: int) -> None:
-        self.trained += rollouts
-        self.trained_tokens += tokens
-        self._ready -= rollouts
-        self._ready_tokens -= tokens
-        self.look_again()
+    def on_given(self, samples: SamplesInFlight) -> None:
+        """The trainer has been given these."""
+        self.pending = self.pending + samples
 
-    def to_start(self) -> int:
-        """Rollouts that the staleness bound admits and that have not begun."""
-        work = self.scenario.work
-        ahead = min(work.max_async_level, work.max_off_policy_steps)
-        steps = min(self.version + 1 + ahead, work.num_steps)
-        return max(0, steps * work.rollouts_per_step - self.started)
+    def on_trained(self, samples: SamplesInFlight) -> None:
+        """Some of what the trainer has been given is done."""
+        self.pending = self.pending - samples
+        self.trained_tokens += samples.tokens * self.scenario.block_tokens
+        self.look_again()
 
     # -- what a policy is told
 
@@ -383,9 +368,7 @@ class SimulatedActuator:
                 for slot, roles in self.roles.items()
             ),
             batch=self._batch(),
-            trainer=TrainerState(
-                self.layout, True, not self.may_train.is_set(), work.seq_len, scenario.layout.dims.dp_replicate
-            ),
+            trainer=TrainerState(self.layout, True, not self.may_train.is_set(), work.seq_len, scenario.rules),
             speeds=scenario.speeds,
             costs=scenario.costs,
             home=scenario.placement,
@@ -397,23 +380,14 @@ class SimulatedActuator:
         )
 
     def _batch(self) -> BatchProgress:
-        scenario, work = self.scenario, self.scenario.work
-        return BatchProgress(
-            step=self.version,
-            num_rollouts=work.rollouts_per_step,
-            group_size=work.group_size,
-            trained=self.trained - self.version * work.rollouts_per_step,
-            ready=self._ready,
-            ready_tokens=self._ready_tokens,
-            partial=sum(group.finished for group in self._groups.values()),
-            partial_tokens=sum(group.blocks for group in self._groups.values()) * scenario.block_tokens,
-            to_score=self._to_score,
-            to_score_tokens=self._to_score_tokens,
-            to_start=self.to_start(),
-            update=self.num_updates % work.n_minibatches,
-            num_updates=work.n_minibatches,
-            steps_left=work.num_steps - self.version,
-            steps_ahead=min(work.max_async_level, work.max_off_policy_steps),
+        if self._accounting is None:
+            raise ValueError("a policy was asked before the loop had books")
+        counted, block_tokens = self._accounting.batch(self.pending, self.num_waiting), self.scenario.block_tokens
+        return replace(
+            counted,
+            ready_tokens=counted.ready_tokens * block_tokens,
+            partial_tokens=counted.partial_tokens * block_tokens,
+            to_score_tokens=counted.to_score_tokens * block_tokens,
         )
 
 

@@ -135,7 +135,7 @@ def recorded_scenario(recording: Recording, seed: int = 0) -> Scenario:
         coalesce_s=REST_S,
         cache_block=setting.block_size,
         score=bool(setting.home.score) and isfinite(last.speeds.score_tokens_per_s),
-        layout=setting.layout,
+        rules=setting.rules,
         on_gpu=setting.on_gpu,
         servers=tuple(each for each in setting.instances if not each.slots),
     )

@@ -12,6 +12,7 @@ from ductile.columns import Floats, TokenIds, Versions
 from ductile.core.instances.instances import slots_on
 from ductile.core.instances.routing import predicted_tokens
 from ductile.elastic.controller import ElasticController
+from ductile.elastic.step_accounting import SamplesInFlight
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.engine import SimulatedRequest
@@ -82,6 +83,7 @@ class SimTrainer:
         """Micro-step by micro-step, on the slots that the trainer has at each."""
         actuator, block = self._actuator, self._actuator.scenario.block_tokens
         left = sorted((len(sample) for sample in samples), reverse=True)
+        actuator.on_given(SamplesInFlight(len(left), sum(left)))
         while left:
             await actuator.may_train.wait()
             async with actuator.boundary:
@@ -89,10 +91,11 @@ class SimTrainer:
                     continue
                 slots = actuator.layout.slots
                 done, left, longest = _row(left, self.num_ranks, seq_len)
-                seconds = actuator.scenario.speeds.train.seconds(longest * block, self.num_ranks)
+                shape = actuator.layout.dims.rank_shape
+                seconds = actuator.scenario.speeds.train.seconds(longest * block, self.num_ranks, shape)
                 actuator.stall(slots, seconds)
                 await actuator.busy("train", slots, seconds)
-                actuator.on_trained(len(done), sum(done) * block)
+                actuator.on_trained(SamplesInFlight(len(done), sum(done)))
             self._controller.notify()
 
     async def optim_step(self, loss_denominator: float) -> StepReport:
@@ -134,7 +137,6 @@ class SimScorer:
         tokens = sum(map(len, samples)) * actuator.scenario.block_tokens
         seconds = tokens / (actuator.scenario.speeds.score_tokens_per_s * len(scorers))
         await actuator.busy("score", slots_on(scorers), seconds)
-        actuator.on_scored(len(samples), tokens)
         self._controller.notify()
         return [Floats.full(len(sample), 0.0) for sample in samples]
 

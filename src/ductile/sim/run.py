@@ -102,9 +102,10 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
     num_prompts = work.num_steps * work.groups_per_step
     task, tokenizer = SimulatedTask(num_prompts, scenario.blocks(work.prompt_tokens)), Blocks()
     max_blocks = scenario.blocks(work.prompt_tokens) + scenario.blocks(work.max_tokens)
+    bound = StalenessBound(work.groups_per_step, work.max_async_level, work.max_off_policy_steps)
     buffer = Buffer(
         Prompts(task, tokenizer, ExampleOrder(range(num_prompts), work.seed), max_blocks),
-        StalenessBound(work.groups_per_step, work.max_async_level, work.max_off_policy_steps),
+        bound,
         record,
         version=0,
         max_steps=work.num_steps,
@@ -119,7 +120,13 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
         Sampling(max_tokens=scenario.blocks(work.max_tokens)),
         work.group_size,
     )
-    size = StepSize(work.num_steps, work.groups_per_step, work.group_size, work.n_minibatches, scores=scenario.score)
+    size = StepSize(
+        work.num_steps, work.groups_per_step, work.group_size, work.n_minibatches, bound.ahead, scores=scenario.score
+    )
+    accounting = StepAccounting(size, buffer, rollouts)
+    actuator.reads(accounting)
+    for changed in (actuator.look_again, controller.notify):
+        buffer.on_change.add(changed)
     return Loop(
         RunSchedule(
             work.num_steps, work.groups_per_step, work.n_minibatches, max(1, work.seq_len // scenario.block_tokens)
@@ -130,7 +137,7 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
         rollouts,
         buffer,
         SampleBuilder(scorer, drop_zero_advantage=False),
-        StepAccounting(size, buffer, rollouts),
+        accounting,
         evaluation=None,
         save=_nothing,
         save_due=lambda step: False,

@@ -8,7 +8,7 @@ from math import exp
 
 from ductile.core.instances.instances import Instance
 from ductile.core.instances.placement import Placement
-from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelLayout
+from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.scheduling.cost import Speeds, SwitchCosts
 from ductile.core.scheduling.state import Limits
 
@@ -67,8 +67,8 @@ class Scenario:
     """There is a scorer, and every sample passes through it."""
     servers: tuple[Instance, ...] = ()
     """Generators that are on no slot, and are there from the beginning to the end."""
-    layout: ParallelLayout = ONE_SLOT
-    """The sizes of the trainer's axes, which it keeps on whatever slots it has."""
+    rules: LayoutRules = NO_RULES
+    """Which layout the trainer has on any number of slots."""
     on_gpu: bool = False
     """The slots are GPUs, which have memory for two roles only where the placement says so."""
 

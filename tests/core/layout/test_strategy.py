@@ -6,7 +6,8 @@ import pytest
 from ductile.core.layout.layout import Layout
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import contiguous_stages, model_layout
+from ductile.core.layout.stages import contiguous_stages
+from ductile.core.layout.strategy import model_layout
 from layouts import relabelled, zero_layout
 
 SPEC = ModelSpec("qwen3", 50, 16, 24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)

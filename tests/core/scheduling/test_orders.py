@@ -2,6 +2,8 @@ from dataclasses import replace
 
 import pytest
 
+from ductile.core.layout.asked_layout import AskedLayout
+from ductile.core.layout.layout_rules import LayoutRules
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.migration import change, migrate, remaining_tokens
 from ductile.core.scheduling.orders import Decision, Migration, RoleChange, layout_after, violations
@@ -45,15 +47,15 @@ def test_the_trainer_s_slots_do_not_change_while_they_change():
     ]
 
 
-def test_the_trainer_keeps_the_axes_that_a_decision_has_no_say_in():
-    state = scene()
-    state = replace(state, trainer=replace(state.trainer, layout=ParallelLayout.of((0, 1), tp=2)))
-    grow = RoleChange(2, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN)
-    assert violations(state, Decision(grow)) == []
-    assert layout_after(state, Decision(grow)) == ParallelLayout.of((0, 1, 2, 3), tp=2)
-    assert violations(state, Decision(grow[:1])) == [
-        "the trainer cannot go on so: the number of slots, 3, must be a multiple of tp 2"
-    ]
+def test_the_layout_follows_from_the_rules_and_the_number_of_slots():
+    state, rules = scene(), LayoutRules(asked=AskedLayout(tp=2), listed=("pp=2,tp=2,dp_shard=1",))
+    state = replace(state, trainer=replace(state.trainer, layout=ParallelLayout.of((0, 1), tp=2), rules=rules))
+    grow = [RoleChange(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5)]
+    after = {number: Decision(tuple(grow[:number])) for number in (1, 2, 4)}
+    assert [violations(state, decision) for decision in after.values()] == [[], [], []]
+    layouts = [layout_after(state, decision) for decision in after.values()]
+    expected = [{}, {"pp": 2, "tp": 2}, {"tp": 2}]
+    assert layouts == [ParallelLayout.of(range(2 + n), **sizes) for n, sizes in zip(after, expected, strict=True)]
 
 
 def test_generators_may_all_go_when_there_is_nothing_to_generate():
@@ -83,7 +85,8 @@ def test_who_stays_in_the_layout_keeps_its_place():
 def test_the_state_has_the_copies_that_the_config_asks_for_where_the_slots_allow_it(configured, slots, expected):
     """However many there are now: a policy may have gone through a number of slots that does not allow them."""
     state = scene(placement={"actor": "0", "rollout": "1-7"})
-    state = replace(state, trainer=replace(state.trainer, dp_replicate=configured))
+    rules = LayoutRules(asked=AskedLayout(dp_replicate=configured))
+    state = replace(state, trainer=replace(state.trainer, rules=rules))
     joining = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in range(1, slots))
     assert layout_after(state, Decision(joining)).dims.dp_replicate == expected
 

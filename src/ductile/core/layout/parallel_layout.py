@@ -17,10 +17,11 @@ ep is no axis beside these. Where a layer has experts, the slots of dp_shard, cp
 dealt out anew, to `expert_shard` and, inside, `ep`.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from math import gcd, prod
+from math import prod
 from typing import TypeVar
 
 from ductile.core.layout.mesh import Mesh
@@ -35,6 +36,10 @@ FULLY_SHARDED = ("dp_shard", "cp")
 EXPERTS = ("expert_shard", "ep")
 """Axes of a layer's experts, in the place of dp_shard, cp and tp."""
 
+RankShape = tuple[int, int, int]
+"""Sizes of pp, cp and tp: the slots that work on the samples of one data-parallel rank."""
+ONE_SLOT_RANK: RankShape = (1, 1, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
@@ -46,6 +51,16 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+
+    @property
+    def num_data_parallel(self) -> int:
+        """Data-parallel ranks: how many parts a batch has at a time."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def rank_shape(self) -> RankShape:
+        """The slots that work on one data-parallel rank's samples."""
+        return self.pp, self.cp, self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +90,6 @@ class ParallelLayout:
     def on(self, slots: Iterable[int], **sizes: int) -> "ParallelLayout":
         """The layout of these slots with the same sizes, but for those given; `dp_shard` is what they leave."""
         return ParallelLayout.of(slots, self.stages, **(asdict(self.dims) | sizes))
-
-    def adapted(self, slots: Iterable[int], dp_replicate: int) -> "ParallelLayout":
-        """The layout of these slots with `dp_replicate` copies of the state, or with the most of its divisors that the
-        number of slots allows."""
-        slots = tuple(slots)
-        most = max(1, len(slots) // (self.dims.pp * self.dims.cp * self.dims.tp))
-        return self.on(slots, dp_replicate=gcd(dp_replicate, most))
 
     @property
     def mesh(self) -> Mesh:
@@ -122,7 +130,7 @@ class ParallelLayout:
     @property
     def num_data_parallel(self) -> int:
         """Data-parallel ranks: how many parts a batch has at a time."""
-        return self.mesh.size(DATA_PARALLEL)
+        return self.dims.num_data_parallel
 
     def data_parallel_rank(self, slot: int) -> int:
         """The part of a batch that the slot works on."""
@@ -172,7 +180,7 @@ def _violations(slots: Sequence[int], dims: ParallelDims, stages: Sequence[int])
     """Everything that is wrong with a layout, a sentence each."""
     if not slots:
         yield "a layout needs at least one slot"
-    if twice := sorted({slot for slot in slots if slots.count(slot) > 1}):
+    if twice := sorted(slot for slot, times in Counter(slots).items() if times > 1):
         yield f"a layout has each of its slots once, and {', '.join(map(str, twice))} several times"
     sizes = asdict(dims)
     small = [f"{axis} is {size} and must be at least 1" for axis, size in sizes.items() if size < 1]

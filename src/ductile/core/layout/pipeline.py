@@ -12,9 +12,9 @@ from itertools import groupby
 from typing import Literal
 
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.strategy import contiguous_stages
+from ductile.core.layout.stages import contiguous_stages
 
-PipelineSchedule = Literal["1f1b", "zero_bubble"]
+PipelineSchedule = Literal["1f1b", "interleaved", "zero_bubble"]
 
 MICRO_BATCHES_A_STAGE = 4
 """Micro-batches of a message, for each stage of a pipeline with one run of layers a slot. Of 5 pp - 1 turns a slot then

@@ -18,6 +18,7 @@ from ductile.core.layout.parallel_layout import FULLY_SHARDED
 from ductile.core.layout.parameters import parameters
 from ductile.core.layout.sharding import Shard, local_shape, place
 from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.stages import contiguous_stages
 
 
 def tensor_parallel(spec: ModelSpec, vocab_rows: int) -> dict[str, Shard]:
@@ -79,10 +80,6 @@ def tensor_parallel_shapes(spec: ModelSpec, mesh: Mesh, slot: int) -> dict[str, 
         split = splits.get(_kind(parameter.name))
         found[parameter.name] = local_shape(parameter.shape, mesh, [split] if split else [], slot)
     return found
-
-
-def contiguous_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    return tuple(layer * num_stages // num_layers for layer in range(num_layers))
 
 
 def _vocab_rows(spec: ModelSpec, mesh: Mesh, multiple: int = 1) -> int:

@@ -6,13 +6,14 @@ is exact; a policy that reckons with them asks for more than the difference of t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from ductile.core.layout.parallel_layout import ONE_SLOT_RANK, RankShape
 from ductile.core.scheduling.arithmetic import least_squares
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
@@ -56,27 +57,46 @@ class DecodeSpeed:
         return DecodeSpeed(parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0))
 
 
+ASSUMED_OVERHEADS = (0.1, 0.05, 0.05)
+"""Share of a rank's speed that each further slot along pp, cp and tp costs, before it is measured. pp: the bubble of
+about ten micro-batches. cp: prime-rl measured 8 % less at cp 2 and no less at cp 4 (ulysses, 8 H200). tp: 5 % less at
+tp 2 and a quarter less at tp 8 is what one machine's links usually leave."""
+
+
+def assumed_rank_speed(shape: RankShape) -> float:
+    """How many times as fast as one slot the slots of a data-parallel rank are, before it is measured."""
+    lost = (1 + overhead * (size - 1) for size, overhead in zip(shape, ASSUMED_OVERHEADS, strict=True))
+    return prod(shape) / prod(lost)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainSpeed:
     """Speed of forward, backward and the gradients' reduction. `n` data-parallel ranks are
     `n / (1 + overhead * (n - 1))` times as fast as one."""
 
     tokens_per_s: float
-    """Tokens that one rank alone trains on per second."""
+    """Tokens that one rank alone, on one slot, trains on per second."""
     overhead: float = 0.0
     """Share of a token's time that each further rank adds for all ranks; measured by training on two different numbers
     of ranks."""
     micro_step_s: float = 0.0
     """Seconds that every micro-step takes, however small: messages, launches, the collective's start."""
+    rank_speeds: tuple[tuple[RankShape, float], ...] = ()
+    """How many times as fast as one slot the slots of a data-parallel rank are, by their shape, where it was measured;
+    elsewhere it is assumed (`assumed_rank_speed`)."""
 
-    def of(self, num_ranks: Amount) -> Amount:
+    def rank_speed(self, shape: RankShape) -> float:
+        return dict(self.rank_speeds).get(shape) or assumed_rank_speed(shape)
+
+    def of(self, num_ranks: Amount, rank_speed: Amount | float = 1.0) -> Amount:
         """Tokens that so many ranks together train on per second, when micro-steps are full."""
         # `abs` keeps the speed of no ranks at 0, whatever the overhead.
-        return self.tokens_per_s * num_ranks / (1 + self.overhead * abs(num_ranks - 1))
+        return self.tokens_per_s * num_ranks / (1 + self.overhead * abs(num_ranks - 1)) * rank_speed
 
-    def seconds(self, tokens_fullest: float, num_ranks: int) -> float:
+    def seconds(self, tokens_fullest: float, num_ranks: int, shape: RankShape = ONE_SLOT_RANK) -> float:
         """Seconds of one micro-step in which the fullest rank has so many tokens."""
-        return self.micro_step_s + tokens_fullest * (1 + self.overhead * (num_ranks - 1)) / self.tokens_per_s
+        tokens_per_s = self.tokens_per_s * self.rank_speed(shape)
+        return self.micro_step_s + tokens_fullest * (1 + self.overhead * (num_ranks - 1)) / tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +129,21 @@ def mean_speeds(several: Sequence[Speeds]) -> Speeds:
             1 / token_s,
             fmean(train.overhead / train.tokens_per_s for train in trains) / token_s,
             fmean(train.micro_step_s for train in trains),
+            _mean_rank_speeds(trains),
         ),
         1 / fmean(1 / speed for speed in scores) if scores else inf,
         fmean(each.optim_s for each in several),
         fmean(each.publish_s for each in several),
         fmean(each.receive_s for each in several),
     )
+
+
+def _mean_rank_speeds(trains: Sequence[TrainSpeed]) -> tuple[tuple[RankShape, float], ...]:
+    measured: dict[RankShape, list[float]] = {}
+    for train in trains:
+        for shape, speed in train.rank_speeds:
+            measured.setdefault(shape, []).append(1 / speed)
+    return tuple((shape, 1 / fmean(times)) for shape, times in sorted(measured.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,13 @@ only one resize, its first.
 
 from collections import deque
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from math import fsum
 from statistics import median
 from typing import Literal, TypeVar
 
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.layout.parallel_layout import ONE_SLOT_RANK, RankShape
+from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed, assumed_rank_speed
 from ductile.core.scheduling.fits import by_slots, line, migration_cost, trim_outliers
 
 FixedCost = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "assign", "release"]
@@ -42,6 +44,8 @@ STATE = 4
 """A resize moves so many times the bytes of a published version: parameters, two moments and the gradient."""
 WINDOW = 64
 
+_Layouts = tuple[int, RankShape]
+"""Number of data-parallel ranks, and the slots of each."""
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
@@ -53,8 +57,8 @@ class CostModel:
         """cache_bytes_per_token: 0 where a cache cannot travel."""
         self._cache_bytes_per_token = cache_bytes_per_token
         self._decoded: dict[int, deque[tuple[float, float, float]]] = {}
-        self._micro_steps: dict[int, deque[tuple[float, float]]] = {}
-        self._first_micro_steps: dict[int, deque[tuple[float, float]]] = {}
+        self._micro_steps: dict[_Layouts, deque[tuple[float, float]]] = {}
+        self._first_micro_steps: dict[_Layouts, deque[tuple[float, float]]] = {}
         self._rates: dict[str, deque[tuple[float, float]]] = {}
         self._fixed_costs: dict[FixedCost, deque[float]] = {}
         self._migrations: deque[tuple[float, float]] = deque(maxlen=WINDOW)
@@ -86,17 +90,22 @@ class CostModel:
         self._migrations.append((tokens * self._cache_bytes_per_token, seconds))
         self._migration_cost = migration_cost(self._migrations, PRIOR_MIGRATION)
 
-    def micro_step(self, tokens_fullest: float, num_ranks: int, seconds: float) -> None:
-        self._keep(self._micro_steps, num_ranks, (tokens_fullest, seconds))
+    def micro_step(
+        self, tokens_fullest: float, num_ranks: int, seconds: float, shape: RankShape = ONE_SLOT_RANK
+    ) -> None:
+        """shape: slots of each rank."""
+        self._keep(self._micro_steps, (num_ranks, shape), (tokens_fullest, seconds))
 
-    def first_micro_step(self, tokens_fullest: float, num_ranks: int, seconds: float) -> None:
+    def first_micro_step(
+        self, tokens_fullest: float, num_ranks: int, seconds: float, shape: RankShape = ONE_SLOT_RANK
+    ) -> None:
         """These slots have run their first micro-step together, in new memory and groups. It says nothing of their
         speed, as long as others do."""
         if self._micro_steps:
-            usual_s = self.speeds().train.seconds(tokens_fullest, num_ranks)
+            usual_s = self.speeds().train.seconds(tokens_fullest, num_ranks, shape)
             self.took("warm_up", max(0.0, seconds - usual_s))
         else:
-            self._keep(self._first_micro_steps, num_ranks, (tokens_fullest, seconds))
+            self._keep(self._first_micro_steps, (num_ranks, shape), (tokens_fullest, seconds))
 
     def took(self, what: FixedCost, seconds: float) -> None:
         self._keep(self._fixed_costs, what, seconds)
@@ -136,28 +145,23 @@ class CostModel:
         )
 
     def _train(self) -> TrainSpeed | None:
-        """A micro-step takes `micro_step_s + tokens (1 + overhead (slots - 1)) / tokens_per_s`."""
-        rows = [
-            (tokens, seconds, slots)
-            for slots, window in (self._micro_steps or self._first_micro_steps).items()
-            for tokens, seconds in window
-            if tokens
-        ]
-        if not rows:
+        """A micro-step takes `micro_step_s + tokens (1 + overhead (ranks - 1)) / (tokens_per_s rank_speed)`.
+
+        One shape of ranks tells the first three: one slot a rank, if there are such, else the shape that was seen most
+        often, whose speed is taken to be the assumed one. The others tell their own speeds beside it."""
+        by_shape: dict[RankShape, list[tuple[float, float, int]]] = {}
+        for (num_ranks, shape), window in (self._micro_steps or self._first_micro_steps).items():
+            by_shape.setdefault(shape, []).extend((tokens, seconds, num_ranks) for tokens, seconds in window if tokens)
+        by_shape = {shape: trim_outliers(rows, line) for shape, rows in by_shape.items() if rows}
+        if not by_shape:
             return None
-        rows = trim_outliers(rows, line)
-        start_s, per_token_s = line(rows)
-        if per_token_s <= 0:
+        first = max(by_shape, key=lambda shape: (shape == ONE_SLOT_RANK, len(by_shape[shape]), shape))
+        base = assumed_rank_speed(first)
+        train = _fitted([(tokens / base, seconds, num_ranks) for tokens, seconds, num_ranks in by_shape.pop(first)])
+        if train is None:
             return None
-        # A ratio to the line is taken: a short micro-step may be shorter than its start, and leave less than nothing.
-        per_slots = {
-            number: per_token_s
-            * fsum(seconds for _, seconds, slots in rows if slots == number)
-            / fsum(start_s + per_token_s * tokens for tokens, _, slots in rows if slots == number)
-            for number in {row[2] for row in rows}
-        }
-        alone_s, overhead = by_slots(per_slots)
-        return TrainSpeed(1 / alone_s, overhead, start_s)
+        measured = {shape: _rank_speed(train, rows) for shape, rows in sorted(by_shape.items())}
+        return replace(train, rank_speeds=tuple((shape, speed) for shape, speed in measured.items() if speed))
 
     def _usual(self, what: FixedCost) -> float:
         seen = self._fixed_costs.get(what)
@@ -185,3 +189,26 @@ class CostModel:
     def _keep(self, windows: dict[K, deque[T]], key: K, value: T) -> None:
         windows.setdefault(key, deque(maxlen=WINDOW)).append(value)
         self._cached = None
+
+
+def _fitted(rows: list[tuple[float, float, int]]) -> TrainSpeed | None:
+    """The speed that rows (tokens of the fullest rank, seconds, num_ranks) tell of; None where they tell of none."""
+    start_s, per_token_s = line(rows)
+    if per_token_s <= 0:
+        return None
+    # A ratio to the line is taken: a short micro-step may be shorter than its start, and leave less than nothing.
+    per_ranks = {
+        number: per_token_s
+        * fsum(seconds for _, seconds, num_ranks in rows if num_ranks == number)
+        / fsum(start_s + per_token_s * tokens for tokens, _, num_ranks in rows if num_ranks == number)
+        for number in {row[2] for row in rows}
+    }
+    alone_s, overhead = by_slots(per_ranks)
+    return TrainSpeed(1 / alone_s, overhead, start_s)
+
+
+def _rank_speed(train: TrainSpeed, rows: list[tuple[float, float, int]]) -> float:
+    """How many times as fast as one slot the ranks of these rows are; 0 where the rows do not tell."""
+    expected_s = fsum(train.seconds(tokens, num_ranks) - train.micro_step_s for tokens, _, num_ranks in rows)
+    took_s = fsum(seconds for _, seconds, _ in rows) - train.micro_step_s * len(rows)
+    return expected_s / took_s if took_s > 0 else 0.0

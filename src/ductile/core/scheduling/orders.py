@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ductile.core.instances.instances import NOUNS, Instance, InstanceGroups, InstanceId, named, regrouped
 from ductile.core.instances.placement import SPELLED, Role, many, slots_of
+from ductile.core.layout.layout_rules import layout_for
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.state import ClusterState
 
@@ -101,16 +102,13 @@ def instances_after(state: ClusterState, decision: Decision) -> tuple[Instance, 
 
 
 def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
-    """The trainer's slots after the decision: those that stay keep their order, those that join come last. There are
-    as many copies of the state as the config asks for, or the most of its divisors that the number of slots allows.
-
-    Raises ValueError where the slots cannot be laid out.
-    """
+    """The trainer's layout after the decision, as the layout rules have it for the number of slots: those that stay
+    keep their order, those that join come last. Raises ValueError where no slot is left."""
     trainer, roles = state.trainer, roles_after(state, decision)
     before = trainer.layout.slots
     staying = [slot for slot in before if "train" in roles.get(slot, ())]
     joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in before)
-    return trainer.layout.adapted((*staying, *joining), trainer.dp_replicate)
+    return layout_for((*staying, *joining), trainer.rules)
 
 
 def violations(state: ClusterState, decision: Decision) -> list[str]:

@@ -10,13 +10,16 @@ from typing import Any
 
 from ductile.core.instances.instances import Instance, instances_from
 from ductile.core.instances.placement import Placement
+from ductile.core.layout.asked_layout import AskedLayout
+from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelDims, ParallelLayout
 from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.state import Limits, first_instances
 
-FORMAT = 2
-"""Number of the events' format: 1 had slots where 2 has instances, and did not say its number."""
+FORMAT = 3
+"""Number of the events' format: 1 had slots where 2 has instances, and did not say its number; 2 had the sizes of the
+trainer's axes where 3 has the rules by which they follow from the number of slots."""
 COSTS_OF_FORMAT_1 = {"grant_s": "assign_s", "handoff_s": "migration_s"}
 
 
@@ -49,6 +52,8 @@ class Setting:
     """Generators and scorers that the run begins with."""
     layout: ParallelLayout = ONE_SLOT
     """The trainer's layout at the start."""
+    rules: LayoutRules = NO_RULES
+    """Which layout the trainer has on any number of slots."""
     version: int = FORMAT
     """Format of the events that follow this one in events.jsonl."""
 
@@ -72,6 +77,10 @@ class Setting:
             layout = own["layout"]
             dims = ParallelDims(**layout["dims"])
             own["layout"] = ParallelLayout(tuple(layout["slots"]), dims, tuple(layout["stages"]))
+        if "rules" in own:
+            own["rules"] = LayoutRules.from_fields(own["rules"])
+        else:
+            own["rules"] = LayoutRules(asked=AskedLayout().like(own["layout"].dims))
         return Setting(**own)
 
 
@@ -104,7 +113,12 @@ class StepProfile:
         """Raises KeyError or TypeError when something is missing."""
         own = _only(StepProfile, fields)
         speeds: dict[str, Any] = dict(own["speeds"])
-        speeds |= {"decode": DecodeSpeed(**speeds["decode"]), "train": TrainSpeed(**speeds["train"])}
+        train = dict(speeds["train"])
+        rank_speeds = tuple((tuple(shape), speed) for shape, speed in train.pop("rank_speeds", ()))
+        speeds |= {
+            "decode": DecodeSpeed(**speeds["decode"]),
+            "train": TrainSpeed(**train, rank_speeds=rank_speeds),
+        }
         # JSON has no infinity: a run without a scorer has no speed of scoring.
         if speeds.get("score_tokens_per_s") is None:
             speeds["score_tokens_per_s"] = float("inf")

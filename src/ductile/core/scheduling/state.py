@@ -18,6 +18,7 @@ from ductile.core.instances.instances import (
     slot_groups,
 )
 from ductile.core.instances.placement import Placement, Role
+from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.pipeline import micro_batches_of_message
 from ductile.core.scheduling.cost import Speeds, SwitchCosts
@@ -132,8 +133,8 @@ class TrainerState:
     """Whether a decision makes the trainer wait."""
     seq_len: int = 2048
     """Most tokens of one micro-batch, which is a data-parallel rank's."""
-    dp_replicate: int = 1
-    """Copies of the state that the config asks for (`trainer.model.dp_replicate`)."""
+    rules: LayoutRules = NO_RULES
+    """Which layout the trainer has on any number of slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +256,8 @@ class ClusterState:
     @property
     def micro_step_s(self) -> float:
         """Seconds of a full micro-step."""
-        return self.speeds.train.seconds(self._micro_step_tokens, len(self.trainer.layout.slots))
+        dims = self.trainer.layout.dims
+        return self.speeds.train.seconds(self._micro_step_tokens, dims.num_data_parallel, dims.rank_shape)
 
     @property
     def _micro_step_tokens(self) -> int:
@@ -272,7 +274,7 @@ class ClusterState:
     def resize_wait_s(self) -> float:
         """Seconds from the decision until the trainer's slots can change: messages wait for the micro-steps that were
         sent before, on average for half of the one that runs, and the slots say once more that they are ready."""
-        tokens = len(self.trainer.layout.slots) * self._micro_step_tokens
+        tokens = self.trainer.layout.num_data_parallel * self._micro_step_tokens
         micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / tokens)
         return micro_steps * self.micro_step_s + self.costs.prepare_s
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ductile.core.layout.pipeline import micro_batches_of_message
 from ductile.core.scheduling.arithmetic import FloatArray, chance_of_any, dot, interpolate, mixed_power, ordered_sum
 from ductile.core.scheduling.cost import context_transfer
 from ductile.core.scheduling.lengths import Survival, histogram
 from ductile.core.scheduling.state import ClusterState
+from ductile.core.scheduling.train_rates import TrainRates, train_rates
 
 NUM_AGES = 48
 NEVER = 0
@@ -112,7 +114,7 @@ class Plans:
 
 def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> FloatArray:
     """Seconds from now until all is generated and trained on `num_slots` slots, by plan."""
-    speeds, full = state.speeds, float(state.limits.max_num_seqs)
+    speeds, full, rates = state.speeds, float(state.limits.max_num_seqs), train_rates(state)
     num_plans = len(plans.generators)
     size, external = state.limits.slots_per_generator, state.num_external
     stage = _Stage(plans.generators.copy(), plans.trainers.copy(), plans.until < 0, num_slots, size, external)
@@ -140,7 +142,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
             break
         if num_rounds % 8 == 0 and generated.any():
             # Plans that still generate when others are long done need not be followed to their end.
-            done_s = now_s + busy_s + _rest_s(state, todo, trained, stage.trainers, num_slots)
+            done_s = now_s + busy_s + _rest_s(state, todo, rates, trained, stage.trainers, num_slots)
             if (now_s > 1.5 * done_s[generated].min())[~generated].all():
                 break
         each = np.maximum(running / stage.generators, 1.0)
@@ -153,8 +155,8 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         # Others train while generators take in what has migrated.
         seconds += stalled_s
         stalled_s = np.zeros(num_plans)
-        taken = _taken(state, todo, taken, left / total, stage.trainers)
-        tokens = np.maximum(0.0, seconds - busy_s) * _tokens_per_s(state, todo, stage.trainers)
+        taken = _taken(state, todo, taken, left / total, rates.num_ranks(stage.trainers))
+        tokens = np.maximum(0.0, seconds - busy_s) * _tokens_per_s(state, todo, rates, stage.trainers)
         trained += np.minimum(np.maximum(0.0, tokens), np.maximum(0.0, taken - trained))
         busy_s = np.maximum(0.0, busy_s - seconds)
         now_s += seconds
@@ -162,10 +164,12 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         ages[:, 1:] = going_on[:, :-1]
         ages[:, 0] = 0.0
         num_rounds += 1
-    return now_s + busy_s + _rest_s(state, todo, trained, stage.trainers, num_slots)
+    return now_s + busy_s + _rest_s(state, todo, rates, trained, stage.trainers, num_slots)
 
 
-def _rest_s(state: ClusterState, todo: Work, trained: FloatArray, trainers: FloatArray, num_slots: int) -> FloatArray:
+def _rest_s(
+    state: ClusterState, todo: Work, rates: TrainRates, trained: FloatArray, trainers: FloatArray, num_slots: int
+) -> FloatArray:
     """Seconds that training takes when nothing is left to generate, by plan: the trainer goes on as it is, or takes all
     slots, if that is worth the way there and, when there is another step, back."""
     rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
@@ -175,7 +179,8 @@ def _rest_s(state: ClusterState, todo: Work, trained: FloatArray, trainers: Floa
     longest = np.where(rest > 0, todo.longest_tokens, 0.0)
 
     def seconds(slots: FloatArray) -> FloatArray:
-        return np.maximum(rest / _tokens_per_s(state, todo, slots), longest * slots / state.speeds.train.of(slots))
+        whole = longest * rates.num_ranks(slots) / rates.tokens_per_s(slots)
+        return np.maximum(rest / _tokens_per_s(state, todo, rates, slots), whole)
 
     most = np.full_like(stay, float(num_slots))
     return np.minimum(seconds(stay), seconds(most) + np.where(stay < most, way_s, 0.0))
@@ -200,7 +205,9 @@ class _Stage:
         before, paused_s = self.generators, np.zeros_like(left)
         change = ~self.second & (left <= plans.until)
         # A slot that joins a trainer at work waits for the end of a micro-step, on average for half of it.
-        lag_s = state.speeds.train.seconds(state.trainer.seq_len, 1) / 2
+        now = state.trainer.layout
+        tokens = state.trainer.seq_len * micro_batches_of_message(now)[0]
+        lag_s = state.speeds.train.seconds(tokens, 1, now.dims.rank_shape) / 2
         if change.any():
             paused_s += np.where(change, plans.resize_s + lag_s * (self.trainers > 0) * (plans.resize_s > 0), 0.0)
             self.generators = np.where(change, plans.then, self.generators)
@@ -226,21 +233,21 @@ class _Stage:
 
 
 def _taken(
-    state: ClusterState, todo: Work, taken: FloatArray, share_left: FloatArray, trainers: FloatArray
+    state: ClusterState, todo: Work, taken: FloatArray, share_left: FloatArray, num_ranks: FloatArray
 ) -> FloatArray:
     """Tokens that the trainer has taken by now, of those whose groups are whole."""
     whole = mixed_power(np.minimum(np.maximum(0.0, 1.0 - share_left), 1.0), todo.members)
     there = todo.ready_tokens + todo.coming_tokens * whole
-    # It takes all there is, but not before there is a full micro-batch for every slot, or a quarter of the update: on
+    # It takes all there is, but not before there is a full micro-batch for every rank, or a quarter of the update: on
     # average, half of that waits.
-    enough = np.minimum(trainers * state.trainer.seq_len, todo.batch_tokens / (4 * state.batch.num_updates))
+    enough = np.minimum(num_ranks * state.trainer.seq_len, todo.batch_tokens / (4 * state.batch.num_updates))
     return np.maximum(taken, there - enough / 2)
 
 
-def _tokens_per_s(state: ClusterState, todo: Work, slots: FloatArray) -> FloatArray:
+def _tokens_per_s(state: ClusterState, todo: Work, rates: TrainRates, slots: FloatArray) -> FloatArray:
     """Tokens that a trainer of so many slots takes per second. Its micro-steps have room left that is too small for
     another sample, and each costs something."""
-    per_s, seq_len = state.speeds.train.of(slots), float(state.trainer.seq_len)
+    per_s, num_ranks, seq_len = rates.tokens_per_s(slots), rates.num_ranks(slots), float(state.trainer.seq_len)
     filled = max(seq_len / 2, seq_len - todo.sample_tokens / 2)
-    micro_step_s = seq_len * slots / np.maximum(per_s, 1e-12) + state.speeds.train.micro_step_s
-    return np.where(per_s > 0, filled * slots / np.maximum(micro_step_s, 1e-12), 0.0)
+    micro_step_s = seq_len * num_ranks / np.maximum(per_s, 1e-12) + state.speeds.train.micro_step_s
+    return np.where(per_s > 0, filled * num_ranks / np.maximum(micro_step_s, 1e-12), 0.0)

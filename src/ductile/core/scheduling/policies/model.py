@@ -36,6 +36,7 @@ from ductile.core.scheduling.orders import Decision, Prediction, instances_after
 from ductile.core.scheduling.policies.arrange import Arrangements
 from ductile.core.scheduling.policies.forecast import NEVER, Plans, Work, forecast, work
 from ductile.core.scheduling.state import ClusterState
+from ductile.core.scheduling.train_rates import train_rates
 
 FILLS = (NEVER, 2.0, 8.0, 32.0)
 """Sequences that a generator should have at least, in the futures that are compared."""
@@ -170,11 +171,11 @@ class Model:
         whole = [each for each in state.instances_of("score") if state.ready.issuperset(each.slots)]
         scorers = slots_on(whole) if state.batch.all_scored else ()
         idle = [slot for slot in (*pool, *scorers) if slot not in trainers]
-        tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
+        tokens, rates = todo.ready_tokens + todo.coming_tokens, train_rates(state)
         cost_s = state.costs.resize_s
         back_s = cost_s if state.batch.steps_left > 1 else 0.0
-        stay_s = tokens / speed.of(len(trainers))
-        go_s = cost_s + tokens / speed.of(len(trainers) + len(idle))
+        stay_s = tokens / rates.tokens_per_s_on(len(trainers))
+        go_s = cost_s + tokens / rates.tokens_per_s_on(len(trainers) + len(idle))
         if not idle or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
             return Decision()
         generators = state.of("generate") if state.limits.may_share else ()

@@ -1,0 +1,87 @@
+"""The layout that somebody asks a live trainer for, and on which slots.
+
+    LayoutRequest("pp=2,dp_shard=2,tp=2")             a whole layout, on the 8 slots that come first by preference
+    LayoutRequest("tp=2")                             as many slots as train now, less what tp 2 leaves over
+    LayoutRequest("tp=2", train=range(6))             the same on these slots: dp_shard is 3
+    LayoutRequest(train=range(6))                     what the rules have for 6 slots
+    LayoutRequest(train=range(6), sizes={"tp": 3})    the layout as it is now, with another tp
+
+What cannot be is refused before anything is tried, with all that is wrong.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from ductile.core.layout.asked_layout import AskedLayout
+from ductile.core.layout.layout_rules import LayoutRules, layout_for
+from ductile.core.layout.layout_text import LayoutTextError, parse_sizes
+from ductile.core.layout.parallel_layout import AXES, ParallelLayout
+from ductile.core.layout.planner import plan_layout
+
+
+class RequestError(ValueError):
+    """What is asked for cannot be. The text has all that is wrong, and what to write instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRequest:
+    text: str = ""
+    """Sizes of all axes as text (`ductile.core.layout.layout_text`); "": nothing is said of them."""
+    train: Sequence[int] | None = None
+    """Slots; None: as many as the layout has, the first by preference."""
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sizes of some axes; the others stay as they are, and `dp_shard` is what the slots leave."""
+
+    def asked(self, now: ParallelLayout, rules: LayoutRules) -> AskedLayout | None:
+        """The sizes that are asked for, where the trainer has the layout `now`; None where nothing is said of them.
+        Raises RequestError."""
+        if self.text and self.sizes:
+            axis, size = min(self.sizes.items())
+            raise RequestError(f"a whole layout and {axis} are asked for: write {axis}={size} in the layout")
+        if self.text:
+            try:
+                return rules.asked.sized(parse_sizes(self.text))
+            except LayoutTextError as error:
+                raise RequestError(f"the layout {self.text!r}: {error}") from error
+        if strange := sorted(set(self.sizes).difference(AXES)):
+            raise RequestError(f"{strange[0]} is no axis: write sizes of {', '.join(AXES)}")
+        return replace(rules.asked.like(now.dims), **self.sizes) if self.sizes else None
+
+
+def requested_layout(
+    request: LayoutRequest, now: ParallelLayout, rules: LayoutRules, by_preference: Sequence[int]
+) -> ParallelLayout:
+    """The layout that is asked for. Raises RequestError.
+
+    Args:
+        now: the layout that the trainer has.
+        by_preference: all slots that the trainer may have; first those that it should have.
+    """
+    asked, slots = request.asked(now, rules), request.train
+    try:
+        if asked is None:
+            if slots is None:
+                raise RequestError("neither slots nor a layout are asked for: write one of them, or both")
+            return layout_for(slots, rules)
+        slots = _chosen(asked, now, by_preference) if slots is None else slots
+        planned = plan_layout(slots, asked, rules.spec, rules.num_samples)
+    except ValueError as error:  # of a slot that is named twice
+        raise RequestError(str(error)) from error
+    if planned.layout is None:
+        raise RequestError("; ".join(error.sentence for error in planned.errors))
+    return planned.layout
+
+
+def by_preference(slots: Sequence[int], train: Collection[int], busy: Collection[int]) -> list[int]:
+    """Slots in the order in which they should train: those that do, those that have nothing to do, the others."""
+    return sorted(slots, key=lambda slot: (slot not in train, slot in busy, slot))
+
+
+def _chosen(asked: AskedLayout, now: ParallelLayout, by_preference: Sequence[int]) -> Sequence[int]:
+    """As many slots as the layout names; without `dp_shard` about as many as train now."""
+    needed = prod(1 if size == "auto" else size for size in (asked.pp, asked.dp_replicate, asked.cp, asked.tp))
+    number = needed * (asked.dp_shard or max(1, len(now.slots) // needed))
+    if number > len(by_preference):
+        raise RequestError(f"the layout needs {number} slots, and there are {len(by_preference)}: write smaller sizes")
+    return by_preference[:number]
