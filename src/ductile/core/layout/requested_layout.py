@@ -79,7 +79,7 @@ def by_preference(slots: Sequence[int], train: Collection[int], busy: Collection
 
 
 def _chosen(asked: AskedLayout, now: ParallelLayout, by_preference: Sequence[int]) -> Sequence[int]:
-    """As many slots as the layout names; without `dp_shard` about as many as train now."""
+    """Number of slots that the layout names; without `dp_shard` about as many as train now."""
     needed = prod(1 if size == "auto" else size for size in (asked.pp, asked.dp_replicate, asked.cp, asked.tp))
     number = needed * (asked.dp_shard or max(1, len(now.slots) // needed))
     if number > len(by_preference):
