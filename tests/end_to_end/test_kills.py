@@ -76,6 +76,32 @@ def test_killed_generators_and_scorers_cost_no_step_and_no_sample(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("signal_sent", "how"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hangs")])
+def test_a_scorer_on_two_slots_that_loses_one_comes_back_on_both(
+    tmp_path: Path, model: Path, start, signal_sent: int, how: str
+):
+    config = write_config(tmp_path, model, max_steps=MAX_STEPS, interval=100, generate="1", score='"2-3"')
+    several = "sampling.max_tokens = 40\ndrop_zero_advantage = false\n"
+    text = config.read_text().replace("sampling.max_tokens = 8", several, 1)
+    config.write_text(text.replace("letters.Letters", "letters.Numbered"))
+    flags = (*SCORED, "--scorer.tp", "2", "--cluster.heartbeat-timeout-s", "3")
+    run = start(config, *flags, module="tests.end_to_end.watched", **{FOLDER: str(tmp_path)})
+    run.until_step(1)
+    os.kill(next(event["pid"] for event in run.events("slot_started") if event["slot"] == 3), signal_sent)
+    assert run.ends(within_s=VERDICT_WITHIN_S) == 0, run.said()
+    assert "Traceback" not in run.said()
+    assert_nothing_is_left(run)
+    assert_no_sample_is_trained_twice(tmp_path)
+    assert [row["step"] for row in run.metrics()] == list(range(MAX_STEPS + 1))
+    assert len(trained_in(tmp_path)) == MAX_STEPS * SAMPLES_PER_STEP
+    [lost] = run.events("slot_lost")
+    [back] = run.events("slot_restarted")
+    assert (lost["slot"], back["slot"]) == (3, 3)
+    assert how in lost["sentence"]
+    assert [(each["id"], each["slots"]) for each in back["began"]] == [("scorer-2-3+1", [2, 3])]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "num_generators"), [("hangs", 1), ("refuses", 2)])
 def test_a_generator_that_does_not_take_its_weights_costs_no_step(
     tmp_path: Path, model: Path, start, fault: str, num_generators: int
