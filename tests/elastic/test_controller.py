@@ -696,6 +696,30 @@ def test_a_decision_about_a_slot_that_was_lost_meanwhile_is_not_carried_out(tmp_
     assert told == ["Not carried out, as slot 2 was lost meanwhile: nothing left to generate."]
 
 
+def test_a_step_whose_first_decision_is_dropped_begins_with_the_next_one(tmp_path):
+    class Kills:
+        def decide(self, state):
+            asked.append(state.asked)
+            if stage.lost:
+                return Decision()
+            stage.lost.add(2)
+            return Decision((RoleChange(2, G, T),))
+
+    async def story():
+        controller = ElasticController(Kills(), stage, Recorder(tmp_path))
+        async with controller.at_work(errors.append):
+            await controller.begin_step(0)
+            controller.go_on()
+            await asyncio.sleep(10)
+            controller.notify()
+            await asyncio.sleep(10)
+
+    stage, errors, asked = ScriptedStage(scene()), [], []
+    run(story())
+    assert errors == []
+    assert asked == [False, False, True]
+
+
 def test_when_the_run_fails_a_change_that_hangs_is_not_waited_for(tmp_path):
     class Stuck(ScriptedStage):
         async def resize(self, layout, release):

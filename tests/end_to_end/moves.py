@@ -109,6 +109,27 @@ class OnceAStep:
         return Decision(orders, sentence(orders, f"{batch.trained} rollouts are trained")) if orders else Decision()
 
 
+class ThroughLayouts:
+    """Of slots of which the first trains. The trainer waits until all of a step's rollouts are generated and scored. Of
+    n slots it gets one more with each n-th of them that is trained. Each step begins as configured."""
+
+    def decide(self, state):
+        batch, home = state.batch, {slot: state.home.roles(slot) for slot in state.home.slots}
+        if not batch.steps_left:
+            return Decision()
+        if not batch.trained and (batch.missing or batch.unscored):
+            num, roles, hold = 1, home, True
+        else:
+            num, hold = min(len(home), 1 + len(home) * batch.trained // batch.num_rollouts), False
+            roles = {slot: T if slot < num else held for slot, held in home.items()}
+        if all(state.roles(slot) == held for slot, held in roles.items()):
+            return Decision(hold_training=hold)
+        if not state.trainer.at_boundary or not roles.keys() <= state.ready:
+            return Decision(hold_training=True)
+        orders = change(state, roles)
+        return Decision(orders, sentence(orders, f"{batch.trained} rollouts are trained"), hold_training=hold)
+
+
 class Endless:
     """It never decides."""
 
