@@ -32,7 +32,6 @@ SUGGESTED: list[tuple[type[Section], str, str]] = [
     (RLConfig, "--actor_rollout_ref.rollout.n", "--orchestrator.rollouts-per-example"),
     (RLConfig, "--actor_rollout_ref.actor.kl_loss_coef", "--trainer.loss.kl-coef"),
     (RLConfig, "--actor_rollout_ref.ref.megatron.tensor_model_parallel_size", "--scorer.tp"),
-    (RLConfig, "--actor_rollout_ref.rollout.tensor_model_parallel_size", "--inference.parallel.tp"),
     (RLConfig, "--data.max_response_length", "--orchestrator.sampling.max-tokens"),
     (RLConfig, "--trainer.test_freq", "--orchestrator.eval.interval"),
     (SFTConfig, "--per_device_train_batch_size", "--data.batch-size"),

@@ -351,7 +351,9 @@ def test_a_scorer_with_a_slot_that_does_not_start_any_more_is_none_any_more(tmp_
         assert recovery.under_way == frozenset()
         assert 4 not in cluster.mailbox.lost
         (said,) = slots.sentences
-        assert said.endswith("slot 5 was given back after 1 attempt to start it again (cluster.max_restarts), and no slot scores")
+        assert said.endswith(
+            "slot 5 was given back after 1 attempt to start it again (cluster.max_restarts), and no slot scores"
+        )
 
     with_pair(story, tmp_path, max_restarts=1)
     assert [kind for kind, _ in events(tmp_path)] == ["slot_given_back"]

@@ -113,7 +113,9 @@ class Recovery:
         together = {slot: roles}
         for role in roles:
             for other in set(self._group(role, slot)).difference(together, self._restarting):
-                together[other] = tuple(each for each in self._fleet.pools if each == role or each in self._roles(other))
+                together[other] = tuple(
+                    each for each in self._fleet.pools if each == role or each in self._roles(other)
+                )
         self._restarting |= together
         self._note_gone(slot)
         for each in together:
@@ -161,7 +163,7 @@ class Recovery:
                     self._num_attempts[each] += 1
                 gone = [each for each in roles if each in lost]
                 try:
-                    await self._cluster.add(gone)
+                    await self._cluster.add(sorted(roles))
                     instances = await self._begin(roles, missing)
                 except (Failure, StartFailed) as error:
                     why = str(error)
@@ -183,7 +185,9 @@ class Recovery:
 
     def _missing(self, roles: Mapping[int, tuple[Serving, ...]]) -> list[tuple[Serving, tuple[int, ...]]]:
         """Instances that are to begin anew: each a role, and slots without it, which are all at hand."""
-        wanted = {(role, self._group(role, slot)): None for slot, held in roles.items() for role in held}
+        wanted: dict[tuple[Serving, tuple[int, ...]], None] = {
+            (role, self._group(role, slot)): None for slot, held in roles.items() for role in held
+        }
         return [
             (role, group)
             for role, group in wanted

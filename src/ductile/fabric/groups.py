@@ -29,7 +29,8 @@ from ductile.roles import RoleAssignment
 
 
 class Groups:
-    """Makes groups for one slot, in one epoch or for one instance. All members ask for the same groups in the same order.
+    """Makes groups for one slot, in one epoch or for one instance. All members ask for the same groups in the same
+    order.
 
     After a member's death, its neighbours get an error from the collective they are in; the others wait. Who gets
     the error calls `abandon`. With gloo its sockets close, and so the error reaches all within milliseconds. NCCL

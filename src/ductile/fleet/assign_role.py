@@ -32,9 +32,7 @@ async def begin_instances(
     rendezvous: str = "",
 ) -> None:
     """Give the slots of each instance its role; each instance loads its weights from disk."""
-    commands = {
-        slot: assignment(instance, settings, rendezvous) for instance in instances for slot in instance.slots
-    }
+    commands = {slot: assignment(instance, settings, rendezvous) for instance in instances for slot in instance.slots}
     await ask_each(mailbox, commands, timeout_s, Done)
 
 

@@ -23,8 +23,8 @@ MOST_FAILURES = 3
 
 
 class RemoteScorer(WorkerPool):
-    """Follows `ductile.roles.Scorer`. Each instance holds a whole model, on one slot or in parts on several; samples are
-    split by their tokens."""
+    """Follows `ductile.roles.Scorer`. Each instance holds a whole model, on one slot or in parts on several; samples
+    are split by their tokens."""
 
     def __init__(
         self,

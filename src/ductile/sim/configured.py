@@ -22,10 +22,7 @@ LIMITS = ("max_num_seqs", "min_train", "slots_per_scorer")
 def configured(config: SimulateConfig, recording: Recording | None = None) -> Scenario:
     """Raises NoRecording, PlacementError, OSError or ValueError when the recording, the placement or the file of
     lengths is no good."""
-    if recording is None:
-        scenario = _written(config)
-    else:
-        scenario = _changed(recorded_scenario(recording, config.seed), config)
+    scenario = _written(config) if recording is None else _changed(recorded_scenario(recording, config.seed), config)
     size, num_slots = scenario.limits.slots_per_scorer, len(scenario.placement.score)
     if num_slots % size:
         raise ValueError(f"cluster.slots_per_scorer = {size} must divide the number of inference slots, {num_slots}")

@@ -28,12 +28,15 @@ async def ask_each(
 
 
 async def ask_together(mailbox: Mailbox, slots: Sequence[int], command: Command, timeout_s: float) -> Reply:
-    """Have slots do one thing together; the first one's reply is that of all. Raises SlotLost, Refused or Late: the worst
-    outcome."""
+    """Have slots do one thing together; the first one's reply is that of all. Raises SlotLost, Refused or Late: the
+    worst outcome."""
     if len(slots) == 1:
         return await mailbox.ask(slots[0], command, timeout_s)
     outcomes = await mailbox.ask_all(dict.fromkeys(slots, command), timeout_s, AFTER_FAILURE_S)
-    return replies_of(mailbox.describe, dict.fromkeys(slots, command), outcomes, Reply)[slots[0]]
+    raise_worst(outcomes)
+    first = outcomes[slots[0]]
+    assert not isinstance(first, Failure), "the worst failure has been raised"
+    return first
 
 
 def replies_of(

@@ -123,9 +123,10 @@ def test_a_scorer_that_has_lost_a_slot_for_good_is_none_any_more_and_what_is_lef
     back = Rules().decide(whole)
     assert {order.slot: order.after for order in back.orders} == dict.fromkeys((2, 3, 4, 5), ("score",))
     assert ids(instances_after(whole, back)) == ["generator-1", "scorer-2-3.1", "scorer-4-5.1"]
-    halved = replace(whole, slots=tuple(slot for slot in whole.slots if slot.slot != 3))
+    halved = scene(placement, roles={2: T, 3: NONE, 4: T, 5: T}, limits=limits, to_start=8)
+    halved = replace(halved, slots=tuple(slot for slot in halved.slots if slot.slot != 3))
     for policy in (Rules(), Model()):
-        orders = policy.decide(replace(halved, batch=replace(halved.batch, to_start=8))).orders
+        orders = policy.decide(halved).orders
         assert {order.slot: order.after for order in orders if order.slot > 1} == dict.fromkeys((4, 5), ("score",))
 
 

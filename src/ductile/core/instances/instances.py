@@ -41,8 +41,8 @@ class Instance:
 
     @property
     def asked(self) -> tuple[int, ...]:
-        """Slots that are asked what is asked of the instance; the first one's reply is the instance's. Those of a scorer
-        work in step, so all are asked; for a generator the first one speaks."""
+        """Slots that are asked what is asked of the instance; the first one's reply is the instance's. All slots of a
+        scorer are asked, as they work in step; for a generator the first one speaks."""
         return self.slots if self.role == "score" else self.slots[:1]
 
 
