@@ -187,8 +187,8 @@ def _slots(config: RunConfig) -> list[Row]:
     cluster = config.cluster
     if cluster.slots_per_device > 1:
         size = config.scorer.tp if isinstance(config, RLConfig) else 1
-        together = {"train": [placement.train], "score": slot_groups(placement.score, (), size)}
-        table.append(_on_gpus(together, cluster.slots_per_device, certain=cluster.device == "cuda"))
+        groups = {"train": [placement.train], "score": slot_groups(placement.score, (), size)}
+        table.append(_on_gpus(groups, cluster.slots_per_device, certain=cluster.device == "cuda"))
     if isinstance(config, RLConfig) and (scorers := scorers_in_words(config, placement)):
         table.append(scorers)
     return _column("slots", [f"{placement.num_slots}, {placement.reason}", *table])
@@ -239,10 +239,10 @@ def _other_layouts(config: TrainingConfig, num_train: int, rules: LayoutRules) -
     return [f"slots: {'; '.join(said)}; other numbers as data parallelism{more}"] if said else []
 
 
-def _on_gpus(together: Mapping[str, Sequence[Sequence[int]]], each: int, certain: bool) -> str:
-    """How groups fare where several slots share a GPU. together: slots that are in groups with each other, by role."""
+def _on_gpus(groups: Mapping[str, Sequence[Sequence[int]]], each: int, certain: bool) -> str:
+    """How groups fare where several slots share a GPU. groups: slots of each, by role."""
     said = f"{each} slots share each GPU" if certain else f"where there are GPUs, {each} slots share each"
-    pairs = [(role, *pair) for role, groups in together.items() for slots in groups for pair in pairwise(sorted(slots))]
+    pairs = [(role, *pair) for role, of_role in groups.items() for slots in of_role for pair in pairwise(sorted(slots))]
     if not pairs:
         return said
     sharing = next(((role, a, b) for role, a, b in pairs if a // each == b // each), None)

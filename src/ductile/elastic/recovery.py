@@ -110,19 +110,19 @@ class Recovery:
         roles = self._roles(slot)
         if not roles and not self._is_scheduled:
             return
-        together = {slot: roles}
+        concerned = {slot: roles}
         for role in roles:
-            for other in set(self._group(role, slot)).difference(together, self._restarting):
-                together[other] = tuple(
+            for other in set(self._group(role, slot)).difference(concerned, self._restarting):
+                concerned[other] = tuple(
                     each for each in self._fleet.pools if each == role or each in self._roles(other)
                 )
-        self._restarting |= together
+        self._restarting |= concerned
         self._note_gone(slot)
-        for each in together:
+        for each in concerned:
             if self._clock() - self._works_since_s.get(each, self._clock()) > LASTS_S:
                 self._num_attempts[each] = 0
         sentence = f"slot {slot} could not be started again"
-        task = start_reported(self._bring_back(slot, together, event.reason), sentence, self._cluster.fail_with)
+        task = start_reported(self._bring_back(slot, concerned, event.reason), sentence, self._cluster.fail_with)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -31,7 +31,7 @@ from ductile.messages.workers import Command, Receive, ReleaseRole, Reply
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import AFTER_FAILURE_S, ask_together, raise_worst, worst_of
+from ductile.transport.fanout import AFTER_FAILURE_S, ask_in_step, raise_worst, worst_of
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
 MOST_LOST = 5
@@ -135,7 +135,7 @@ class WorkerPool:
         if why := self.why_lost(instance):
             raise SlotLost(why)
         if instance.slots:
-            return await ask_together(self._mailbox, instance.asked, command, self._deadlines.command_s)
+            return await ask_in_step(self._mailbox, instance.asked, command, self._deadlines.command_s)
         try:
             return await self._servers[instance.id].ask(command, self._deadlines.command_s)
         except Failure:

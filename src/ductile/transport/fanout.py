@@ -27,7 +27,7 @@ async def ask_each(
     return replies_of(mailbox.describe, commands, outcomes, expected)
 
 
-async def ask_together(mailbox: Mailbox, slots: Sequence[int], command: Command, timeout_s: float) -> Reply:
+async def ask_in_step(mailbox: Mailbox, slots: Sequence[int], command: Command, timeout_s: float) -> Reply:
     """Have slots do one thing together; the first one's reply is that of all. Raises SlotLost, Refused or Late: the
     worst outcome."""
     if len(slots) == 1:
