@@ -33,6 +33,7 @@ SCHEDULED = (
 ALIKE = (
     "--orchestrator.max-async-level", "0",  # all of a step's completions are of the weights before it
     "--orchestrator.sampling.seed", "5",
+    "--orchestrator.drop-zero-advantage", "false",
     "--trainer.loss.type", "grpo",
 )  # fmt: skip
 PATIENT = ("--cluster.heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}", "--trainer.resize.timeout-s", "5")
@@ -51,11 +52,13 @@ def test_a_run_resized_through_four_meshes_learns_what_it_learns_alone(tmp_path:
     )
     for run in (alone, moved):  # side by side
         assert run.ends(within_s=180) == 0, run.said()
-    assert_went_through_all(moved, LEARNING_STEPS)
+    assert meshes_of(moved) == {1, 2, 3, 4}
+    assert len(moved.events("resized")) >= LEARNING_STEPS
     assert not alone.events("resized")
     for ours, theirs in zip(moved.metrics()[1:], alone.metrics()[1:], strict=True):
         assert ours["trained_tokens"] == ours["sampled_tokens"] == theirs["sampled_tokens"]
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=TOLERANCE), ours["step"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
         assert ours["reward_mean"] == pytest.approx(theirs["reward_mean"], abs=TOLERANCE)
     learned = [summary(run.folder) for run in (moved, alone)]
     for each in learned:
@@ -96,7 +99,7 @@ def test_a_run_killed_around_a_resize_goes_on_and_trains_each_sample_once(
         assert code != 1 or ("Go on with: ductile rl @" in life.said()) == bool(saved)
         again = live("again", "--resume" if saved else "--clean")
         assert again.ends(within_s=VERDICT_WITHIN_S) == 0, again.said()
-        assert_went_through_all(again, MAX_STEPS - saved)
+        assert meshes_of(again)
         trained = [sample for sample in trained if sample.step <= saved] + list(trained_in(tmp_path / "again"))
     of_each_prompt = Counter(sample.prompt for sample in trained)
     assert set(of_each_prompt.values()) == {GROUP_SIZE}
@@ -106,8 +109,8 @@ def test_a_run_killed_around_a_resize_goes_on_and_trains_each_sample_once(
     print(f"exit code {code}, saved {saved}; {' / '.join(event['sentence'] for event in life.events('slot_lost'))}")
 
 
-def assert_went_through_all(run: Run, num_steps: int) -> None:
+def meshes_of(run: Run) -> set[int]:
+    """Numbers of slots that the run was resized to; each had the layout listed for it."""
     resized = run.events("resized")
     assert all(ParallelDims(**event["after_dims"]) == MESHES[len(event["after"]) - 1] for event in resized)
-    counted = Counter(len(event["after"]) for event in resized)
-    assert all(counted[number] == num_steps for number in (2, 3, 4)), counted
+    return {len(event["after"]) for event in resized}
