@@ -5,8 +5,8 @@
     first slot     gives the folder its name, if all have written theirs
 
 No slot ever holds more than one whole parameter, and none writes more than its files. That saves memory and no time:
-while one slot writes a parameter, the others wait with the next. A slot that cannot write still
-helps to gather, so that all slots stay in step.
+while one slot writes a parameter, the others wait with the next. A slot that cannot write still helps to gather, so
+that all slots stay in step.
 """
 
 from collections.abc import Callable
