@@ -116,10 +116,9 @@ class ThroughLayouts:
 
     def decide(self, state):
         batch, home = state.batch, {slot: state.home.roles(slot) for slot in state.home.slots}
-        if not batch.steps_left:
-            return Decision()
         hold = not batch.trained and bool(batch.missing or batch.unscored)
-        num = 1 if hold else 2 + (batch.step + bool(batch.trained)) % 3
+        at_home = hold or not batch.num_rollouts or not batch.steps_left  # the last evaluation needs generators, too
+        num = 1 if at_home else 2 + (batch.step + bool(batch.trained)) % 3
         roles = {slot: T if slot < num else held for slot, held in home.items()}
         if all(state.roles(slot) == held for slot, held in roles.items()):
             return Decision(hold_training=hold)

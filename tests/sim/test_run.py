@@ -235,6 +235,11 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     [
         (["--arms", '["best_static", "rules_policy"]'], "Did you mean rules_policies?"),
         (["--arms", '["best_static", "no_such_module.Policy"]'], "cannot import no_such_module"),
+        (
+            ["--cluster.component-placement", '{"actor": 0, "rollout": 1, "inference": "2-4"}']
+            + ["--cluster.slots-per-scorer", "2"],
+            "cluster.slots_per_scorer = 2 must divide the number of inference slots, 3",
+        ),
         (["--cluster.layouts", '["dp=2"]'], "cluster.layouts: 'dp=2': 'dp' is no axis: write dp_shard"),
         (["--work.lengths.type", "file", "--work.lengths.path", "no/such.txt"], "there is no file no/such.txt"),
     ],
