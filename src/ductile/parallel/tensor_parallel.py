@@ -65,8 +65,8 @@ def _refuse_empty_parts(spec: ModelSpec, layout: ParallelLayout) -> None:
     for name, shape in tensor_parallel_shapes(spec, layout.mesh, last).items():
         if 0 in shape:
             raise ValueError(
-                f"tp = {layout.dims.tp} (trainer.model.tp or scorer.tp) leaves a slot without any part of {name}; write "
-                f"a divisor of the model's num_attention_heads, {spec.num_heads}, and of its intermediate_size, "
+                f"tp = {layout.dims.tp} (trainer.model.tp or scorer.tp) leaves a slot without any part of {name}; "
+                f"write a divisor of the model's num_attention_heads, {spec.num_heads}, and of its intermediate_size, "
                 f"{spec.intermediate_size}"
             )
 
