@@ -275,7 +275,7 @@ MESH_OF_EIGHT = """
             tp 2: as model.tp says
             dp_shard 2: what the other axes leave of 8 slots
             stages: 1 and 1 layers, where the output embeddings count as 0.2 (1f1b)
-  resizes   slots: 2 as tp 2; 4 as pp 2 · tp 2; 6 as dp_shard 3 · tp 2; other numbers as data parallelism
+  resizes   slots: 4 as pp 2 · tp 2; none on 1-3,5-7
 """
 OF_EIGHT = ["check", "trainer", "--model.name", "model", "--data.fake.batch-size", "32", "--max-steps", "3"]
 OF_EIGHT += ["--deployment.num-gpus", "8", "--model.pp", "2"]

@@ -57,15 +57,15 @@ class DecodeSpeed:
         return DecodeSpeed(parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0))
 
 
-ASSUMED_OVERHEADS = (0.1, 0.05, 0.05)
-"""Share of a rank's speed that each further slot along pp, cp and tp costs, before it is measured. pp: the bubble of
+ASSUMED_OVERHEADS = {"pp": 0.1, "cp": 0.05, "tp": 0.05}
+"""Share of a rank's speed that each further slot along an axis costs, before it is measured. pp: the bubble of
 about ten micro-batches. cp: prime-rl measured 8 % less at cp 2 and no less at cp 4 (ulysses, 8 H200). tp: 5 % less at
 tp 2 and a quarter less at tp 8 is what one machine's links usually leave."""
 
 
 def assumed_rank_speed(shape: RankShape) -> float:
     """How many times as fast as one slot the slots of a data-parallel rank are, before it is measured."""
-    lost = (1 + overhead * (size - 1) for size, overhead in zip(shape, ASSUMED_OVERHEADS, strict=True))
+    lost = (1 + ASSUMED_OVERHEADS[axis] * (size - 1) for axis, size in shape._asdict().items())
     return prod(shape) / prod(lost)
 
 
