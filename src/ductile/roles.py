@@ -103,6 +103,11 @@ class TrainerClient(Protocol):
         """Data-parallel ranks at the moment."""
         ...
 
+    @property
+    def micro_batches_per_rank(self) -> int:
+        """Micro-batches that a rank wants at a time: one, or as many as fill a pipeline's stages."""
+        ...
+
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
         """Accumulate the samples' gradients, each sample's once, in micro-batches of at most `seq_len` tokens.
 

@@ -110,18 +110,16 @@ class OnceAStep:
 
 
 class ThroughLayouts:
-    """Of slots of which the first trains. The trainer waits until all of a step's rollouts are generated and scored. Of
-    n slots it gets one more with each n-th of them that is trained. Each step begins as configured."""
+    """Of four slots, of which the first trains as configured. Each step begins so. Once all of its rollouts are
+    generated and scored, two, three or four slots train them, in turns from step to step, and another number as soon as
+    some are trained."""
 
     def decide(self, state):
         batch, home = state.batch, {slot: state.home.roles(slot) for slot in state.home.slots}
-        if not batch.steps_left:
-            return Decision()
-        if not batch.trained and (batch.missing or batch.unscored):
-            num, roles, hold = 1, home, True
-        else:
-            num, hold = min(len(home), 1 + len(home) * batch.trained // batch.num_rollouts), False
-            roles = {slot: T if slot < num else held for slot, held in home.items()}
+        hold = not batch.trained and bool(batch.missing or batch.unscored)
+        at_home = hold or not batch.num_rollouts or not batch.steps_left  # the last evaluation needs generators, too
+        num = 1 if at_home else 2 + (batch.step + bool(batch.trained)) % 3
+        roles = {slot: T if slot < num else held for slot, held in home.items()}
         if all(state.roles(slot) == held for slot, held in roles.items()):
             return Decision(hold_training=hold)
         if not state.trainer.at_boundary or not roles.keys() <= state.ready:

@@ -33,7 +33,7 @@ MOMENTS = (
 )
 """Commands that only changes and migrations send. What comes between two is within the delay after the first."""
 RESIZE_MOMENTS = (*MOMENTS[MOMENTS.index("Prepare") :], "ForwardBackward")
-NUM_RESIZE_MOMENTS = 40
+NUM_RESIZE_MOMENTS = 8
 """Of a kind, at the least, in a run that is resized all the time."""
 
 

@@ -1,6 +1,5 @@
 """Runs whose slots change roles while they are at work."""
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -8,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from ductile.cli import main
-from ductile.core.layout.layout_rules import LayoutRules, choose_layout
-from ductile.core.layout.parallel_layout import ParallelDims
 from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.messages.control import Unfit
 from ductile.orchestrator.control import Run as LiveRun
@@ -72,25 +69,6 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
     last = {span.slot: span.activity for span in spans}
     assert "switch" not in last.values()
     assert steps[-1].costs.resize_s < 0.5, "measured, and not the prior"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_trainer_goes_through_the_layouts_that_are_listed_and_nothing_is_lost(tmp_path, model, start):
-    config = write_scheduled(tmp_path, model, "rules", max_steps=6)
-    listed = ("dp_shard=1,tp=2", "cp=3,dp_shard=1", "pp=2,tp=2")
-    run = start(config, "--trainer.resize.layouts", json.dumps(listed), *SCORED)
-    assert run.ends(within_s=240) == 0, run.said()
-    rows = [row for row in run.metrics() if row["step"]]
-    assert [row["trained_tokens"] for row in rows] == [row["sampled_tokens"] for row in rows]
-    assert not run.events("policy_failed")
-    assert not [event["failures"] for event in run.events("switched") if event["failures"]]
-    rules = LayoutRules(listed=listed)
-    resized = [(len(event["after"]), ParallelDims(**event["after_dims"])) for event in run.events("resized")]
-    assert {number for number, _ in resized} >= {1, 4}, "every step begins as configured and ends on all slots"
-    assert all(dims == choose_layout(number, rules).layout.dims for number, dims in resized)
-    assert any(event["sentence"].count("slots 0-3 as pp 2 · tp 2") for event in run.events("resized"))
-    assert main(["replay", str(run.folder)]) == 0
 
 
 @pytest.mark.slow

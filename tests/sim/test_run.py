@@ -11,6 +11,7 @@ from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.layout_rules import LayoutRules, choose_layout, layout_for
 from ductile.core.layout.layout_text import in_words
 from ductile.core.layout.parallel_layout import RankShape
+from ductile.core.scheduling.cost import TrainSpeed
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.orders import Decision, RoleChange
 from ductile.core.scheduling.policies.model import Model
@@ -80,6 +81,16 @@ def test_ranks_of_several_slots_take_as_long_as_they_were_measured_to():
         for each in (given, replace(given, rules=rules), replace(given, rules=rules, speeds=slow))
     )
     assert slow_tp3.wall_s > max(alone.wall_s, tp3.wall_s)
+
+
+def test_stages_wait_longer_where_an_optimizer_step_has_few_samples():
+    def train_s(listed: str, n_minibatches: int) -> float:
+        given = scenario(rules=LayoutRules(listed=(listed,)), n_minibatches=n_minibatches)
+        speeds = replace(given.speeds, train=TrainSpeed(800), optim_s=0.0)
+        return simulate(replace(given, speeds=speeds), Static()).totals["train"]
+
+    assert train_s("tp=3", 12) == pytest.approx(train_s("tp=3", 1))
+    assert train_s("pp=3", 12) > 1.15 * train_s("pp=3", 1), "messages of 4 micro-batches, where 12 fill the stages"
 
 
 class Looks:

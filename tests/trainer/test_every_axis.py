@@ -111,7 +111,7 @@ def test_samples_go_to_data_parallel_ranks() -> None:
 
     async def story() -> None:
         _, transport, _, trainer = fleet()
-        trainer.on_micro_step.add(lambda longest, num_ranks, busy_s, total: told.append(num_ranks))
+        trainer.on_micro_step.add(lambda done: told.append(done.num_ranks))
         assert trainer.num_ranks == 4
         await trainer.forward_backward([sample(n, 4 + n % 5) for n in range(13)], 10)
         sent: dict[int, list[object]] = {slot: [] for slot in BEFORE.slots}

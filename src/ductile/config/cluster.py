@@ -39,7 +39,8 @@ class ClusterConfig(Section):
     heartbeat_timeout_s: float = Field(default=30.0, ge=2)
     """A slot whose side thread is silent for longer counts as lost. It says something every second."""
     command_timeout_s: float = Field(default=600.0, gt=0)
-    """The longest that one command to a slot may take."""
+    """The longest that one command to a slot may take. Of training that is one micro-batch; with `pp` it is a whole
+    message of them, which takes as long as five to seven on one slot with all layers."""
     progress_timeout_s: float | None = Field(default=None, gt=0)
     """The longest that a generator with requests may go without a new token; then it is killed, and counts as lost.
     Absent: as `command_timeout_s`."""

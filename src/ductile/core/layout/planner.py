@@ -2,13 +2,14 @@
 
 1. Each size that is asked for is held against the model and against the number of slots; every finding says what to
    write instead.
-2. Of the sizes that are left to the planner ("auto") it takes the smallest with which a slot has room, where its memory
-   is known, and no data-parallel rank is without samples: data parallelism costs least. pp grows last.
+2. Of the sizes that are left to the planner ("auto") it takes those with which a slot has room, where its memory is
+   known, and least time is lost for lack of samples: data-parallel ranks have none, or a pipeline's messages are short
+   and its slots wait. Of equally good ones it takes the smallest, as data parallelism costs least. pp grows last.
 3. Layers are dealt to stages so that these take equally long.
 
     planned = plan_layout(8, AskedLayout(tp="auto", pp=2), spec, num_samples=2)
-    planned.layout.dims        pp 2, tp 2, dp_shard 2
-    planned.reasons["tp"]      "auto: with tp 1 there are 4 data-parallel ranks for 2 samples of an optimizer step"
+    planned.layout.dims        pp 2, tp 4
+    planned.reasons["tp"]      "auto: with tp 2 stages are idle for 50% of the time, as a data-parallel rank has 1 ..."
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.context_parallel import CpStyle, StyleViolation, chosen_style, style_violation, token_multiple
 from ductile.core.layout.layout_text import in_words
 from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.pipeline import runs_of_layers
+from ductile.core.layout.pipeline import PipelineShape, runs_of_layers
 from ductile.core.layout.slot_memory import SlotMemory
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.stages import balanced_stages, head_layers
@@ -30,6 +31,8 @@ MOST_AUTO_TP = 8
 SIZED = ("pp", "dp_replicate", "cp", "tp")
 """Axes that are asked for; `dp_shard` is what they leave."""
 GIB = 2**30
+MUCH_IDLE = 1 / 3
+"""Share of the time for which slots may wait for other stages before that is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,28 @@ class _Try:
         return max(0, self.num_ranks - self._num_samples) if self._num_samples else 0
 
     @property
+    def pipeline(self) -> PipelineShape:
+        return PipelineShape(self.sizes["pp"], self.sized.num_runs)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a data-parallel rank that its slots can get at a time: packing makes as many as a full
+        message has, where there are samples for that."""
+        full = self.pipeline.full_message
+        return min(full, -(-self._num_samples // self.num_ranks)) if self._num_samples else full
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time for which slots wait for other stages; some ranks may have a sample more than others."""
+        mean = self._num_samples / self.num_ranks if self._num_samples else self.micro_batches
+        return self.pipeline.bubble(min(self.micro_batches, max(1, mean)))
+
+    @property
+    def idle(self) -> float:
+        """Share of the slots' time that is lost for lack of samples, or to the pipeline's bubble."""
+        return round(1 - (1 - self.idle_ranks / self.num_ranks) * (1 - self.bubble), 6)
+
+    @property
     def missing_bytes(self) -> int:
         """Bytes that a slot would need beyond those that it has."""
         return self._memory.missing(self.needed_bytes) if self._memory else 0
@@ -144,9 +169,9 @@ class _Try:
         return self._memory.needed(self._spec, self.dims, self.sized.seq_len)
 
     @property
-    def shortfall(self) -> tuple[int, int, int, int]:
+    def shortfall(self) -> tuple[int, float, int, int]:
         """What the choice lacks; then its sizes, the smallest of which are the best."""
-        return self.missing_bytes, self.idle_ranks, self.sizes["pp"], self.sizes["tp"]
+        return self.missing_bytes, self.idle, self.sizes["pp"], self.sizes["tp"]
 
     @property
     def shortcoming(self) -> str:
@@ -155,6 +180,8 @@ class _Try:
             return self._needs
         if self.idle_ranks:
             return f"there are {self.num_ranks} data-parallel ranks for {self._samples} of an optimizer step"
+        if self.micro_batches < self.pipeline.full_message:
+            return f"stages are idle for {self.bubble:.0%} of the time, as a data-parallel rank has {self._batches}"
         return ""
 
     @property
@@ -165,6 +192,10 @@ class _Try:
     @property
     def _samples(self) -> str:
         return f"{self._num_samples} sample{'' if self._num_samples == 1 else 's'}"
+
+    @property
+    def _batches(self) -> str:
+        return f"{self.micro_batches} micro-batch{'' if self.micro_batches == 1 else 'es'}"
 
     def warnings(self) -> Iterator[LayoutFinding]:
         sizes = self.sizes
@@ -185,15 +216,12 @@ class _Try:
                 f"has {self._samples}: fewer slots do, or a larger tp or cp"
             )
             yield LayoutFinding((axis,), getattr(self.dims, axis), what)
-        elif self._num_samples and self._num_samples < sizes["pp"] * self.num_ranks:
-            pp, most = sizes["pp"], -(-self._num_samples // self.num_ranks)
-            idle = (pp - 1) / (self.sized.num_runs * most + pp - 1)
-            batches = f"{most} micro-batch{'' if most == 1 else 'es'}"
+        elif self.bubble > MUCH_IDLE:
             what = (
-                f"leaves stages idle for at least {idle:.0%} of the time: a data-parallel rank has at most {batches} "
-                f"in an optimizer step, and {pp} stages want {pp} or more"
+                f"leaves stages idle for at least {self.bubble:.0%} of the time: a data-parallel rank has at most "
+                f"{self._batches} in an optimizer step, and {sizes['pp']} stages want {self.pipeline.full_message}"
             )
-            yield LayoutFinding(("pp",), pp, what)
+            yield LayoutFinding(("pp",), sizes["pp"], what)
 
     def _filled_up(self) -> Iterator[LayoutFinding]:
         cp, tp, seq_len = self.sizes["cp"], self.sizes["tp"], self.sized.seq_len

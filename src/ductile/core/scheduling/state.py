@@ -20,7 +20,7 @@ from ductile.core.instances.instances import (
 from ductile.core.instances.placement import Placement, Role
 from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.pipeline import micro_batches_of_message
+from ductile.core.layout.pipeline import PipelineShape
 from ductile.core.scheduling.cost import Speeds, SwitchCosts
 
 IN_FLIGHT = 2
@@ -262,7 +262,7 @@ class ClusterState:
     @property
     def _micro_step_tokens(self) -> int:
         """Tokens of a data-parallel rank in a full micro-step."""
-        return self.trainer.seq_len * micro_batches_of_message(self.trainer.layout)[0]
+        return self.trainer.seq_len * PipelineShape.of(self.trainer.layout).full_message
 
     @property
     def patience_s(self) -> float:
