@@ -275,7 +275,7 @@ MESH_OF_EIGHT = """
             tp 2: as model.tp says
             dp_shard 2: what the other axes leave of 8 slots
             stages: 1 and 1 layers, where the output embeddings count as 0.2 (1f1b)
-  resizes   slots: 2 as tp 2; 4 as pp 2 · tp 2; 6 as dp_shard 3 · tp 2; other numbers as data parallelism
+  resizes   slots: 4 as pp 2 · tp 2; none on 1-3,5-7
 """
 OF_EIGHT = ["check", "trainer", "--model.name", "model", "--data.fake.batch-size", "32", "--max-steps", "3"]
 OF_EIGHT += ["--deployment.num-gpus", "8", "--model.pp", "2"]
@@ -289,7 +289,7 @@ def test_check_shows_a_mesh_of_every_kind_of_axis(capsys: pytest.CaptureFixture[
 
 
 def test_check_says_what_the_planner_has_chosen_and_what_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*OF_EIGHT, "--data.fake.batch-size", "2", "--model.tp", "auto", "--model.cp", "2"]) == 0
+    assert main([*OF_EIGHT, "--model.tp", "auto", "--model.cp", "2"]) == 0
     out = capsys.readouterr().out
     assert "  why       pp 2: as model.pp says\n            cp 2: as model.cp says\n            tp 1: auto: data" in out
     assert "cp_style ulysses: auto: ulysses, as it leaves shared prompts shared\n" in out
@@ -303,6 +303,24 @@ def test_check_says_what_the_planner_has_chosen_and_what_is_listed(capsys: pytes
     assert (
         "note: resize.layouts: 'cp=4,dp_shard=1' is never taken, as 'tp=2' before it fits as many slots\n" in said.err
     )
+
+
+def test_check_looks_at_memory_where_the_config_says_how_much_a_device_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """The scores of the vocabulary alone take 512 MiB, which tp divides."""
+    auto = [*OF_EIGHT, "--model.pp", "1", "--model.tp", "auto"]
+    assert main(auto) == 0
+    assert "nothing speaks against it; memory was not looked at, as how much a slot has is" in capsys.readouterr().out
+    memory = ["--cluster.device-memory-gib", "0.5"]
+    assert main([*auto, *memory]) == 0
+    said = capsys.readouterr().out
+    assert "tp 2: auto: with tp 1 a slot would need about 0.5" in said
+    assert " GiB and has 0.45 for training\n" in said
+    assert "none on 1,3,5,7\n" in said
+    assert main([*OF_EIGHT, *memory]) == 0
+    said = capsys.readouterr().err
+    assert "note: model.tp = 1 is with pp 2 · dp_shard 4 probably too little memory: a slot would need about 0." in said
+    assert main([*OF_EIGHT, *memory, "--cluster.slots-per-device", "2", "--model.tp", "2"]) == 0
+    assert " GiB and has 0.225 for training\n" in capsys.readouterr().err
 
 
 def test_check_notes_ranks_that_would_have_no_work(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,8 @@ import pytest
 from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
+from ductile.core.layout.asked_layout import AskedLayout
+from ductile.core.layout.layout_rules import LayoutRules
 from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
 from ductile.core.layout.requested_layout import LayoutRequest
 from ductile.elastic.loss_log import LossLog
@@ -319,6 +321,24 @@ def test_a_whole_layout_is_asked_for_on_the_slots_that_come_first(echo: Harness)
             with pytest.raises(CannotResize) as caught:
                 await resized(text, train)
             assert str(caught.value).startswith(says)
+
+    echo.run(story())
+
+
+def test_sizes_that_were_asked_for_by_hand_come_before_listed_ones_where_they_fit(echo: Harness):
+    async def story():
+        echo.resizer.rules = LayoutRules(listed=("dp_shard=2,cp=2", "dp_shard=3"), asked=AskedLayout(pp=2))
+
+        async def resized(train: tuple[int, ...], text: str = "") -> ParallelDims:
+            return (await echo.resizer.resize_as(LayoutRequest(text, train))).after.dims
+
+        assert await resized((0, 1, 2, 3)) == ParallelDims(dp_shard=2, cp=2)
+        assert await resized((0, 1), "tp=2") == ParallelDims(tp=2)
+        assert await resized((0, 1, 2, 3)) == ParallelDims(dp_shard=2, tp=2)
+        assert await resized((0, 1, 2)) == ParallelDims(dp_shard=3)
+        with pytest.raises(CannotResize, match="5 slots are no multiple of pp 2, which is asked for: train on 4 or 6"):
+            await resized((0, 1, 2, 3, 4))
+        assert echo.trainer.layout.slots == (0, 1, 2)
 
     echo.run(story())
 

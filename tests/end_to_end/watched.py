@@ -49,7 +49,7 @@ class WritesDown(TrainRole):
         reply = super().handle(command)
         if isinstance(command, Commit) and STATES in os.environ:
             self._write_state(command.epoch, "after")
-        if isinstance(command, ForwardBackward) and self._live.context.reports:
+        if isinstance(command, ForwardBackward) and self._live.context.counts_samples:
             samples = [sample for micro_batch in command.micro_batches for sample in micro_batch.samples]
             with (Path(os.environ[FOLDER]) / f"trained_{os.getpid()}.jsonl").open("a") as file:
                 for sample in samples:

@@ -10,6 +10,7 @@ from ductile.core.instances.instances import instance_on
 from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.layout_rules import LayoutRules, choose_layout, layout_for
 from ductile.core.layout.layout_text import in_words
+from ductile.core.layout.parallel_layout import RankShape
 from ductile.core.scheduling.cost import TrainSpeed
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.orders import Decision, RoleChange
@@ -75,7 +76,7 @@ def test_the_trainer_goes_through_the_layouts_that_are_listed_for_its_numbers_of
 
 def test_ranks_of_several_slots_take_as_long_as_they_were_measured_to():
     given, rules = scenario(), LayoutRules(listed=("tp=3",))
-    slow = replace(given.speeds, train=replace(given.speeds.train, rank_speeds=(((1, 1, 3), 0.5),)))
+    slow = replace(given.speeds, train=replace(given.speeds.train, rank_speeds=((RankShape(tp=3), 0.5),)))
     alone, tp3, slow_tp3 = (
         simulate(each, Static())
         for each in (given, replace(given, rules=rules), replace(given, rules=rules, speeds=slow))
@@ -217,7 +218,7 @@ def test_layouts_are_written_or_laid_over_those_of_a_recording(tmp_path):
     written = configured(config)
     assert in_words(layout_for(range(4), written.rules).dims) == "dp_shard 2 · tp 2"
     rules = LayoutRules(asked=AskedLayout(tp=2), listed=("pp=2",))
-    record_run(tmp_path, scenario(rules=rules, groups_per_step=4, num_steps=2))
+    record_run(tmp_path, scenario({"actor": "0-1", "rollout": "2-5"}, rules=rules, groups_per_step=4, num_steps=2))
     recording = read_recording(tmp_path)
     assert recorded_scenario(recording).rules == rules
     changed = configured(config, recording)

@@ -63,7 +63,7 @@ def trains(
         parts = pack(weigh(samples, "token_mean"), context.layout.num_data_parallel, SEQ_LEN)
         trainer.forward_backward(parts[context.data_parallel_rank])
         reports.append(trainer.optim_step(loss_denominator(samples, "token_mean")))
-    return reports, {name: tensor.tolist() for name, tensor in trainer.full_weights(torch.float32)}
+    return reports, {name: tensor.tolist() for name, tensor in trainer.export_weights(torch.float32)}
 
 
 @pytest.mark.parametrize("style", ["ulysses", "ring"])

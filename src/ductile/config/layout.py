@@ -8,24 +8,55 @@ from math import prod
 from ductile.config.finding import Finding
 from ductile.config.model import TrainerModelConfig
 from ductile.config.on_disk import read_spec
+from ductile.config.optimizer_state import Supported, state_of
 from ductile.config.run import RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema import keys
-from ductile.config.trainer import ResizeConfig
+from ductile.config.slots import placement_of
+from ductile.config.trainer import ResizeConfig, TrainerConfig
 from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.layout_rules import LayoutRules, choose_layout, plan_listed
 from ductile.core.layout.layout_text import LayoutTextError, parse_sizes
 from ductile.core.layout.parallel_layout import ParallelDims
+from ductile.core.layout.peak import compute_dtype
 from ductile.core.layout.planner import LayoutFinding, plan_layout
+from ductile.core.layout.slot_memory import DTYPE_BYTES, USABLE, SlotMemory
 from ductile.core.layout.spec import ModelSpec
 
 TrainingConfig = RLConfig | SFTConfig | TrainerRunConfig
+GIB = 2**30
 
 
 def layout_rules(config: TrainingConfig) -> LayoutRules:
     """The rules of a run. A listed layout that is no text of one counts as absent: `layout_findings` refuses it."""
     model, resize, _ = _trainer(config)
     listed = tuple(text for text in resize.layouts if not _unreadable(text))
-    return LayoutRules(_spec(model), asked_layout(model), listed, _num_samples(config))
+    rules = LayoutRules(_spec(model), asked_layout(model), listed, _num_samples(config), slot_memory(config))
+    return rules.beginning_on(len(placement_of(config).train))
+
+
+def slot_memory(config: TrainingConfig) -> SlotMemory | None:
+    """What training keeps on a slot, and the room for it; None where `cluster.device_memory_gib` is not written."""
+    cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
+    if cluster.device_memory_gib is None or not isinstance(trainer.optim, Supported):
+        return None
+    model, share = trainer.model, USABLE / cluster.slots_per_device
+    if isinstance(config, RLConfig) and placement_of(config).shares:  # a generator is on the same slot
+        share -= config.inference.gpu_memory_utilization or 0.0
+    device = "cpu" if cluster.device == "cpu" else "cuda"
+    return SlotMemory(
+        room_bytes=max(0, int(cluster.device_memory_gib * GIB * share)),
+        state_bytes=state_bytes(trainer),
+        compute_bytes=DTYPE_BYTES[compute_dtype(model.compute_dtype, device)],
+        gradient_bytes=DTYPE_BYTES[model.reduce_dtype] if model.reduce_every == "step" else 0,
+        keeps_gathered=not model.reshard_after_forward,
+    )
+
+
+def state_bytes(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> int:
+    """Bytes of a parameter, its gradient and what the optimizer keeps for it."""
+    dtype = trainer.model.optimization_dtype
+    kept = state_of(trainer.optim, dtype) if isinstance(trainer.optim, Supported) else ()
+    return 2 * DTYPE_BYTES[dtype] + sum(DTYPE_BYTES[each.dtype] for each in kept if each.layout == "parameter")
 
 
 def asked_layout(model: TrainerModelConfig) -> AskedLayout:
@@ -47,7 +78,7 @@ def layout_findings(config: TrainingConfig, num_slots: int) -> Iterator[Finding]
     yield from _listed_findings(rules, resize, root)
     if choose_layout(num_slots, rules).listed:
         return  # the run begins with it
-    for error in plan_layout(num_slots, rules.asked, rules.spec, rules.num_samples).errors:
+    for error in plan_layout(num_slots, rules.asked, rules.spec).errors:
         if not unbuilt({error.keys[0]: error.value}):  # which is told already
             yield Finding(tuple(f"{root}model.{key}" for key in error.keys), error.what)
 

@@ -5,7 +5,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from ductile.config.bench import BenchConfig, load_of
-from ductile.config.layout import TrainingConfig, layout_rules
+from ductile.config.layout import TrainingConfig, layout_rules, state_bytes
 from ductile.config.on_disk import read_spec
 from ductile.config.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.parse import Parsed
@@ -24,7 +24,7 @@ from ductile.config.slots import placement_of
 from ductile.config.written import of_a_run
 from ductile.core.instances.instances import slot_groups
 from ductile.core.instances.placement import compact, many
-from ductile.core.layout.layout_rules import ChosenLayout, LayoutRules, choose_dims, choose_layout, layout_for
+from ductile.core.layout.layout_rules import ChosenLayout, LayoutRules, choose_layout, dims_allowed, layout_for
 from ductile.core.layout.layout_text import in_words
 from ductile.core.layout.mesh_table import MOST_ROWS, mesh_table
 from ductile.core.layout.parallel_layout import ParallelDims
@@ -202,8 +202,7 @@ def _mesh(config: TrainingConfig) -> list[Row]:
     parts = many(layout.num_data_parallel, "data-parallel rank")
     table = [f"{in_words(layout.dims)}: {parts} on {many(len(train), 'slot')}"] if len(train) > 1 else []
     if rules.spec is not None:
-        model, moments = trainer.model, {"adamw": 2, "sgd": 1}.get(trainer.optim.type, 0)
-        lines = mesh_table(rules.spec, layout, model.optimization_dtype, moments)
+        lines = mesh_table(rules.spec, layout, state_bytes(trainer))
         table += [f"  {line}" for line in lines] if table else lines
     others = _other_layouts(config, len(train), rules)
     return [*_column("mesh", table), *_column("why", _reasons(chosen, rules, root)), *_column("resizes", others)]
@@ -226,17 +225,23 @@ def _reasons(chosen: ChosenLayout, rules: LayoutRules, root: str) -> list[str]:
 
 
 def _other_layouts(config: TrainingConfig, num_train: int, rules: LayoutRules) -> list[str]:
-    """Layouts that the trainer would have on other numbers of slots, where they are not data parallelism alone."""
+    """Layouts that the trainer would have on other numbers of slots, where they are not all data parallelism alone; and
+    the numbers on which it has none."""
     most = placement_of(config).num_slots
     if config.deployment.type == "single_node" and not config.cluster.auto_scheduler:
         most = max(most, config.deployment.gpus_per_node * config.cluster.slots_per_device)
-    said = [
-        f"{number} as {in_words(dims)}"
-        for number, dims in enumerate(choose_dims(min(most, MOST_ROWS), rules), 1)
-        if number != num_train and dims != ParallelDims(dp_shard=number)
-    ]
+    shown = min(most, MOST_ROWS)
+    allowed = dims_allowed(shown, rules)
+    others = {number: dims for number, dims in allowed.items() if number != num_train}
+    plain = [number for number, dims in others.items() if dims == ParallelDims(dp_shard=number)]
+    said = [f"{number} as {in_words(dims)}" for number, dims in others.items() if number not in plain]
+    refused = [number for number in range(1, shown + 1) if number not in allowed]
+    if not said and not refused:
+        return []
+    said += [f"{compact(plain)} as data parallelism"] if plain else []
+    said += [f"none on {compact(refused)}"] if refused else []
     more = f"; so on to {most}" if most > MOST_ROWS else ""
-    return [f"slots: {'; '.join(said)}; other numbers as data parallelism{more}"] if said else []
+    return [f"slots: {'; '.join(said)}{more}"]
 
 
 def _on_gpus(groups: Mapping[str, Sequence[Sequence[int]]], each: int, certain: bool) -> str:

@@ -51,13 +51,14 @@ class TrainerResizer:
         fleet: Fleet | None = None,
         rules: LayoutRules = NO_RULES,
     ) -> None:
-        """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else. rules:
-        which layout the trainer has on how many slots."""
+        """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else."""
+        self.rules = rules
+        """Which layout the trainer has on how many slots: the run's only rules, which resizes by hand add to."""
         self.num_resized = 0
         self.on_end = Listeners[[]]()
         """Told when a resize has ended, whatever became of it."""
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
-        self._num_slots, self._fleet, self._rules = num_slots, fleet, rules
+        self._num_slots, self._fleet = num_slots, fleet
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
@@ -110,12 +111,12 @@ class TrainerResizer:
 
     async def resize_as(self, request: LayoutRequest) -> Resized:
         """`resize_to` the layout that somebody asks for. Sizes that are asked for are those that the trainer has from
-        then on, wherever they fit."""
+        then on, wherever they fit; they come before listed layouts."""
         layout = self.layout_of(request)
-        asked = request.asked(self._trainer.layout, self._rules)
+        asked = request.asked(self._trainer.layout, self.rules)
         resized = await self.resize_to(layout)
         if asked is not None and resized.outcome != "rolled_back":
-            self._rules = replace(self._rules, asked=asked.like(layout.dims))
+            self.rules = replace(self.rules, by_hand=asked.like(layout.dims))
         return resized
 
     def layout_of(self, request: LayoutRequest) -> ParallelLayout:
@@ -123,7 +124,7 @@ class TrainerResizer:
         cluster, now = self._cluster, self._trainer.layout
         busy = [slot for slot in cluster.slots if cluster.mailbox.roles(slot) or slot in cluster.mailbox.lost]
         try:
-            return requested_layout(request, now, self._rules, by_preference(range(self._num_slots), now.slots, busy))
+            return requested_layout(request, now, self.rules, by_preference(range(self._num_slots), now.slots, busy))
         except RequestError as error:
             raise CannotResize(str(error)) from error
 

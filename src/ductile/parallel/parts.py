@@ -33,7 +33,7 @@ class SlotParts:
     @lru_cache(maxsize=REMEMBERED_LAYOUTS)
     def of(spec: ModelSpec, parallel: ParallelLayout, slot: int) -> "SlotParts":
         """The slot's part of the model's parameters, by their names."""
-        return SlotParts(model_layout(spec, parallel.mesh, stages=parallel.stages or None), slot)
+        return SlotParts(model_layout(spec, parallel), slot)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""

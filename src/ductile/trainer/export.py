@@ -52,7 +52,7 @@ def export_model(trainer: Trainer, path: str, named_dtype: str, max_shard_bytes:
             begin_folder(path, trainer.spec, source, dtype, max_shard_bytes, eos)
 
     def write() -> None:
-        named = trainer.full_weights(dtype)
+        named = trainer.export_weights(dtype)
         try:
             tensors = (tensor for _, tensor in named)
             write_weights(path, trainer.spec, tensors, dtype, max_shard_bytes, slots.index(context.slot), len(slots))

@@ -59,3 +59,15 @@ def test_what_cannot_be_is_told_all_at_once(request_: LayoutRequest, says: str) 
     with pytest.raises(RequestError) as caught:
         requested_layout(request_, NOW, RULES, MACHINE)
     assert str(caught.value).startswith(says)
+
+
+def test_slots_that_are_no_layout_are_refused_with_what_to_write() -> None:
+    rules = LayoutRules(QWEN, AskedLayout(tp=4))
+    with pytest.raises(RequestError) as caught:
+        requested_layout(LayoutRequest(train=range(6)), NOW, rules, MACHINE)
+    assert str(caught.value) == (
+        "6 slots are no multiple of tp 4, which is asked for: train on 4 or 8, or write the layout itself, such as "
+        "dp_shard=6"
+    )
+    by_hand = requested_layout(LayoutRequest("dp_shard=6", train=range(6)), NOW, rules, MACHINE)
+    assert by_hand.dims == ParallelDims(dp_shard=6)

@@ -3,7 +3,7 @@
     LayoutRequest("pp=2,dp_shard=2,tp=2")             a whole layout, on the 8 slots that come first by preference
     LayoutRequest("tp=2")                             as many slots as train now, less what tp 2 leaves over
     LayoutRequest("tp=2", train=range(6))             the same on these slots: dp_shard is 3
-    LayoutRequest(train=range(6))                     what the rules have for 6 slots
+    LayoutRequest(train=range(6))                     what the rules have for 6 slots, if anything
     LayoutRequest(train=range(6), sizes={"tp": 3})    the layout as it is now, with another tp
 
 What cannot be is refused before anything is tried, with all that is wrong.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules, layout_for
+from ductile.core.layout.layout_rules import LayoutRules, NoLayout, layout_for, nearest_allowed
 from ductile.core.layout.layout_text import LayoutTextError, parse_sizes
 from ductile.core.layout.parallel_layout import AXES, ParallelLayout
 from ductile.core.layout.planner import plan_layout
@@ -63,7 +63,7 @@ def requested_layout(
         if asked is None:
             if slots is None:
                 raise RequestError("neither slots nor a layout are asked for: write one of them, or both")
-            return layout_for(slots, rules)
+            return _layout_of_the_rules(slots, rules, len(by_preference))
         slots = _chosen(asked, now, by_preference) if slots is None else slots
         planned = plan_layout(slots, asked, rules.spec, rules.num_samples)
     except ValueError as error:  # of a slot that is named twice
@@ -71,6 +71,15 @@ def requested_layout(
     if planned.layout is None:
         raise RequestError("; ".join(error.sentence for error in planned.errors))
     return planned.layout
+
+
+def _layout_of_the_rules(slots: Sequence[int], rules: LayoutRules, most: int) -> ParallelLayout:
+    try:
+        return layout_for(slots, rules)
+    except NoLayout as error:
+        nearest = " or ".join(map(str, nearest_allowed(len(slots), most, rules)))
+        train = f"train on {nearest}, or " if nearest else ""
+        raise RequestError(f"{error}: {train}write the layout itself, such as dp_shard={len(slots)}") from error
 
 
 def by_preference(slots: Sequence[int], train: Collection[int], busy: Collection[int]) -> list[int]:

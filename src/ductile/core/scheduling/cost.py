@@ -58,8 +58,8 @@ class DecodeSpeed:
         return DecodeSpeed(parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0))
 
 
-ASSUMED_OVERHEADS = (0.05, 0.05)
-"""Share of a rank's speed that each further slot along cp and tp costs, before it is measured. cp: prime-rl measured
+ASSUMED_OVERHEADS = {"cp": 0.05, "tp": 0.05}
+"""Share of a rank's speed that each further slot along an axis costs, before it is measured. cp: prime-rl measured
 8 % less at cp 2 and no less at cp 4 (ulysses, 8 H200). tp: 5 % less at tp 2 and a quarter less at tp 8 is what one
 machine's links usually leave."""
 
@@ -67,9 +67,9 @@ machine's links usually leave."""
 def assumed_rank_speed(shape: RankShape) -> float:
     """How many times as fast as one slot the slots of a data-parallel rank are, before it is measured. Of pp they lose
     the bubble of a full message, with one run of layers a slot."""
-    pipeline = PipelineShape(shape[0])
-    lost = (1 + overhead * (size - 1) for size, overhead in zip(shape[1:], ASSUMED_OVERHEADS, strict=True))
-    return prod(shape) * (1 - pipeline.bubble(pipeline.full_message)) / prod(lost)
+    pipeline, sizes = PipelineShape(shape.pp), shape._asdict()
+    lost = prod(1 + overhead * (sizes[axis] - 1) for axis, overhead in ASSUMED_OVERHEADS.items())
+    return prod(shape) * (1 - pipeline.bubble(pipeline.full_message)) / lost
 
 
 @dataclass(frozen=True, slots=True)

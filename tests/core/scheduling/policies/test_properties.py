@@ -7,11 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.instances.instances import Instance, InstanceId, instance_on, slot_groups
+from ductile.core.layout.asked_layout import AskedLayout
+from ductile.core.layout.layout_rules import LayoutRules
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import instances_after, layout_after, roles_after, violations
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
-from ductile.core.scheduling.state import Lengths, Limits, SlotState, TrainerState, Unfinished
+from ductile.core.scheduling.state import Lengths, Limits, SlotState, Unfinished
 from tests.core.scheduling.scenes import scene
 
 SERVER = Instance(InstanceId("http://there"), "generate", ())
@@ -22,7 +25,8 @@ POLICIES += [Model(pre_process=False, wait_before_last_iter=False)]
 @st.composite
 def states(draw, at_boundary=None):
     """Any placement of up to fourteen slots, any roles by now, rollouts anywhere that generates, be it on one slot, on
-    two or on none; a scorer on one slot or two."""
+    two or on none; a scorer on one slot or two; and a trainer that may have any number of slots, or even ones, or
+    multiples of three."""
     size, scorer_size = draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1, 1, 2]))
     num_train, num_generate = draw(st.integers(1, 4)), size * draw(st.integers(1, 4))
     num_scorers = draw(st.integers(0, 1))
@@ -59,7 +63,7 @@ def states(draw, at_boundary=None):
     num_rollouts = 64
     ready = draw(st.integers(0, num_rollouts))
     trained = draw(st.integers(0, num_rollouts - 1))
-    return scene(
+    state = scene(
         placement,
         roles=roles,
         running=running,
@@ -78,6 +82,10 @@ def states(draw, at_boundary=None):
         num_updates=draw(st.integers(1, 4)),
         group_size=2,
     )
+    tp = draw(st.sampled_from([1, 1, 2, 3]))
+    slots = state.trainer.layout.slots
+    layout = ParallelLayout.of(slots, tp=tp if len(slots) % tp == 0 else 1)
+    return replace(state, trainer=replace(state.trainer, layout=layout, rules=LayoutRules(asked=AskedLayout(tp=tp))))
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -122,7 +130,7 @@ def carried_out(state, decision):
         ),
         instances=instances_after(state, decision),
         change=state.change + 1,
-        trainer=TrainerState(layout_after(state, decision), True, decision.hold_training, state.trainer.seq_len),
+        trainer=replace(state.trainer, layout=layout_after(state, decision), held=decision.hold_training),
         unfinished=tuple(
             Unfinished(
                 each.id, targets.get(each.id, each.instance), each.prompt_tokens, each.generated, each.limit, each.group

@@ -8,6 +8,9 @@ Whenever something has happened in a step that has begun to train, and no resize
    (Where sequences cost time, the tail of generation would pay for every slot that is freed.)
 3. Slots without a role train.
 
+Where the trainer has no layout on so many slots, it gets as many of them as it can have, and the others keep what they
+do (`train_sizes`).
+
 When the next step begins every slot returns to what the configuration gave it. Two further rules, each on request:
 
 - `pre_process`: until half of the step's rollouts are finished, the train slots generate too, and the trainer waits.
@@ -29,6 +32,7 @@ from ductile.core.scheduling.arithmetic import whole_times
 from ductile.core.scheduling.migration import change, remaining_tokens
 from ductile.core.scheduling.orders import Decision, Order, sentence, violations
 from ductile.core.scheduling.state import BatchProgress, ClusterState
+from ductile.core.scheduling.train_sizes import fitted
 
 TRAIN: tuple[Role, ...] = ("train",)
 
@@ -151,7 +155,7 @@ def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple
     busy = {slot.slot for slot in state.slots} - state.ready
     groups = (*state.groups("generate"), *state.scorer_groups)
     busy |= {slot for group in groups if not busy.isdisjoint(group) for slot in group}
-    moved = {slot: after for slot, after in roles.items() if slot not in busy}
+    moved = fitted(state, {slot: after for slot, after in roles.items() if slot not in busy})
     after = {slot.slot: moved.get(slot.slot, slot.roles) for slot in state.slots}
     if state.unfinished and not any("generate" in held for held in after.values()) and not state.num_external:
         return ()
