@@ -326,7 +326,11 @@ def test_a_slot_that_cannot_be_measured_does_not_start(tmp_path: Path):
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
             await cluster.survey("float32")
 
+            ask_all = cluster.mailbox.ask_all
+
             async def late(commands, *how):
+                if not any(isinstance(command, Survey) for command in commands.values()):
+                    return await ask_all(commands, *how)
                 return {slot: Late(f"slot {slot} did not reply to Survey") for slot in commands}
 
             cluster.mailbox.ask_all = late
