@@ -116,7 +116,8 @@ class ThroughLayouts:
 
     def decide(self, state):
         batch, home = state.batch, {slot: state.home.roles(slot) for slot in state.home.slots}
-        hold = not batch.trained and bool(batch.missing or batch.unscored)
+        to_do = state.num_to_generate or batch.to_score  # of the next step or of an evaluation, too
+        hold = bool(to_do or (not batch.trained and (batch.missing or batch.unscored)))
         at_home = hold or not batch.num_rollouts or not batch.steps_left  # the last evaluation needs generators, too
         num = 1 if at_home else 2 + (batch.step + bool(batch.trained)) % 3
         roles = {slot: T if slot < num else held for slot, held in home.items()}
