@@ -35,7 +35,7 @@ from ductile.core.instances.instances import instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.step_accounting import StepAccounting, StepSize
-from ductile.fleet.assign_role import assign_role, each_alone
+from ductile.fleet.assign_role import assign_role, begin_instances
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.generator.sequence import Sequence
@@ -250,7 +250,8 @@ async def measure(completions: int, num_tokens: int, folder: Path) -> dict[str, 
     async with LocalCluster(slots, ClusterConfig(device="cpu"), folder, roles) as cluster:
         settings = {"num_tokens": num_tokens}
         await assign_role(cluster.mailbox, "train", settings, [ParallelLayout.of(TRAIN)], DEADLINE_S)
-        await assign_role(cluster.mailbox, "generate", settings, each_alone(GENERATE), DEADLINE_S)
+        generators = [instance_on("generate", (slot,)) for slot in GENERATE]
+        await begin_instances(cluster.mailbox, generators, settings, DEADLINE_S)
         loop = make_loop(cluster, completions, num_tokens, Recorder(folder))
         count_bytes(counted)
         pids = [os.getpid(), *(cluster.processes[slot].pid for slot in slots)]

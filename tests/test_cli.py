@@ -291,8 +291,11 @@ def test_check_shows_a_mesh_of_every_kind_of_axis(capsys: pytest.CaptureFixture[
 def test_check_says_what_the_planner_has_chosen_and_what_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*OF_EIGHT, "--model.tp", "auto", "--model.cp", "2"]) == 0
     out = capsys.readouterr().out
-    assert "  why       pp 2: as model.pp says\n            cp 2: as model.cp says\n            tp 1: auto: data" in out
-    assert "cp_style ulysses: auto: ulysses, as it leaves shared prompts shared\n" in out
+    assert "  why       pp 2: as model.pp says\n            cp 2: as model.cp says\n            tp 2: auto: " in out
+    assert "auto: with tp 1 stages are idle for 50% of the time, as a data-parallel rank has 1 micro-batch\n" in out
+    assert "cp_style ring: auto: ring, as ulysses deals the 1 query heads of a slot of tp 2 out to" in out
+    assert main([*OF_EIGHT, "--model.cp", "2"]) == 0
+    assert "cp_style ulysses: auto: ulysses, as it leaves shared prompts shared\n" in capsys.readouterr().out
     assert main([*OF_EIGHT, "--resize.layouts", '["tp=2","cp=4,dp_shard=1","dp_replicate=3"]']) == 0
     said = capsys.readouterr()
     assert "  why       tp 2: resize.layouts has tp=2\n" in said.out

@@ -110,14 +110,15 @@ class OnceAStep:
 
 
 class ThroughLayouts:
-    """Of four slots, of which the first trains as configured. Each step begins so. Once all of its rollouts are
-    generated and scored, two, three or four slots train them, in turns from step to step, and another number as soon as
-    some are trained."""
+    """Of four slots, of which the first trains as configured, in a run on-policy. Each step begins so. Once all of its
+    rollouts are generated and scored, two, three or four slots train them, in turns from step to step, and another
+    number as soon as some are trained."""
 
     def decide(self, state):
         batch, home = state.batch, {slot: state.home.roles(slot) for slot in state.home.slots}
         hold = not batch.trained and bool(batch.missing or batch.unscored)
-        at_home = hold or not batch.num_rollouts or not batch.steps_left  # the last evaluation needs generators, too
+        others = state.num_to_generate or batch.to_score  # of an evaluation, or of the next step
+        at_home = hold or others or not batch.num_rollouts or not batch.steps_left
         num = 1 if at_home else 2 + (batch.step + bool(batch.trained)) % 3
         roles = {slot: T if slot < num else held for slot, held in home.items()}
         if all(state.roles(slot) == held for slot, held in roles.items()):

@@ -31,8 +31,9 @@ SCHEDULED = (
     "--cluster.auto-scheduler", "--cluster.policy", "tests.end_to_end.moves.ThroughLayouts",
     "--trainer.resize.layouts", json.dumps(LAYOUTS),
 )  # fmt: skip
+ON_POLICY = ("--orchestrator.max-async-level", "0")  # all of a step's completions are of the weights before it
 ALIKE = (
-    "--orchestrator.max-async-level", "0",  # all of a step's completions are of the weights before it
+    *ON_POLICY,
     "--orchestrator.sampling.seed", "5",
     "--orchestrator.drop-zero-advantage", "false",
     "--trainer.loss.type", "grpo",
@@ -83,7 +84,7 @@ def test_a_run_killed_around_a_resize_goes_on_and_trains_each_sample_once(
 ) -> None:
     config = write_config(tmp_path, model, max_steps=MAX_STEPS)
     config.write_text(config.read_text().replace("letters.Letters", "letters.Numbered"))
-    flags = (*SCHEDULED, *PATIENT, "--orchestrator.drop-zero-advantage", "false")
+    flags = (*ON_POLICY, *SCHEDULED, *PATIENT, "--orchestrator.drop-zero-advantage", "false")
 
     def live(name: str, *more: str, **environment: str) -> Run:
         (tmp_path / name).mkdir()

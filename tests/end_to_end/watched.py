@@ -1,10 +1,10 @@
 """`ductile` as users run it, of which more can be seen: `python -m tests.end_to_end.watched rl @ run.toml`.
 
 Data-parallel ranks write down each sample that they have trained (`trained_in`). A slot is struck with STRIKE_SEED set,
-or with RESIZE_STRIKE_SEED.
-With WATCHED_STATES set they also write down the state on both sides of each resize (`moved_in`); with WATCHED_DRAWS set
-generators draw tokens whatever the model says, so that completions are the same in runs that round differently. With
-WATCHED_FAULT set to "hangs" or "refuses", the first generator that receives version 1 does so.
+or with RESIZE_STRIKE_SEED. With WATCHED_STATES set train slots also write down the state on both sides of each resize
+(`moved_in`); with WATCHED_DRAWS set generators draw tokens whatever the model says, so that completions are the same in
+runs that round differently. With WATCHED_FAULT set to "hangs" or "refuses", the first generator that receives version 1
+does so.
 """
 
 import json

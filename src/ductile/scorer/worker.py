@@ -59,8 +59,7 @@ class ScoreRole(InstanceRole):
     def score(self, samples: tuple[Sample, ...], model: Literal["policy", "reference"]) -> list[Floats]:
         """Log-probs, one column a sample, as long as its tokens; 0 where the mask is false. Collective."""
         part = self._live
-        scores: dict[int, Floats] = {}
-        """Log-probs by the `id` of the sample: its value, all tokens, would be hashed."""
+        scores: dict[int, Floats] = {}  # by the `id` of the sample: its value, all tokens, would be hashed
         for sample, logprobs in part.score(samples, part.policy if model == "policy" else part.reference):
             values = np.zeros(len(sample), np.float32)
             values[sample.loss_mask.array] = logprobs.numpy()

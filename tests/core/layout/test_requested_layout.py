@@ -44,6 +44,7 @@ def test_what_is_asked_for(request_: LayoutRequest, slots: tuple[int, ...], dims
         (LayoutRequest("tp=2", sizes={"dp_replicate": 2}), "a whole layout and dp_replicate are asked for: write "
          "dp_replicate=2 in the layout"),
         (LayoutRequest(train=(0,), sizes={"ep": 2}), "ep is no axis: write sizes of pp, dp_replicate, dp_shard, cp"),
+        (LayoutRequest(sizes={"dp_replicate": 0}), "dp_replicate = 0 is no size: write 1 or more"),
         (LayoutRequest("pp=2,tp=16"), "the layout needs 32 slots, and there are 16: write smaller sizes"),
         (LayoutRequest(train=(1, 1)), "a layout has each of its slots once, and 1 several times"),
         (LayoutRequest("tp=2", train=(1, 1)), "a layout has each of its slots once, and 1 several times"),

@@ -46,6 +46,8 @@ class LayoutRequest:
                 raise RequestError(f"the layout {self.text!r}: {error}") from error
         if strange := sorted(set(self.sizes).difference(AXES)):
             raise RequestError(f"{strange[0]} is no axis: write sizes of {', '.join(AXES)}")
+        if none := [axis for axis, size in self.sizes.items() if size < 1]:
+            raise RequestError(f"{none[0]} = {self.sizes[none[0]]} is no size: write 1 or more")
         return replace(rules.asked.like(now.dims), **self.sizes) if self.sizes else None
 
 
