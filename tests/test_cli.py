@@ -356,6 +356,21 @@ def test_check_says_what_slots_that_share_a_gpu_do(
     assert "inference.gpu_memory_utilization = 0.45: 2 slots share each GPU (cluster.slots_per_device)\n" in out
 
 
+def test_check_says_which_slots_hold_a_scorer(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text(
+        "[cluster]\ndevice = 'cuda'\nslots_per_device = 2\n"
+        "[cluster.component_placement]\nactor = 0\nrollout = 1\ninference = '2-5'\n"
+    )
+    words = ["check", "rl", "@", "good.toml", "@", "run.toml", "--scorer.tp", "2", "--trainer.loss.type", "grpo"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert f"            2 slots share each GPU; score slots 2 and 3 do: {THROUGH_GLOO}\n" in said.out
+    assert "            2 scorers on 2 slots each\n" in said.out
+    Path("run.toml").write_text("")
+    assert main(words) == 0
+    assert "note: scorer.tp = 2 has no effect here: no slot scores" in capsys.readouterr().err
+
+
 def test_check_takes_a_bare_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "good.toml"]) == 0
     assert main(["check", "sft", "sft.toml"]) == 0

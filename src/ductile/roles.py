@@ -95,6 +95,8 @@ class RoleAssignment:
     joining: bool = False
     """The role's state will come from the slots that hold it now (`messages.workers`: a trainer's with `Prepare`
     and `TransferState`, weights with `Receive`), not from disk."""
+    instance: str = ""
+    """Id of the instance (generate, score), which is not used again in the run; "" for the trainer."""
 
 
 class TrainerClient(Protocol):

@@ -233,6 +233,6 @@ def test_a_module_of_which_nothing_is_known_is_refused() -> None:
 
 def test_a_slot_without_a_head_is_refused_on_all() -> None:
     assert run_ranks(4, refusal, replace(QWEN3, num_heads=6)) == [
-        "trainer.model.tp = 4 leaves a slot without any part of layers.0.attention.qkv_proj.weight; write a divisor of "
-        "the model's num_attention_heads, 6, and of its intermediate_size, 36"
+        "tp = 4 (trainer.model.tp or scorer.tp) leaves a slot without any part of layers.0.attention.qkv_proj.weight; "
+        "write a divisor of the model's num_attention_heads, 6, and of its intermediate_size, 36"
     ] * 4  # fmt: skip

@@ -32,6 +32,7 @@ from tests.core.scheduling.scenes import id_on
 from tests.sim.recorded import record_run
 from tests.sim.scenarios import scenario
 
+UNEVEN = '{"actor": 0, "rollout": 1, "inference": "2-4"}'
 POLICIES = [Static(), InTurns(), Rules(), Rules(True, True), Model()]
 
 
@@ -236,6 +237,10 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     [
         (["--arms", '["best_static", "rules_policy"]'], "Did you mean rules_policies?"),
         (["--arms", '["best_static", "no_such_module.Policy"]'], "cannot import no_such_module"),
+        (
+            ["--cluster.component-placement", UNEVEN, "--cluster.slots-per-scorer", "2"],
+            "cluster.slots_per_scorer = 2 must divide the number of inference slots, 3",
+        ),
         (["--cluster.layouts", '["dp=2"]'], "cluster.layouts: 'dp=2': 'dp' is no axis: write dp_shard"),
         (["--work.lengths.type", "file", "--work.lengths.path", "no/such.txt"], "there is no file no/such.txt"),
     ],

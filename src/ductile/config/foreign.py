@@ -71,6 +71,7 @@ _OTHERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("cluster.num_nodes",): ("nnodes",),
     ("inference.parallel.tp",): ("tensor_parallel_size", "tensor_model_parallel_size"),
     ("inference.parallel.dp",): ("data_parallel_size",),
+    ("scorer.tp",): ("ref.megatron.tensor_model_parallel_size",),
     ("inference.gpu_memory_utilization",): ("gpu_memory_utilization", "vllm_gpu_memory_utilization"),
     ("orchestrator.chat_template_kwargs", "data.chat_template_kwargs"): (
         "chat_template_kwargs",
@@ -79,14 +80,15 @@ _OTHERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("orchestrator.sampling.stop_token_ids",): ("stop_token_ids",),
     ("inference.engine",): ("use_vllm",),
 }
-"""Our keys, as `ductile rl` or the other commands have them, and the last words of other systems' keys for them; the
-first of ours that the command has is meant."""
+"""Our keys, as `ductile rl` or the other commands have them, and the last word of other systems' keys for them, or
+several where one may mean another key; the first of ours that the command has is meant."""
 FOREIGN = {word: keys for keys, words in _OTHERS.items() for word in words}
 
 
 def ours(root: type[Section], path: Path) -> Path | None:
     """The key of this command that another system calls `path`."""
-    for key in FOREIGN.get(str(path[-1]), ()):
+    ends = (".".join(map(str, path[start:])) for start in range(len(path)))
+    for key in next((FOREIGN[end] for end in ends if end in FOREIGN), ()):
         whole = tuple(key.split("."))
         for candidate in (whole, whole[1:]):  # `trainer.optim.lr` of rl is `optim.lr` of sft and of trainer
             if candidate and candidate != path and find(root, candidate):

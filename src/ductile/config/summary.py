@@ -1,6 +1,6 @@
 """What `ductile check` says: what a run would do, on which slots, and why."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -19,8 +19,10 @@ from ductile.config.run import (
     TrainerRunConfig,
 )
 from ductile.config.scheduling import policy_name
+from ductile.config.scorer import scorers_in_words
 from ductile.config.slots import placement_of
 from ductile.config.written import of_a_run
+from ductile.core.instances.instances import slot_groups
 from ductile.core.instances.placement import compact, many
 from ductile.core.layout.layout_rules import ChosenLayout, LayoutRules, choose_layout, dims_allowed, layout_for
 from ductile.core.layout.layout_text import in_words
@@ -184,7 +186,11 @@ def _slots(config: RunConfig) -> list[Row]:
         table = [f"  {slots:>{width}}  {' and '.join(roles)}" for slots, roles in alike]
     cluster = config.cluster
     if cluster.slots_per_device > 1:
-        table.append(_on_gpus(placement.train, cluster.slots_per_device, certain=cluster.device == "cuda"))
+        size = config.scorer.tp if isinstance(config, RLConfig) else 1
+        groups = {"train": [placement.train], "score": slot_groups(placement.score, (), size)}
+        table.append(_on_gpus(groups, cluster.slots_per_device, certain=cluster.device == "cuda"))
+    if isinstance(config, RLConfig) and (scorers := scorers_in_words(config, placement)):
+        table.append(scorers)
     return _column("slots", [f"{placement.num_slots}, {placement.reason}", *table])
 
 
@@ -238,16 +244,18 @@ def _other_layouts(config: TrainingConfig, num_train: int, rules: LayoutRules) -
     return [f"slots: {'; '.join(said)}{more}"]
 
 
-def _on_gpus(train: Sequence[int], each: int, certain: bool) -> str:
-    """How the trainer's groups fare where several slots share a GPU. Other roles have no groups."""
+def _on_gpus(groups: Mapping[str, Sequence[Sequence[int]]], each: int, certain: bool) -> str:
+    """How groups fare where several slots share a GPU. groups: slots of each, by role."""
     said = f"{each} slots share each GPU" if certain else f"where there are GPUs, {each} slots share each"
-    if len(train) == 1:
+    pairs = [(role, *pair) for role, of_role in groups.items() for slots in of_role for pair in pairwise(sorted(slots))]
+    if not pairs:
         return said
-    sharing = next((pair for pair in pairwise(sorted(train)) if pair[0] // each == pair[1] // each), None)
+    sharing = next(((role, a, b) for role, a, b in pairs if a // each == b // each), None)
     if sharing is None:
-        return f"{said}; no two train slots do at the start, so their collectives go through NCCL"
+        roles = " or ".join(dict.fromkeys(role for role, _, _ in pairs))
+        return f"{said}; no two {roles} slots do at the start, so their collectives go through NCCL"
     how = "a group that has both goes through gloo and the host's memory, as NCCL takes one rank a GPU"
-    return f"{said}; train slots {sharing[0]} and {sharing[1]} do: {how}"
+    return f"{said}; {sharing[0]} slots {sharing[1]} and {sharing[2]} do: {how}"
 
 
 def _scheduling(config: RunConfig) -> Iterator[Row]:

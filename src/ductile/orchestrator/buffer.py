@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
-from ductile.core.batch.chunking import Ready, chunk
+from ductile.core.batch.chunking import ReadyGroup, chunk
 from ductile.core.scheduling.staleness import Freshness, StalenessBound, admission, freshness
 from ductile.events.rollouts import GroupDropped, PromptDroppedTwice
 from ductile.observe import Recorder
@@ -149,7 +149,7 @@ class Buffer:
 
         def count(num_soon: int = 0) -> int:
             return chunk(
-                [Ready(len(each.group.rollouts), each.num_tokens) for each in self._waiting],
+                [ReadyGroup(len(each.group.rollouts), each.num_tokens) for each in self._waiting],
                 wanted=wanted,
                 groups_per_update=groups_per_update,
                 num_ranks=num_ranks,

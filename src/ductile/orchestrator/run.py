@@ -24,14 +24,14 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.instances.placement import SPELLED, Placement
 from ductile.core.layout.layout_rules import LayoutRules, layout_for
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
-from ductile.core.scheduling.state import Limits, first_instances
+from ductile.core.scheduling.state import first_instances, groups_of
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.loss_log import LossLog
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.events.slots import SlotStarted
-from ductile.fleet.assign_role import assign_role, each_alone
+from ductile.fleet.assign_role import assign_role, begin_instances
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
@@ -47,7 +47,7 @@ from ductile.orchestrator.live_run import LiveRun
 from ductile.orchestrator.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
 from ductile.orchestrator.run_context import RunContext
 from ductile.orchestrator.run_until import SlotDied, Stopped, run_until
-from ductile.orchestrator.scheduling import Scheduling
+from ductile.orchestrator.scheduling import Scheduling, limits_of
 from ductile.orchestrator.serving import become_server, bench_server
 from ductile.orchestrator.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.orchestrator.supervise import Session, supervise
@@ -107,6 +107,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
                 change_over,
                 is_scheduled=config.cluster.auto_scheduler,
                 replaced=replaced_roles(config.cluster),
+                groups=lambda role: groups_of(role, placement, cluster.slots, limits_of(config)),
             )
             scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
             context = _context(session, lambda: fleet.slots_by_role, resizer, cluster)
@@ -248,22 +249,22 @@ async def _take_roles(
     generate = config.inference.model_dump(mode="json")
     train = score = prepared.trainer.model_dump(mode="json")
     layout = layout_for(placement.train, rules)
+    instances = first_instances(placement, limits_of(config))
+    generators = [each for each in instances if each.role == "generate"]
+    scorers = [each for each in instances if each.role == "score"]
     await asyncio.gather(
         assign_role(mailbox, "train", train, [layout], timeout_s, cluster.rendezvous),
-        assign_role(mailbox, "generate", generate, each_alone(placement.generate), timeout_s),
-        assign_role(mailbox, "score", score, each_alone(placement.score), timeout_s),
+        begin_instances(mailbox, generators, generate, timeout_s),
+        begin_instances(mailbox, scorers, score, timeout_s, cluster.rendezvous),
     )
     trainer = RemoteTrainer(mailbox, layout, deadlines)
     leases = WeightLeases(mailbox, trainer, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
-    instances = first_instances(placement, Limits())
 
     def is_needed(slot: int) -> bool:
         """Also a slot that trains while a resize judges what its death means: it has a part of the state."""
         return cluster.depends_on(slot) or slot in trainer.layout.slots
 
-    generators = [each for each in instances if each.role == "generate"]
-    scorers = [each for each in instances if each.role == "score"]
     return Fleet(
         trainer,
         RemoteGenerators(
@@ -276,6 +277,8 @@ async def _take_roles(
             condemn=cluster.condemn,
             is_needed=is_needed,
         ),
-        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, is_needed) if scorers else None,
+        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, is_needed, cluster.rendezvous)
+        if scorers
+        else None,
         {"generate": generate, "score": score},
     )

@@ -130,11 +130,16 @@ class Scheduling:
         return self._controller.num_changes if self._controller else 0
 
 
+def limits_of(config: RLConfig) -> Limits:
+    """The limits that follow from the config alone."""
+    return Limits(max_num_seqs=config.inference.max_num_seqs, slots_per_scorer=config.scorer.tp)
+
+
 def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, rules: LayoutRules, *, on_gpu: bool) -> Setting:
     orchestrator, home = config.orchestrator, placement_of(config)
     return Setting(
         home=home,
-        limits=Limits(max_num_seqs=config.inference.max_num_seqs).at(home, on_gpu=on_gpu),
+        limits=limits_of(config).at(home, on_gpu=on_gpu),
         policy=policy_name(config.cluster),
         num_steps=prepared.schedule.max_steps,
         groups_per_step=prepared.schedule.groups_per_step,

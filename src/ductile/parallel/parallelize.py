@@ -8,7 +8,8 @@
 5. give memory to this rank's shards alone
 6. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
-Where the caller has the shards already, or brings them later, 5 and 6 are theirs: `build_over`.
+Where the caller has the shards already, 5 and 6 are theirs: `build_over`; where it brings values later, 6 is:
+`build_empty`.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -59,10 +60,20 @@ def build(
 ) -> Transformer:
     """The model of `spec`, spread over the context's slots, with the values of `tensors` (our names, full, every
     parameter once), of which this slot has `parts`."""
-    model = _describe(spec, context, precision, reshard_after_forward)
-    model.to_empty(device=device)
+    model = build_empty(spec, context, device, precision, reshard_after_forward)
     data.fill(model, tensors, parts)
     return model
+
+
+def build_empty(
+    spec: ModelSpec,
+    context: ParallelContext,
+    device: str | torch.device,
+    precision: Precision,
+    reshard_after_forward: bool = True,
+) -> Transformer:
+    """The same for values that come later: until then they are whatever lay in that memory."""
+    return _describe(spec, context, precision, reshard_after_forward).to_empty(device=device)
 
 
 def build_over(

@@ -83,8 +83,9 @@ def _refuse_empty_parts(spec: ModelSpec, layout: ParallelLayout) -> None:
     for name, shape in tensor_parallel_shapes(spec, layout, last).items():
         if 0 in shape:
             raise ValueError(
-                f"trainer.model.tp = {layout.dims.tp} leaves a slot without any part of {name}; write a divisor of the "
-                f"model's num_attention_heads, {spec.num_heads}, and of its intermediate_size, {spec.intermediate_size}"
+                f"tp = {layout.dims.tp} (trainer.model.tp or scorer.tp) leaves a slot without any part of {name}; "
+                f"write a divisor of the model's num_attention_heads, {spec.num_heads}, and of its intermediate_size, "
+                f"{spec.intermediate_size}"
             )
 
 

@@ -16,15 +16,17 @@ from ductile.core.scheduling.state import Limits
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal, recorded
 
-LIMITS = ("max_num_seqs", "min_train")
+LIMITS = ("max_num_seqs", "min_train", "slots_per_scorer")
 
 
 def configured(config: SimulateConfig, recording: Recording | None = None) -> Scenario:
     """Raises NoRecording, PlacementError, OSError or ValueError when the recording, the placement or the file of
     lengths is no good."""
-    if recording is None:
-        return _written(config)
-    return _changed(recorded_scenario(recording, config.seed), config)
+    scenario = _written(config) if recording is None else _changed(recorded_scenario(recording, config.seed), config)
+    size, num_slots = scenario.limits.slots_per_scorer, len(scenario.placement.score)
+    if num_slots % size:
+        raise ValueError(f"cluster.slots_per_scorer = {size} must divide the number of inference slots, {num_slots}")
+    return scenario
 
 
 def _written(config: SimulateConfig) -> Scenario:
@@ -44,7 +46,7 @@ def _written(config: SimulateConfig) -> Scenario:
             receive_s=speeds.receive_s,
         ),
         costs=SwitchCosts(**config.costs.model_dump()),
-        limits=Limits(min_train=cluster.min_train, max_num_seqs=cluster.max_num_seqs),
+        limits=Limits(**{name: getattr(cluster, name) for name in LIMITS}),
         coalesce_s=cluster.coalesce_s,
         score=bool(placement.score),
         on_gpu=cluster.device == "cuda",

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.batch.chunking import MOST, Ready, chunk, shares
+from ductile.core.batch.chunking import MOST, ReadyGroup, chunk, shares
 
 
 def take(tokens: list[int], wanted: int, *, in_group: int = 1, num_ranks: int = 1, per_rank: int = 1, **given) -> int:
-    ready = [Ready(in_group, number) for number in tokens]
+    ready = [ReadyGroup(in_group, number) for number in tokens]
     given = {"groups_per_update": 16, "seq_len": 100, **given}
     return chunk(ready, wanted=wanted, num_ranks=num_ranks, per_rank=per_rank, **given)
 

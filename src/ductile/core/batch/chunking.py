@@ -20,7 +20,7 @@ MOST = 4
 to overlap scoring with training."""
 
 
-class Ready(NamedTuple):
+class ReadyGroup(NamedTuple):
     """A finished group."""
 
     num_samples: int
@@ -28,7 +28,7 @@ class Ready(NamedTuple):
 
 
 def chunk(
-    ready: Sequence[Ready],
+    ready: Sequence[ReadyGroup],
     *,
     wanted: int,
     groups_per_update: int,

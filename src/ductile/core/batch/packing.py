@@ -148,8 +148,8 @@ def _in_rows(
     """Balanced bins, so many for each rank, or a few more. families: ways to keep samples together; the first that fits
     is taken."""
     while True:
-        for together in families:
-            bins = _fill(together, rows * num_ranks, seq_len, cost)
+        for family in families:
+            bins = _fill(family, rows * num_ranks, seq_len, cost)
             if bins is not None:
                 _even_out(bins, cost)
                 return bins

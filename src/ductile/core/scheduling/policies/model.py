@@ -290,7 +290,8 @@ def _recall_scorers(state: ClusterState) -> Decision:
     unscored = state.batch.to_score > 0 and not state.of("score")
     if not unscored and not (state.num_to_generate and state.step_begins):
         return Decision()
-    away = [slot for slot in state.home.score if slot in state.ready and "score" not in state.roles(slot)]
+    whole = [slot for group in state.scorer_groups if state.ready.issuperset(group) for slot in group]
+    away = [slot for slot in whole if "score" not in state.roles(slot)]
     orders = change(state, {slot: state.home.roles(slot) for slot in away})
     if away and violations(state, Decision(orders)):
         # The trainer may have no layout on the slots that are left: it goes back to those that it has at home.

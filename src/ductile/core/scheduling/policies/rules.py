@@ -111,8 +111,10 @@ def _awaited(batch: BatchProgress) -> str:
 
 
 def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:
-    """What the configuration gave each slot. One that joined later keeps what it has: it has no other home."""
-    configured = {*state.home.slots}
+    """What the configuration gave each slot. One that joined later keeps what it has: it has no other home. Nor has one
+    that scored with others of which one is gone."""
+    scoring = {slot for group in state.scorer_groups for slot in group}
+    configured = {slot for slot in state.home.slots if slot in scoring or "score" not in state.home.roles(slot)}
     return {slot.slot: state.home.roles(slot.slot) if slot.slot in configured else slot.roles for slot in state.slots}
 
 
@@ -148,10 +150,11 @@ def _cheapest_to_free(state: ClusterState, generators: Sequence[Instance]) -> li
 
 def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
     """The orders that change slots to `roles`, of those slots that may be ordered about; none while others are still
-    needed where they are, because the slots that should take their place are not ready. The slots of one generator
-    change together."""
+    needed where they are, because the slots that should take their place are not ready. The slots of one generator or
+    scorer change together."""
     busy = {slot.slot for slot in state.slots} - state.ready
-    busy |= {slot for group in state.groups("generate") if not busy.isdisjoint(group) for slot in group}
+    groups = (*state.groups("generate"), *state.scorer_groups)
+    busy |= {slot for group in groups if not busy.isdisjoint(group) for slot in group}
     moved = fitted(state, {slot: after for slot, after in roles.items() if slot not in busy})
     after = {slot.slot: moved.get(slot.slot, slot.roles) for slot in state.slots}
     if state.unfinished and not any("generate" in held for held in after.values()) and not state.num_external:
