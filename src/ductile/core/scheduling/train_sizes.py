@@ -36,21 +36,27 @@ def fitted(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> dict[i
     what they hold, where it cannot have them all: first the last ones of those that do something. Where that is not
     enough, slots that leave it stay. The slots of one instance go together."""
     now, sizes = state.trainer.layout.slots, TrainSizes(state)
+    held = {slot.slot: slot.roles for slot in state.slots}
     joining = [slot for slot, after in roles.items() if "train" in after and slot not in now]
-    joining.sort(key=lambda slot: bool(state.roles(slot)))
+    joining.sort(key=lambda slot: bool(held[slot]))
     leaving = [slot for slot, after in roles.items() if "train" not in after and slot in now]
-    ins, outs = _by_instance(state, joining), _by_instance(state, leaving)
+    several: list[tuple[Role, dict[int, tuple[int, ...]]]] = [
+        (role, {slot: group for group in state.groups(role) for slot in group})
+        for role in NOUNS
+        if state.limits.slots_per(role) > 1
+    ]
+
+    def units(slots: Sequence[int]) -> list[list[int]]:
+        """The slots, those of one instance in one list."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for slot in slots:
+            serves = (groups.get(slot) for role, groups in several if role in (*held[slot], *roles[slot]))
+            found.setdefault(next(filter(None, serves), (slot,)), []).append(slot)
+        return list(found.values())
+
+    ins, outs = units(joining), units(leaving)
     num_in, num_out = [0, *accumulate(map(len, ins))], [0, *accumulate(map(len, outs))]
     choices = ((left, joined) for left in reversed(range(len(num_out))) for joined in reversed(range(len(num_in))))
     left, joined = next(each for each in choices if len(now) - num_out[each[0]] + num_in[each[1]] in sizes)
     stays = {slot for unit in (*ins[joined:], *outs[left:]) for slot in unit}
     return {slot: after for slot, after in roles.items() if slot not in stays}
-
-
-def _by_instance(state: ClusterState, slots: Sequence[int]) -> list[list[int]]:
-    """The slots, those of one instance together."""
-    groups = {slot: group for role in NOUNS for group in state.groups(role) if len(group) > 1 for slot in group}
-    units: dict[tuple[int, ...], list[int]] = {}
-    for slot in slots:
-        units.setdefault(groups.get(slot, (slot,)), []).append(slot)
-    return list(units.values())
