@@ -289,10 +289,10 @@ def test_check_shows_a_mesh_of_every_kind_of_axis(capsys: pytest.CaptureFixture[
 
 
 def test_check_says_what_the_planner_has_chosen_and_what_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*OF_EIGHT, "--model.tp", "auto", "--model.cp", "2"]) == 0
+    assert main([*OF_EIGHT, "--data.fake.batch-size", "2", "--model.tp", "auto", "--model.cp", "2"]) == 0
     out = capsys.readouterr().out
     assert "  why       pp 2: as model.pp says\n            cp 2: as model.cp says\n            tp 2: auto: " in out
-    assert "auto: with tp 1 stages are idle for 50% of the time, as a data-parallel rank has 1 micro-batch\n" in out
+    assert "auto: with tp 1 stages are idle for 50% of the time, as a data-parallel rank has 1 micro-batch; m" in out
     assert "cp_style ring: auto: ring, as ulysses deals the 1 query heads of a slot of tp 2 out to" in out
     assert main([*OF_EIGHT, "--model.cp", "2"]) == 0
     assert "cp_style ulysses: auto: ulysses, as it leaves shared prompts shared\n" in capsys.readouterr().out
@@ -306,6 +306,22 @@ def test_check_says_what_the_planner_has_chosen_and_what_is_listed(capsys: pytes
     assert (
         "note: resize.layouts: 'cp=4,dp_shard=1' is never taken, as 'tp=2' before it fits as many slots\n" in said.err
     )
+
+
+def test_check_names_what_has_no_effect_in_any_layout_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    flat = [*OF_EIGHT, "--model.pp", "1", "--model.pp-schedule", "zero_bubble", "--model.cp-style", "ring"]
+    assert main([*flat, "--model.vpp", "2", "--resize.layouts", '["tp=2", "dp_replicate=2,tp=2"]']) == 0
+    said = capsys.readouterr().err
+    assert "note: model.pp_schedule = zero_bubble has no effect without model.pp above 1\n" in said
+    assert "note: model.vpp = 2 has no effect without model.pp above 1\n" in said
+    assert "note: model.cp_style = ring has no effect without model.cp above 1\n" in said
+    assert (
+        "note: resize.layouts: 'dp_replicate=2,tp=2' is never taken, as 'tp=2' before it fits as many slots\n" in said
+    )
+    assert main([*flat, "--resize.layouts", '["pp=2,dp_shard=1", "cp=2,pp=2"]']) == 0
+    said = capsys.readouterr().err
+    assert "no effect" not in said
+    assert "never taken" not in said
 
 
 def test_check_looks_at_memory_where_the_config_says_how_much_a_device_has(capsys: pytest.CaptureFixture[str]) -> None:

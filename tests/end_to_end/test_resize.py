@@ -64,9 +64,9 @@ def test_sft_learns_the_same_in_whatever_layout(tmp_path: Path, model: Path, sta
     listed = ("--resize.layouts", '["pp=2,dp_shard=1,tp=2"]')
     run = start(write_sft(tmp_path / "resized", model, max_steps=NUM_STEPS), *listed, command="sft")
     for step, words, way in [
-        (2, ("--layout", "tp=2"), "from slot 0 to slots 0-1 as tp 2"),
-        (5, ("--train", "0-3"), "from slots 0-1 as tp 2 to slots 0-3 as pp 2 · tp 2"),
-        (8, ("--layout", "cp=2,dp_shard=2"), "from slots 0-3 as pp 2 · tp 2 to slots 0-3 as dp_shard 2 · cp 2"),
+        (2, ("--train", "0-3"), "from slot 0 to slots 0-3 as pp 2 · tp 2"),
+        (5, ("--layout", "tp=2"), "from slots 0-3 as pp 2 · tp 2 to slots 0-3 as dp_shard 2 · tp 2"),
+        (8, ("--layout", "cp=2,dp_shard=2"), "from slots 0-3 as dp_shard 2 · tp 2 to slots 0-3 as dp_shard 2 · cp 2"),
         (11, ("--train", "0-2"), "from slots 0-3 as dp_shard 2 · cp 2 to slots 0-2"),
         (14, ("--train", "1,2"), "from slots 0-2 to slots 1-2 as cp 2"),
     ]:

@@ -96,7 +96,11 @@ def test_a_run_is_asked_and_replies(tmp_path: Path):
 
     serve(tmp_path, story)
     assert not (tmp_path / control.FILE).exists()
-    with pytest.raises(Unfit, match=r"no run is at work in .*, or it is still starting"):
+    with pytest.raises(Unfit, match=r"there is no run in .*: nothing has run there yet"):
+        Run(tmp_path).status()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "processes.log").touch()
+    with pytest.raises(Unfit, match=r"no run is at work in .*: it is still starting, .* see .*processes.log"):
         Run(tmp_path).status()
 
 
@@ -247,9 +251,19 @@ def test_slot_lists(text: str, slots: tuple[int, ...]):
     assert slot_list(text) == slots
 
 
-@pytest.mark.parametrize("text", ["", "x", "3-1", "0,", "-1", "0-99999", "0,1,0-2", "1.5"])
-def test_what_is_no_slot_list(text: str):
-    with pytest.raises(Unfit, match="--train"):
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *(
+            (text, "is neither a slot nor a range; write 0-3 or 0,2,5")
+            for text in ("", "x", "0,", "-1", "0-99999", "1.5")
+        ),
+        ("3-1", "'3-1' runs backwards; write 1-3"),
+        ("0,1,0-2", "names a slot twice"),
+    ],
+)
+def test_what_is_no_slot_list(text: str, says: str):
+    with pytest.raises(Unfit, match=f"--train {text}.*{says}"):
         slot_list(text)
 
 

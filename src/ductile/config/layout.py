@@ -92,10 +92,12 @@ def layout_warnings(config: TrainingConfig, num_slots: int) -> Iterator[str]:
         yield f"{keys}: not on {num_slots} slots, for which {root}resize.layouts has {chosen.listed!r}"
     for warning in chosen.planned.warnings:
         yield _sentence(warning, f"{root}model.")
+    yield from _without_effect(rules, root)
     for place, listed in enumerate(rules.listed):
-        sizes = parse_sizes(listed)
-        first = choose_layout(prod(sizes.values()), replace(rules, listed=rules.listed[:place])).listed
-        if first and "dp_shard" in sizes:
+        sizes, before = parse_sizes(listed), rules.listed[:place]
+        if "dp_shard" not in sizes:  # it fits more numbers of slots than one
+            before = tuple(text for text in before if "dp_shard" not in parse_sizes(text))
+        if first := choose_layout(prod(sizes.values()), replace(rules, listed=before)).listed:
             yield f"{root}resize.layouts: {listed!r} is never taken, as {first!r} before it fits as many slots"
 
 
@@ -104,6 +106,19 @@ def unbuilt(sizes: Mapping[str, object]) -> list[str]:
     above_one = {axis: size for axis, size in sizes.items() if size != 1 and axis in TrainerModelConfig.model_fields}
     marks = {axis: keys(TrainerModelConfig)[axis].not_built for axis in above_one}
     return [f"{axis} = {above_one[axis]}. {mark.sentence()}" for axis, mark in marks.items() if mark]
+
+
+def _without_effect(rules: LayoutRules, root: str) -> Iterator[str]:
+    """Keys that say how the slots of an axis work together, where no layout of the run has the axis."""
+    asked, listed = rules.asked, [parse_sizes(text) for text in rules.listed]
+    written = {
+        "pp": {"pp_schedule": asked.pp_schedule != "1f1b", "vpp": asked.vpp not in (1, "auto")},
+        "cp": {"cp_style": asked.cp_style != "auto"},
+    }
+    for axis, keys_of_axis in written.items():
+        if getattr(asked, axis) == 1 and all(sizes.get(axis, 1) == 1 for sizes in listed):
+            for key in (key for key, is_written in keys_of_axis.items() if is_written):
+                yield f"{root}model.{key} = {getattr(asked, key)} has no effect without {root}model.{axis} above 1"
 
 
 def _not_taken(asked: AskedLayout, dims: ParallelDims) -> dict[str, object]:

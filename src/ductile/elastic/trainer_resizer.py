@@ -15,7 +15,7 @@ from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
 from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.requested_layout import LayoutRequest, RequestError, by_preference, requested_layout
+from ductile.core.layout.requested_layout import LayoutRequest, RequestError, requested_layout
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.error_text import error_text
@@ -124,7 +124,7 @@ class TrainerResizer:
         cluster, now = self._cluster, self._trainer.layout
         busy = [slot for slot in cluster.slots if cluster.mailbox.roles(slot) or slot in cluster.mailbox.lost]
         try:
-            return requested_layout(request, now, self.rules, by_preference(range(self._num_slots), now.slots, busy))
+            return requested_layout(request, now, self.rules, range(self._num_slots), busy)
         except RequestError as error:
             raise CannotResize(str(error)) from error
 

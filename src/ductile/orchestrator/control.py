@@ -122,8 +122,11 @@ class Run:
                     f"no run is at work in {self.folder}: the last one has ended (or one has just been started, and "
                     f"has no slots yet). What the last one did: ductile report {self.folder}"
                 ) from None
+            if not (log := self.folder / "logs" / "processes.log").exists():
+                raise Unfit(f"there is no run in {self.folder}: nothing has run there yet") from None
             raise Unfit(
-                f"no run is at work in {self.folder}, or it is still starting: its slots have no roles yet"
+                f"no run is at work in {self.folder}: it is still starting, and its slots have no roles yet, or its "
+                f"start has failed; see {log}"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Unfit(f"{self.folder / FILE} cannot be read: {error}") from None

@@ -93,7 +93,9 @@ def slot_list(text: str) -> tuple[int, ...]:
     for word in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
-        if last < first:
+        if found and last < first:
+            raise Unfit(f"--train {text}: {word.strip()!r} runs backwards; write {last}-{first}")
+        if not found:
             raise Unfit(
                 f"--train {text}: {word.strip() or 'nothing'!r} is neither a slot nor a range; write 0-3 or 0,2,5"
             )

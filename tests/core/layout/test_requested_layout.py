@@ -5,16 +5,13 @@ import pytest
 from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.layout_rules import LayoutRules
 from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.requested_layout import LayoutRequest, RequestError, by_preference, requested_layout
+from ductile.core.layout.requested_layout import LayoutRequest, RequestError, requested_layout
 from tests.core.layout.test_planner import QWEN
 
 NOW = ParallelLayout.of((2, 3, 4), dp_replicate=3)
 RULES = LayoutRules(QWEN, AskedLayout(dp_replicate=3), listed=("pp=2,dp_shard=2,tp=2",))
-MACHINE = by_preference(range(16), train=NOW.slots, busy=(0, 1))
-
-
-def test_slots_that_train_come_first_and_busy_ones_last() -> None:
-    assert by_preference(range(7), train=(4, 2), busy=(0, 1, 4)) == [2, 4, 3, 5, 6, 0, 1]
+MACHINE = range(16)
+BUSY = (0, 1, 2, 3, 4, 15)
 
 
 @pytest.mark.parametrize(
@@ -29,10 +26,13 @@ def test_slots_that_train_come_first_and_busy_ones_last() -> None:
         (LayoutRequest(train=(7, 1)), (7, 1), ParallelDims(dp_shard=2)),
         (LayoutRequest(train=range(6), sizes={"tp": 2}), (0, 1, 2, 3, 4, 5), ParallelDims(dp_replicate=3, tp=2)),
         (LayoutRequest(sizes={"dp_replicate": 1}), (2, 3, 4), ParallelDims(dp_shard=3)),
+        (LayoutRequest(sizes={"tp": 2}), (2, 3, 4, 5, 6, 7), ParallelDims(dp_replicate=3, tp=2)),
+        (LayoutRequest("dp_shard=13"), tuple(range(2, 15)), ParallelDims(dp_shard=13)),
+        (LayoutRequest("tp=16", train=range(16)), tuple(range(16)), ParallelDims(tp=16)),
     ],
 )
 def test_what_is_asked_for(request_: LayoutRequest, slots: tuple[int, ...], dims: ParallelDims) -> None:
-    layout = requested_layout(request_, NOW, RULES, MACHINE)
+    layout = requested_layout(request_, NOW, RULES, MACHINE, BUSY)
     assert (layout.slots, layout.dims) == (slots, dims)
 
 
@@ -46,6 +46,10 @@ def test_what_is_asked_for(request_: LayoutRequest, slots: tuple[int, ...], dims
         (LayoutRequest(train=(0,), sizes={"ep": 2}), "ep is no axis: write sizes of pp, dp_replicate, dp_shard, cp"),
         (LayoutRequest(sizes={"dp_replicate": 0}), "dp_replicate = 0 is no size: write 1 or more"),
         (LayoutRequest("pp=2,tp=16"), "the layout needs 32 slots, and there are 16: write smaller sizes"),
+        (LayoutRequest("tp=16"), "the layout needs 16 slots, and 3 train and 10 have nothing to do: write smaller "
+         "sizes, or name the slots to train on, which may have other roles"),
+        (LayoutRequest(sizes={"dp_replicate": 2}), "dp_replicate = 2 would leave 1 of the 3 slots that train without "
+         "a part: write another size, or name the slots to train on"),
         (LayoutRequest(train=(1, 1)), "a layout has each of its slots once, and 1 several times"),
         (LayoutRequest("tp=2", train=(1, 1)), "a layout has each of its slots once, and 1 several times"),
         (LayoutRequest(train=()), "a layout needs at least one slot"),
@@ -58,17 +62,17 @@ def test_what_is_asked_for(request_: LayoutRequest, slots: tuple[int, ...], dims
 )  # fmt: skip
 def test_what_cannot_be_is_told_all_at_once(request_: LayoutRequest, says: str) -> None:
     with pytest.raises(RequestError) as caught:
-        requested_layout(request_, NOW, RULES, MACHINE)
+        requested_layout(request_, NOW, RULES, MACHINE, BUSY)
     assert str(caught.value).startswith(says)
 
 
 def test_slots_that_are_no_layout_are_refused_with_what_to_write() -> None:
     rules = LayoutRules(QWEN, AskedLayout(tp=4))
     with pytest.raises(RequestError) as caught:
-        requested_layout(LayoutRequest(train=range(6)), NOW, rules, MACHINE)
+        requested_layout(LayoutRequest(train=range(6)), NOW, rules, MACHINE, BUSY)
     assert str(caught.value) == (
         "6 slots are no multiple of tp 4, which is asked for: train on 4 or 8, or write the layout itself, such as "
         "dp_shard=6"
     )
-    by_hand = requested_layout(LayoutRequest("dp_shard=6", train=range(6)), NOW, rules, MACHINE)
+    by_hand = requested_layout(LayoutRequest("dp_shard=6", train=range(6)), NOW, rules, MACHINE, BUSY)
     assert by_hand.dims == ParallelDims(dp_shard=6)

@@ -1,10 +1,11 @@
 """The layout that somebody asks a live trainer for, and on which slots.
 
-    LayoutRequest("pp=2,dp_shard=2,tp=2")             a whole layout, on the 8 slots that come first by preference
+    LayoutRequest("pp=2,dp_shard=2,tp=2")             a whole layout, on 8 slots: those that train, and free ones
     LayoutRequest("tp=2")                             as many slots as train now, less what tp 2 leaves over
     LayoutRequest("tp=2", train=range(6))             the same on these slots: dp_shard is 3
     LayoutRequest(train=range(6))                     what the rules have for 6 slots, if anything
     LayoutRequest(train=range(6), sizes={"tp": 3})    the layout as it is now, with another tp
+    LayoutRequest(sizes={"tp": 3})                    the same on the slots that train, none of which it drops
 
 What cannot be is refused before anything is tried, with all that is wrong.
 """
@@ -29,7 +30,7 @@ class LayoutRequest:
     text: str = ""
     """Sizes of all axes as text (`ductile.core.layout.layout_text`); "": nothing is said of them."""
     train: Sequence[int] | None = None
-    """Slots; None: as many as the layout has, the first by preference."""
+    """Slots; None: as many as the layout has, of those that train and those that have nothing to do."""
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     """Sizes of some axes; the others stay as they are, and `dp_shard` is what the slots leave."""
 
@@ -52,21 +53,23 @@ class LayoutRequest:
 
 
 def requested_layout(
-    request: LayoutRequest, now: ParallelLayout, rules: LayoutRules, by_preference: Sequence[int]
+    request: LayoutRequest, now: ParallelLayout, rules: LayoutRules, machine: Sequence[int], busy: Collection[int]
 ) -> ParallelLayout:
     """The layout that is asked for. Raises RequestError.
 
     Args:
         now: the layout that the trainer has.
-        by_preference: all slots that the trainer may have; first those that it should have.
+        machine: all slots.
+        busy: slots that have something to do, or are lost. Those that do not train are taken by name only.
     """
     asked, slots = request.asked(now, rules), request.train
     try:
         if asked is None:
             if slots is None:
                 raise RequestError("neither slots nor a layout are asked for: write one of them, or both")
-            return _layout_of_the_rules(slots, rules, len(by_preference))
-        slots = _chosen(asked, now, by_preference) if slots is None else slots
+            return _layout_of_the_rules(slots, rules, len(machine))
+        if slots is None:
+            slots = _chosen(asked, request.sizes, now, machine, busy)
         planned = plan_layout(slots, asked, rules.spec, rules.num_samples)
     except ValueError as error:  # of a slot that is named twice
         raise RequestError(str(error)) from error
@@ -84,15 +87,24 @@ def _layout_of_the_rules(slots: Sequence[int], rules: LayoutRules, most: int) ->
         raise RequestError(f"{error}: {train}write the layout itself, such as dp_shard={len(slots)}") from error
 
 
-def by_preference(slots: Sequence[int], train: Collection[int], busy: Collection[int]) -> list[int]:
-    """Slots in the order in which they should train: those that do, those that have nothing to do, the others."""
-    return sorted(slots, key=lambda slot: (slot not in train, slot in busy, slot))
-
-
-def _chosen(asked: AskedLayout, now: ParallelLayout, by_preference: Sequence[int]) -> Sequence[int]:
-    """Number of slots that the layout names; without `dp_shard` about as many as train now."""
+def _chosen(
+    asked: AskedLayout, sizes: Mapping[str, int], now: ParallelLayout, machine: Sequence[int], busy: Collection[int]
+) -> Sequence[int]:
+    """As many slots as the layout names; without `dp_shard` about as many as train now. First those that do."""
     needed = prod(1 if size == "auto" else size for size in (asked.pp, asked.dp_replicate, asked.cp, asked.tp))
     number = needed * (asked.dp_shard or max(1, len(now.slots) // needed))
-    if number > len(by_preference):
-        raise RequestError(f"the layout needs {number} slots, and there are {len(by_preference)}: write smaller sizes")
-    return by_preference[:number]
+    if number > len(machine):
+        raise RequestError(f"the layout needs {number} slots, and there are {len(machine)}: write smaller sizes")
+    if sizes and number < len(now.slots):
+        changed = " and ".join(f"{axis} = {size}" for axis, size in sizes.items())
+        raise RequestError(
+            f"{changed} would leave {len(now.slots) - number} of the {len(now.slots)} slots that train without a part: "
+            f"write another size, or name the slots to train on"
+        )
+    train, free = set(now.slots), set(machine).difference(busy, now.slots)
+    if number > len(train) + len(free):
+        raise RequestError(
+            f"the layout needs {number} slots, and {len(train)} train and {len(free)} have nothing to do: write "
+            f"smaller sizes, or name the slots to train on, which may have other roles"
+        )
+    return [*sorted(train), *sorted(free)][:number]
