@@ -1,10 +1,12 @@
 """The command line from outside: what it prints, what it returns, what it does not import."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -322,6 +324,17 @@ def test_check_names_what_has_no_effect_in_any_layout_of_the_run(capsys: pytest.
     said = capsys.readouterr().err
     assert "no effect" not in said
     assert "never taken" not in said
+
+
+def test_check_says_that_a_checkpoint_has_no_room(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for free_bytes, says in ((2**40, False), (1000, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free_bytes: SimpleNamespace(free=free))
+        assert main(["check", "rl", "@", "good.toml"]) == 0
+        said = capsys.readouterr().err
+        assert ("a checkpoint takes about " in said) == says
+        assert (", and 1.0 kB are free there. Make room, or give another --output-dir" in said) == says
 
 
 def test_check_looks_at_memory_where_the_config_says_how_much_a_device_has(capsys: pytest.CaptureFixture[str]) -> None:

@@ -340,7 +340,8 @@ def test_curves_have_axes_with_numbers(tmp_path):
 
 def test_a_run_s_samples_are_shown_and_the_failed_ones_say_why(tmp_path):
     run = write_run(tmp_path / "run")
-    row = {"step": 2, "question": "2 + 2 =", "completion": "<b>4</b>", "reward": 0.75, "error": None}
+    row = {"step": 2, "prompt_id": "train/0/1", "prompt": "2 + 2 =", "completion": "<b>4</b>"}
+    row |= {"reward": 0.75, "error": None}
     row |= {"finish_reason": "stop", "num_tokens": 17}
     failed = {"completion": "five", "reward": None, "error": "took too long", "finish_reason": "length"}
     (run / "samples.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in (row, row | failed)))

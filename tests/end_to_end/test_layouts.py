@@ -60,6 +60,10 @@ def test_a_run_resized_through_four_meshes_learns_what_it_learns_alone(tmp_path:
     assert not alone.events("resized")
     assert not moved.events("policy_failed")
     assert main(["replay", str(moved.folder)]) == 0, "every decision is made again the same"
+    assert main(["report", str(moved.folder)]) == 0
+    report = (moved.folder / "report.html").read_text()
+    assert "Samples of the last steps" in report
+    assert "pp 2 · tp 2" in report
     for ours, theirs in zip(moved.metrics()[1:], alone.metrics()[1:], strict=True):
         assert ours["trained_tokens"] == ours["sampled_tokens"] == theirs["sampled_tokens"]
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=TOLERANCE), ours["step"]

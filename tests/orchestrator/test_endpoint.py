@@ -31,7 +31,7 @@ from ductile.orchestrator import control, run_commands
 from ductile.orchestrator.control import RESIZE_S, Run
 from ductile.orchestrator.endpoint import Endpoint
 from ductile.orchestrator.run_commands import slot_list, times
-from ductile.orchestrator.status_table import status_table
+from ductile.orchestrator.status_table import show, status_table
 
 STATUS = RunStatus(
     command="sft",
@@ -327,9 +327,20 @@ def test_the_picture_shows_where_in_the_mesh_a_slot_is():
     console.print(status_table(msgspec.structs.replace(STATUS, trainer=trainer, slots=slots, changing="")))
     lines = [line.split() for line in console.export_text().splitlines()]
     assert ["trainer:", "slots", "1,3", "as", "pp", "2"] in lines
-    assert ["slot", "pid", "device", "roles", "doing", "pp", "train"] in lines
-    assert [line[4:6] for line in lines if line[:1] in (["1"], ["3"])] == [["train", "1"], ["train", "0"]]
-    assert ["0", "11", "cpu", "train", "train", "2.0", "s"] in lines
+    assert ["slot", "pid", "roles", "doing", "pp", "train"] in lines
+    assert [line[3:5] for line in lines if line[:1] in (["1"], ["3"])] == [["train", "1"], ["train", "0"]]
+    assert ["0", "11", "train", "train", "2.0", "s"] in lines
+
+
+def test_the_picture_has_devices_where_there_are_gpus_and_every_role_whatever_the_mesh(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    trainer = ParallelLayout.of(range(8), dp_replicate=2, cp=2, tp=2)
+    seconds = {"train": 2645.5, "generate": 123.2, "score": 10.0, "publish": 33.0, "switch": 0.3, "idle": 1345.0}
+    slots = tuple(SlotStatus(n, 28300 + n, "cuda:0", ("train", "generate"), "generate", seconds) for n in range(8))
+    show(msgspec.structs.replace(STATUS, trainer=trainer, slots=slots))
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()][2:]
+    assert header[:8] == ["slot", "pid", "device", "roles", "doing", "dp_replicate", "cp", "tp"]
+    assert [row[:5] for row in rows if row[0] == "5"] == [["5", "28305", "cuda:0", "train,", "generate"]]
 
 
 def test_the_picture_cuts_nothing_on_a_terminal_of_80_columns():

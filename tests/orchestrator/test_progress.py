@@ -223,6 +223,19 @@ def test_saver_and_resume(tmp_path):
     ]
 
 
+def test_a_beginning_without_a_checkpoint_says_what_it_drops(tmp_path):
+    record = Recorder(tmp_path)
+    saver = Saver(Keeper(), Checkpoints(tmp_path / "state"), record, None)
+    asyncio.run(saver.resume(Progress(), asked=True))
+    record.metrics(1, {"loss": 1})
+    asyncio.run(saver.resume(Progress(), asked=True))
+    record.close()
+    says = f"There is no checkpoint in {tmp_path / 'state'} yet: started from the beginning"
+    sentences = [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")]
+    assert sentences == [f"{says}.", f"{says}, and the metrics of its steps are written anew."]
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
 def test_what_cannot_be_loaded_costs_nothing(tmp_path):
     class Other(Keeper):
         async def load(self, path):

@@ -229,10 +229,12 @@ def test_clean_deletes_when_the_first_step_is_told_of(tmp_path: Path, capsys):
     assert f"The run that is in {tmp_path} is deleted as soon as" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("max_steps", [2, 3])
-def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path: Path, capsys, max_steps: int):
+@pytest.mark.parametrize(("max_steps", "has_ended"), [(2, True), (3, True), (2, False)])
+def test_a_run_that_has_done_all_is_resumed_and_stays_as_it_is(tmp_path: Path, capsys, max_steps: int, has_ended: bool):
+    """Also one that was killed, in a later step."""
     finished(tmp_path)
-    (tmp_path / "summary.json").write_text('{"num_switches": 3}')
+    if has_ended:
+        (tmp_path / "summary.json").write_text('{"num_switches": 3}')
     (tmp_path / "config.toml").write_text("as it was run")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     config, started = RLConfig(output_dir=str(tmp_path), resume=True), raising(AssertionError("it was started"))

@@ -296,6 +296,8 @@ def test_a_prediction_that_is_far_off_is_not_to_be_relied_on(tmp_path, capsys):
     assert doubt.startswith("Do not rely on this table: the run's own step is predicted 4")
     assert "% too short" in doubt
     assert f"\n{doubt}\n\npolicy " in said
+    assert f"\nIf the table holds all the same: {plan['verdict']}\n" in said
+    assert "As TOML" not in said
 
 
 @pytest.mark.parametrize(("policy", "told"), [("static", True), ("model", False)])

@@ -10,7 +10,7 @@ from pathlib import Path
 def parse_with_folder(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """The arguments, with the folder as `run`, whichever way it was written."""
     parser.add_argument("run", nargs="?", metavar="FOLDER", help="the run's output_dir")
-    parser.add_argument("--run", dest="named", metavar="FOLDER", help="the same")
+    parser.add_argument("--run", dest="named", metavar="FOLDER", help="the folder, written as a flag")
     asked = parser.parse_args(list(words))
     if (asked.run is None) == (asked.named is None):
         parser.error(f"write the run's folder, once: {parser.prog} runs/x")

@@ -4,6 +4,7 @@ wrong with them."""
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 from ductile.config.finding import Finding
 from ductile.config.model import TrainerModelConfig
@@ -21,6 +22,7 @@ from ductile.core.layout.peak import compute_dtype
 from ductile.core.layout.planner import LayoutFinding, plan_layout
 from ductile.core.layout.slot_memory import DTYPE_BYTES, USABLE, SlotMemory
 from ductile.core.layout.spec import ModelSpec
+from ductile.disk import free_bytes, show_bytes
 
 TrainingConfig = RLConfig | SFTConfig | TrainerRunConfig
 GIB = 2**30
@@ -57,6 +59,24 @@ def state_bytes(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> int:
     dtype = trainer.model.optimization_dtype
     kept = state_of(trainer.optim, dtype) if isinstance(trainer.optim, Supported) else ()
     return 2 * DTYPE_BYTES[dtype] + sum(DTYPE_BYTES[each.dtype] for each in kept if each.layout == "parameter")
+
+
+def room_warnings(config: RLConfig | SFTConfig) -> Iterator[str]:
+    """Whether the disk has no room for a checkpoint: parameters and what the optimizer keeps for them."""
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    if config.bench is not None or (spec := _spec(trainer.model)) is None:
+        return
+    saved = state_bytes(trainer) - DTYPE_BYTES[trainer.model.optimization_dtype]
+    needed, folder = spec.num_parameters * saved, Path(config.output_dir)
+    try:
+        free = free_bytes(folder.absolute())
+    except OSError:
+        return  # told by who looks for the folder
+    if free < needed:
+        yield (
+            f"output_dir = {folder}: a checkpoint takes about {show_bytes(needed)}, and {show_bytes(free)} are free "
+            f"there. Make room, or give another --output-dir, before the first save"
+        )
 
 
 def asked_layout(model: TrainerModelConfig) -> AskedLayout:

@@ -20,7 +20,7 @@ from ductile.config.generation import (
     server_warnings,
     template_findings,
 )
-from ductile.config.layout import layout_findings, layout_warnings
+from ductile.config.layout import layout_findings, layout_warnings, room_warnings
 from ductile.config.model import TrainerModelConfig
 from ductile.config.on_disk import (
     data_findings,
@@ -75,6 +75,8 @@ def warnings(config: Section) -> list[str]:
     said = [*unread_notes(config), *_bench_notes(config)]
     if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
         said += layout_warnings(config, len(placement_of(config).train))
+    if isinstance(config, RLConfig | SFTConfig):
+        said += room_warnings(config)
     if isinstance(config, OrchestratorRunConfig):
         said += server_warnings("sampling", config.sampling)
     if not isinstance(config, RLConfig):

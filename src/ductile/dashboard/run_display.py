@@ -17,14 +17,23 @@ from ductile.core.scheduling.ledger import SlotLedger
 from ductile.dashboard.follower import Follower
 from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render
-from ductile.events.rollouts import GroupDropped, PromptDroppedTwice, PromptSkipped, RewardError
+from ductile.events.rollouts import GroupDropped, PromptDroppedTwice, PromptSkipped, RequestRestarted, RewardError
 from ductile.events.run_state import RunState
 from ductile.events.scheduling import TrainingHeld
 from ductile.events.steps import NothingToLearn, StepSkipped
 from ductile.observe import Listener, RunEvent
 
 REFRESH_HZ = 2
-OFTEN = (GroupDropped, PromptDroppedTwice, StepSkipped, RewardError, PromptSkipped, NothingToLearn, TrainingHeld)
+OFTEN = (
+    GroupDropped,
+    PromptDroppedTwice,
+    StepSkipped,
+    RewardError,
+    PromptSkipped,
+    RequestRestarted,
+    NothingToLearn,
+    TrainingHeld,
+)
 """Events that may come in hundreds: the first of each kind is printed, all are in events.jsonl."""
 
 

@@ -95,7 +95,8 @@ class Evaluation:
             raise RewardsFailed(f"in the evaluation after step {step}, {why}")
         self.last = self._report(rollouts, step)
         reward = self.last.reward_mean
-        sentence = f"Held-out reward after step {step}: {reward:.3f}, over {len(rollouts)} completions."
+        how = "greedy completions" if self._sampling.temperature == 0 else "completions"
+        sentence = f"Held-out reward after step {step}: {reward:.3f}, over {len(rollouts)} {how}."
         self._record.event(Evaluated(step, reward, sentence=sentence))
         return self.last
 

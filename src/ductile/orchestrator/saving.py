@@ -97,14 +97,16 @@ class Saver:
         for sentence in await asyncio.to_thread(self._checkpoints.tidy, progress.step):
             self._record.event(CheckpointRenamed(sentence=sentence))
         num_dropped = self._record.rewind(progress.step if progress.step else -1)
+        later = f"{num_dropped} later step{'' if num_dropped == 1 else 's'}"
         if progress.step:
-            again = f"; the metrics of {num_dropped} later steps are written anew" if num_dropped else ""
+            again = f"; the metrics of {later} are written anew" if num_dropped else ""
             sentence = f"Resumed after step {progress.step}{again}."
             self._record.event(RunResumed(progress.step, sentence=sentence))
             if self._model_folder and await asyncio.to_thread(lacks_model, self._model_folder, progress.step):
                 await self._export(progress.step)
         elif asked:
-            sentence = f"There is no checkpoint in {self._checkpoints.folder} yet: started from the beginning."
+            again = ", and the metrics of its steps are written anew" if num_dropped else ""
+            sentence = f"There is no checkpoint in {self._checkpoints.folder} yet: started from the beginning{again}."
             self._record.event(StartedAnew(sentence=sentence))
         self._since_s = self._clock()
 

@@ -8,12 +8,17 @@ from ductile.core.layout.parallel_layout import AXES, ONE_SLOT_RANK, ParallelLay
 from ductile.messages.control import RunStatus
 
 ACTIVITIES = ("train", "generate", "score", "publish", "switch", "idle")
+MOST_WIDTH = 1000
 NUM_CHANGES = 5
 """Resizes that are shown: the latest ones."""
 
 
 def show(known: RunStatus) -> None:
-    Console(soft_wrap=True, highlight=False, markup=False).print(status_table(known))
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    status = status_table(known)
+    needed = console.measure(status, options=console.options.update(width=MOST_WIDTH)).maximum
+    console.width = max(console.width, needed)  # a terminal that has less breaks the lines
+    console.print(status)
 
 
 def status_table(known: RunStatus) -> RenderableType:
@@ -24,7 +29,8 @@ def status_table(known: RunStatus) -> RenderableType:
         trainer += f" (changing: {known.changing})"
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     activities = [name for name in ACTIVITIES if any(name in slot.seconds for slot in known.slots)]
-    for name in ("slot", "pid", "device"):
+    on_gpus = any(slot.device != "cpu" for slot in known.slots)
+    for name in ("slot", "pid", *(["device"] if on_gpus else [])):
         table.add_column(name, no_wrap=True)
     table.add_column("roles", min_width=len("generate,"))  # one below the other where there is no room: no name is cut
     table.add_column("doing", no_wrap=True)
@@ -36,7 +42,8 @@ def status_table(known: RunStatus) -> RenderableType:
         at = known.trainer.coordinates(slot.slot) if slot.slot in known.trainer.slots else {}
         place = [str(at[axis]) if at else "" for axis in axes]
         roles = ", ".join(slot.roles) or "-"
-        table.add_row(str(slot.slot), str(slot.pid), slot.device, roles, slot.doing, *place, *seconds)
+        device = [slot.device] if on_gpus else []
+        table.add_row(str(slot.slot), str(slot.pid), *device, roles, slot.doing, *place, *seconds)
     parts: list[RenderableType] = [title, trainer, table]
     parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_CHANGES:]]
     parts += [f"lost: {sentence}" for sentence in known.lost.values()]

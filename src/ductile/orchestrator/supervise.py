@@ -220,7 +220,8 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
 def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
     """Why a resume starts nothing, in sentences; "" when there are steps to do, or its end or its model is missing."""
     folder = Path(config.output_dir)
-    if not done or done < max_steps or not (folder / "summary.json").exists():
+    has_ended = done > max_steps or (folder / "summary.json").exists()
+    if not done or done < max_steps or not has_ended:
         return ""
     if isinstance(config, RLConfig | SFTConfig) and config.ckpt.export_model and lacks_model(folder / "model", done):
         return ""

@@ -65,8 +65,14 @@ def _plan(recording: "Recording", file: Path | None) -> None:
             flush=True,
         )
     said, best = verdict(own, others), better(own, others)
-    print("", *notes(recording), "", capitalised(said), sep="\n")
-    if best is not None:
+    print(
+        "",
+        *notes(recording),
+        "",
+        f"If the table holds all the same: {said}" if doubted else capitalised(said),
+        sep="\n",
+    )
+    if best is not None and not doubted:
         print("", "As TOML, to lay over the run's config (`@ this.toml`):", "", best.toml(), sep="\n")
     if file is not None:
         write_json(

@@ -19,8 +19,9 @@ OTHER_WORDS = {
     "tensor_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
+    "ep": "other axes: expert parallelism is not built yet",
 }
-"""What other systems call an axis, and our words."""
+"""What other systems call an axis, or have besides ours, and our words."""
 
 
 class LayoutTextError(ValueError):
