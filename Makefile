@@ -9,7 +9,7 @@ TORCH_CPU ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: setup quickstart check format test test-fast parity resize-parity endings chaos figures gpu clean
+.PHONY: setup quickstart check format test test-fast parity resize-parity endings chaos layouts figures gpu clean
 
 setup: .venv/.installed
 
@@ -71,6 +71,11 @@ endings: setup
 # roles: about half an hour on two cores.
 chaos: setup
 	KILL_TRIALS=60 CHAOS_TRIALS=10 $(BIN)/python -m pytest tests/end_to_end/test_kills.py tests/end_to_end/test_chaos.py -q -rA
+
+# A run that its scheduler resizes through four meshes in every step, and 30 of its like in which a slot or the orchestrator
+# is killed around a resize: about a quarter of an hour on two cores.
+layouts: setup
+	LAYOUT_TRIALS=30 $(BIN)/python -m pytest tests/end_to_end/test_layouts.py -q -rA
 
 # Every benchmark but gpu.py, each to its file in benchmarks/results, then the tables of README and docs: some two and a
 # half hours on two cores with nothing else at work. The peers come with the extra `bench`.

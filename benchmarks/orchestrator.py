@@ -35,7 +35,7 @@ from ductile.core.instances.instances import instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.step_accounting import StepAccounting, StepSize
-from ductile.fleet.assign_role import assign_role, each_alone
+from ductile.fleet.assign_role import assign_role, begin_instances
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.generator.sequence import Sequence
@@ -62,6 +62,7 @@ from ductile.tasks.grader import Graded
 from ductile.tasks.prompts import ExampleOrder, Prompts
 from ductile.transport import router
 from ductile.transport.deadlines import Deadlines
+from ductile.transport.parcel import Parcel
 from provenance import provenance, write
 
 VOCAB_SIZE, PROMPT_TOKENS, GROUP_SIZE = 151_936, 256, 8
@@ -183,11 +184,11 @@ def cpu_s(pids: list[int]) -> float:
 
 def count_bytes(counted: Counter[str]) -> None:
     """Have the router's frames counted, those that it sends and those that it gets."""
-    encode, decode = router.encode, router.decode
+    make_frame, decode = Parcel.frame, router.decode
 
-    def counting_encode(envelope: Any) -> bytes:
-        frame = encode(envelope)
-        counted[type(envelope.body).__name__] += len(frame)
+    async def counting_frame(parcel: Parcel, epoch: int, sequence: int) -> bytes:
+        frame = await make_frame(parcel, epoch, sequence)
+        counted[type(parcel.command).__name__] += len(frame)
         return frame
 
     def counting_decode(frame: Any) -> Any:
@@ -195,7 +196,7 @@ def count_bytes(counted: Counter[str]) -> None:
         counted[type(envelope.body).__name__] += len(frame)
         return envelope
 
-    router.encode, router.decode = counting_encode, counting_decode
+    Parcel.frame, router.decode = counting_frame, counting_decode
 
 
 def make_loop(cluster: LocalCluster, completions: int, num_tokens: int, record: Recorder) -> Loop:
@@ -249,7 +250,8 @@ async def measure(completions: int, num_tokens: int, folder: Path) -> dict[str, 
     async with LocalCluster(slots, ClusterConfig(device="cpu"), folder, roles) as cluster:
         settings = {"num_tokens": num_tokens}
         await assign_role(cluster.mailbox, "train", settings, [ParallelLayout.of(TRAIN)], DEADLINE_S)
-        await assign_role(cluster.mailbox, "generate", settings, each_alone(GENERATE), DEADLINE_S)
+        generators = [instance_on("generate", (slot,)) for slot in GENERATE]
+        await begin_instances(cluster.mailbox, generators, settings, DEADLINE_S)
         loop = make_loop(cluster, completions, num_tokens, Recorder(folder))
         count_bytes(counted)
         pids = [os.getpid(), *(cluster.processes[slot].pid for slot in slots)]

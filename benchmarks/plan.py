@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from bounds import least_egress
 from ductile.core.layout.layout import Layout
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import model_layout
 from ductile.core.transfer.arrange import arrange
@@ -60,9 +60,9 @@ SPEED: list[tuple[str, Side, Side, bool]] = [
 
 def layout(spec: ModelSpec, side: Side, dtype: str, zero: bool = False) -> Layout:
     axes, slots = side
-    mesh = Mesh.of(slots, **{AXES.get(axis, axis): size for axis, size in axes.items()})
-    params = model_layout(spec, mesh, dtype)
-    return params | zero_layout(params, mesh).kind("master.", "float32") if zero else params
+    parallel = ParallelLayout.of(slots, **{AXES.get(axis, axis): size for axis, size in axes.items()})
+    params = model_layout(spec, parallel, dtype)
+    return params | zero_layout(params, parallel.mesh).kind("master.", "float32") if zero else params
 
 
 def written(side: Side) -> str:

@@ -18,8 +18,8 @@ PEERS = {"dcp": "DCP", "dtensor": "DTensor", "mcore": "megatron-core"}
 
 
 def readme() -> str:
-    sources = ("generate", "train", "grpo_step", "elastic", "reshard", "resize", "plan")
-    generate, train, grpo, elastic, reshard, resize, plan = map(result, sources)
+    sources = ("generate", "grpo_step", "elastic", "reshard", "resize", "plan")
+    generate, grpo, elastic, reshard, resize, plan = map(result, sources)
     step_s, moving = grpo["median_step_s"], [row for row in reshard["pairs"] if row["wire_bytes"]]
     best = min((name for name in step_s if name.startswith("ductile")), key=lambda name: step_s[name])
     slots, cold_ms = ([row[key] for row in plan["speed"]] for key in ("num_slots", "cold_ms"))
@@ -31,13 +31,6 @@ def readme() -> str:
             f"{generate['ratio_vs_transformers']:.2f} times as many, "
             f"{'identical' if generate['tokens_identical'] else 'other'} tokens "
             f"({generate['ratio_vs_transformers_sorted']:.2f} times against batches sorted by lengths one cannot know)",
-        ),
-        (
-            f"`benchmarks/train.py`: tokens/s of a training step, {train['num_params'] / 1e6:.0f} M parameters, two "
-            "processes under FSDP2",
-            "torchtitan's and transformers' model under the same FSDP2",
-            f"{train['ratio_vs_best_peer']:.2f} times as many as the faster one ({peer(train['best_peer'])}; "
-            "[how](docs/trainer.md#measured))",
         ),
         (
             "`benchmarks/grpo_step.py`: seconds of a whole GRPO step, 32 completions of 64 tokens, 2 cores",
@@ -65,8 +58,7 @@ def readme() -> str:
             "`benchmarks/resize.py`: a trainer of 100 M parameters goes to other slots",
             "checkpoint and restart of the workers",
             f"{resize['ratio_vs_restart_in_memory']:.1f} times as fast where the checkpoint stays in memory, "
-            f"{resize['ratio_vs_restart']:.1f} times from disk; median pause {resize['median_pause_s']:.2f} s, and "
-            f"{span((pair['pause_s'] for pair in resize['pairs']), '.2f', ' s')} into a layout with other axes "
+            f"{resize['ratio_vs_restart']:.1f} times from disk; median pause {resize['median_pause_s']:.2f} s "
             "([how](docs/resize.md#measured))",
         ),
         (
@@ -133,56 +125,31 @@ def grpo_step() -> str:
     return f"{markdown(('a slot', 'ms of a step', 'in it, ms'), rows)}\n\n{said}"
 
 
-def peer(name: str) -> str:
-    """A contender of `train.py` in words."""
-    model, _, direct = name.partition(", ")
-    return f"{model}, with {'ductile' if direct else 'torch'}'s collectives"
+def train_step() -> str:
+    found = result("train_step")["milliseconds"]
+    total = {
+        name: [of[f"forward_backward{kind}"] + of[f"optim_step{kind}"] for kind in ("", "_cpu")]
+        for name, of in found.items()
+    }
 
+    def over(name: str, floor: str) -> str:
+        wall, cpu = (ours / its - 1 for ours, its in zip(total[name], total[floor], strict=True))
+        return f"{less(wall)} time than that, {less(cpu)} CPU"
 
-def train_peers() -> str:
-    found = result("train")
-    speed, cpu_s, size = found["tokens_per_s"], found["cpu_s_per_token"], found["settings"]
-
-    def row(name: str) -> tuple[str, ...]:
-        cells = f"{speed[name]:.0f}", f"{1000 * cpu_s[name]:.2f}"
-        if name == "ductile":
-            return name, *cells, ""
-        return peer(name), *cells, f"{speed['ductile'] / speed[name]:.2f} times as fast"
-
-    names = [name for name in speed if name == "ductile" or name not in found["cpu_vs_one_slot"]]
-    said = prose(
-        f"{size['samples']} samples of {size['tokens']} trained tokens, a half of them at a time on each of two ranks.",
-        f"On {where('train')}.",
-    )
-    head = ("two processes under FSDP2", "tokens/s", "CPU of a token, ms", "ductile is")
-    return f"{markdown(head, map(row, names))}\n\n{said}"
-
-
-LAYOUTS = {
-    "plain": "plain module, torch's clipping and AdamW",
-    "2 x plain": "two of them at once, half the samples each: two cores slow each other down",
-    "1 slot": "one slot",
-    "ductile": "dp_shard 2",
-}
-"""What `train.py` calls them, and what they are; what is not here is called as it is."""
-
-
-def train_axes() -> str:
-    found = result("train")
-    over = found["cpu_vs_one_slot"]
-    names = sorted(over, key=lambda name: [*LAYOUTS, name].index(name))
     rows = (
+        ("plain module, torch's clipping and AdamW", "plain", "the floor"),
+        ("trainer, 1 rank", "1 rank(s)", f"{over('1 rank(s)', 'plain')}: packing, metrics, messages"),
+        ("two plain modules at once, half the samples each", "2 x plain", "two cores slow each other down"),
         (
-            LAYOUTS.get(name, name),
-            f"{found['tokens_per_s'][name]:.0f}",
-            f"{1000 * found['cpu_s_per_token'][name]:.2f}",
-            f"{over[name]:.2f}",
-        )
-        for name in names
+            "trainer, 2 ranks",
+            "2 rank(s)",
+            f"{over('2 rank(s)', '2 x plain')}: parameters are gathered, gradients reduced",
+        ),
     )
-    head = ("the same step", "tokens/s", "CPU of a token, ms", "over one slot")
-    said = prose(f"CPU time is that of all processes together, on {where('train')}.")
-    return f"{markdown(head, rows)}\n\n{said}"
+    cells = ((what, *(f"{milliseconds:.0f}" for milliseconds in total[name]), why) for what, name, why in rows)
+    table = markdown(("", "ms", "CPU of all ranks, ms", "what it is"), cells)
+    said = prose(f"Forward and backward and the optimizer's step, on {where('train_step')}.")
+    return f"{table}\n\n{said}"
 
 
 def resize() -> str:
@@ -212,28 +179,6 @@ def resize() -> str:
         f"Beside training, a change prepares for {span(prepared_s, '.1f', ' s')}. On {where('resize')}.",
     )
     return f"{table}\n\n{said}"
-
-
-def resize_pairs() -> str:
-    pairs = result("resize")["pairs"]
-    rows = (
-        (
-            pair["pair"].replace("->", " → "),
-            f"{pair['bytes'] / 2**20:.0f} MiB",
-            f"{pair['pause_s']:.2f}",
-            f"{pair['back_pause_s']:.2f}",
-            f"{pair['median_restart_s']['on disk']:.1f}",
-            f"{pair['ratio_vs_restart']:.1f} times",
-        )
-        for pair in pairs
-    )
-    head = ("", "moved", "pause", "pause of the way back", "checkpoint and restart", "over the pause")
-    number = len(pairs[0]["resizes"]) // 2
-    said = prose(
-        f'Medians of {number} changes each way, half of them in the middle of a batch; "moved" is between batches. On',
-        f"{where('resize')}.",
-    )
-    return f"{markdown(head, rows)}\n\n{said}"
 
 
 def reshard() -> str:
@@ -394,12 +339,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "readme": readme,
     "generate": generate,
     "grpo_step": grpo_step,
-    "train.peers": train_peers,
-    "train.axes": train_axes,
+    "train_step": train_step,
     "reshard": reshard,
     "reshard.moments": reshard_moments,
     "resize": resize,
-    "resize.pairs": resize_pairs,
     "plan": plan,
     "elastic": elastic,
     "decisions": decisions,

@@ -26,7 +26,7 @@ RUNS = "RUNS"
 BENCHMARKS: dict[str, str] = {
     "generate": "",
     "grpo_step": "",
-    "train": "",
+    "train_step": "",
     "micro_steps": "",
     "reshard": "",
     "resize": "",

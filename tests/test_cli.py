@@ -260,6 +260,88 @@ def test_check_shows_where_the_trainer_s_state_lies_and_why(num_slots: int, caps
     assert MESHES[num_slots] in capsys.readouterr().out + "\n"
 
 
+MESH_OF_EIGHT = """
+  mesh      pp 2 · dp_shard 2 · tp 2: 2 data-parallel ranks on 8 slots
+              slot  pp  dp_shard  tp  layers              of the state
+                 0   0         0   0  0, embeddings  13.7 %   48.8 KiB
+                 1   0         0   1  0, embeddings  13.7 %   48.8 KiB
+                 2   0         1   0  0, embeddings  13.7 %   48.8 KiB
+                 3   0         1   1  0, embeddings  13.7 %   48.8 KiB
+                 4   1         0   0  1, head        13.8 %   49.0 KiB
+                 5   1         0   1  1, head        13.8 %   49.0 KiB
+                 6   1         1   0  1, head        13.8 %   49.0 KiB
+                 7   1         1   1  1, head        13.8 %   49.0 KiB
+  why       pp 2: as model.pp says
+            tp 2: as model.tp says
+            dp_shard 2: what the other axes leave of 8 slots
+            stages: 1 and 1 layers, where the output embeddings count as 0.2 (1f1b)
+  resizes   slots: 4 as pp 2 · tp 2; none on 1-3,5-7
+"""
+OF_EIGHT = ["check", "trainer", "--model.name", "model", "--data.fake.batch-size", "32", "--max-steps", "3"]
+OF_EIGHT += ["--deployment.num-gpus", "8", "--model.pp", "2"]
+
+
+def test_check_shows_a_mesh_of_every_kind_of_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OF_EIGHT, "--model.tp", "2"]) == 0
+    said = capsys.readouterr()
+    assert MESH_OF_EIGHT in said.out + "\n"
+    assert "note: model.tp = 2 is more than the 1 key/value heads: 2 neighbours hold the same one\n" in said.err
+
+
+def test_check_says_what_the_planner_has_chosen_and_what_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OF_EIGHT, "--data.fake.batch-size", "2", "--model.tp", "auto", "--model.cp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "  why       pp 2: as model.pp says\n            cp 2: as model.cp says\n            tp 2: auto: " in out
+    assert "auto: with tp 1 stages are idle for 50% of the time, as a data-parallel rank has 1 micro-batch; m" in out
+    assert "cp_style ring: auto: ring, as ulysses deals the 1 query heads of a slot of tp 2 out to" in out
+    assert main([*OF_EIGHT, "--model.cp", "2"]) == 0
+    assert "cp_style ulysses: auto: ulysses, as it leaves shared prompts shared\n" in capsys.readouterr().out
+    assert main([*OF_EIGHT, "--resize.layouts", '["tp=2","cp=4,dp_shard=1","dp_replicate=3"]']) == 0
+    said = capsys.readouterr()
+    assert "  why       tp 2: resize.layouts has tp=2\n" in said.out
+    assert (
+        "resizes   slots: 2 as tp 2; 3 as dp_replicate 3; 4 as dp_shard 2 · tp 2; 6 as dp_shard 3 · tp 2; " in said.out
+    )
+    assert "note: model.pp = 2: not on 8 slots, for which resize.layouts has 'tp=2'\n" in said.err
+    assert (
+        "note: resize.layouts: 'cp=4,dp_shard=1' is never taken, as 'tp=2' before it fits as many slots\n" in said.err
+    )
+
+
+def test_check_names_what_has_no_effect_in_any_layout_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    flat = [*OF_EIGHT, "--model.pp", "1", "--model.pp-schedule", "zero_bubble", "--model.cp-style", "ring"]
+    assert main([*flat, "--model.vpp", "2", "--resize.layouts", '["tp=2", "dp_replicate=2,tp=2"]']) == 0
+    said = capsys.readouterr().err
+    assert "note: model.pp_schedule = zero_bubble has no effect without model.pp above 1\n" in said
+    assert "note: model.vpp = 2 has no effect without model.pp above 1\n" in said
+    assert "note: model.cp_style = ring has no effect without model.cp above 1\n" in said
+    assert (
+        "note: resize.layouts: 'dp_replicate=2,tp=2' is never taken, as 'tp=2' before it fits as many slots\n" in said
+    )
+    assert main([*flat, "--resize.layouts", '["pp=2,dp_shard=1", "cp=2,pp=2"]']) == 0
+    said = capsys.readouterr().err
+    assert "no effect" not in said
+    assert "never taken" not in said
+
+
+def test_check_looks_at_memory_where_the_config_says_how_much_a_device_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """The scores of the vocabulary alone take 512 MiB, which tp divides."""
+    auto = [*OF_EIGHT, "--model.pp", "1", "--model.tp", "auto"]
+    assert main(auto) == 0
+    assert "nothing speaks against it; memory was not looked at, as how much a slot has is" in capsys.readouterr().out
+    memory = ["--cluster.device-memory-gib", "0.5"]
+    assert main([*auto, *memory]) == 0
+    said = capsys.readouterr().out
+    assert "tp 2: auto: with tp 1 a slot would need about 0.5" in said
+    assert " GiB and has 0.45 for training\n" in said
+    assert "none on 1,3,5,7\n" in said
+    assert main([*OF_EIGHT, *memory]) == 0
+    said = capsys.readouterr().err
+    assert "note: model.tp = 1 is with pp 2 · dp_shard 4 probably too little memory: a slot would need about 0." in said
+    assert main([*OF_EIGHT, *memory, "--cluster.slots-per-device", "2", "--model.tp", "2"]) == 0
+    assert " GiB and has 0.225 for training\n" in capsys.readouterr().err
+
+
 def test_check_notes_ranks_that_would_have_no_work(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "trainer", "--model.name", "model", "--data.fake", "--max-steps", "3"]
     assert main([*words, "--deployment.num-gpus", "3"]) == 0
@@ -291,6 +373,21 @@ def test_check_says_what_slots_that_share_a_gpu_do(
     out = capsys.readouterr().out
     assert f"            {said}\n" in out
     assert "inference.gpu_memory_utilization = 0.45: 2 slots share each GPU (cluster.slots_per_device)\n" in out
+
+
+def test_check_says_which_slots_hold_a_scorer(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text(
+        "[cluster]\ndevice = 'cuda'\nslots_per_device = 2\n"
+        "[cluster.component_placement]\nactor = 0\nrollout = 1\ninference = '2-5'\n"
+    )
+    words = ["check", "rl", "@", "good.toml", "@", "run.toml", "--scorer.tp", "2", "--trainer.loss.type", "grpo"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert f"            2 slots share each GPU; score slots 2 and 3 do: {THROUGH_GLOO}\n" in said.out
+    assert "            2 scorers on 2 slots each\n" in said.out
+    Path("run.toml").write_text("")
+    assert main(words) == 0
+    assert "note: scorer.tp = 2 has no effect here: no slot scores" in capsys.readouterr().err
 
 
 def test_check_takes_a_bare_file(capsys: pytest.CaptureFixture[str]) -> None:

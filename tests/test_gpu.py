@@ -121,7 +121,7 @@ def three_steps(settings: dict[str, Any]) -> tuple[list[float], dict[str, list],
         report = trainer.optim_step(loss_denominator(samples))
         losses.append(report.loss)
         flops, peak = report.flops, report.peak_flops_per_s
-    return losses, {name: tensor.tolist() for name, tensor in trainer.gathered_weights()}, flops, peak
+    return losses, {name: tensor.tolist() for name, tensor in trainer.publish_weights()}, flops, peak
 
 
 def test_three_steps_of_the_trainer_are_those_of_torch_on_a_cpu(folder: Path) -> None:

@@ -95,12 +95,19 @@ class RoleAssignment:
     joining: bool = False
     """The role's state will come from the slots that hold it now (`messages.workers`: a trainer's with `Prepare`
     and `TransferState`, weights with `Receive`), not from disk."""
+    instance: str = ""
+    """Id of the instance (generate, score), which is not used again in the run; "" for the trainer."""
 
 
 class TrainerClient(Protocol):
     @property
     def num_ranks(self) -> int:
         """Data-parallel ranks at the moment."""
+        ...
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        """Micro-batches that a rank wants at a time: one, or as many as fill a pipeline's stages."""
         ...
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:

@@ -325,14 +325,15 @@ def test_a_slot_that_cannot_be_measured_does_not_start(tmp_path: Path):
     async def story():
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
             await cluster.survey("float32")
-            ask = cluster.mailbox.ask
 
-            async def late(slot, command, timeout_s):
-                if isinstance(command, Survey):
-                    raise Late(f"slot {slot} did not reply to Survey")
-                return await ask(slot, command, timeout_s)
+            ask_all = cluster.mailbox.ask_all
 
-            cluster.mailbox.ask = late
+            async def late(commands, *how):
+                if not any(isinstance(command, Survey) for command in commands.values()):
+                    return await ask_all(commands, *how)
+                return {slot: Late(f"slot {slot} did not reply to Survey") for slot in commands}
+
+            cluster.mailbox.ask_all = late
             cluster.ends_without(lambda slot: slot == 0)
             with pytest.raises(StartFailed, match="slot 1 did not reply to Survey"):
                 await cluster.add([1])
@@ -353,11 +354,10 @@ def test_two_that_want_the_same_slot_get_one_process(tmp_path: Path):
 
 def listen_in(cluster: LocalCluster, asked: list[Survey]) -> None:
     """Note what slots are asked of their devices."""
-    ask = cluster.mailbox.ask
+    ask_all = cluster.mailbox.ask_all
 
-    async def noting(slot, command, timeout_s):
-        if isinstance(command, Survey):
-            asked.append(command)
-        return await ask(slot, command, timeout_s)
+    async def noting(commands, *how):
+        asked.extend(command for command in commands.values() if isinstance(command, Survey))
+        return await ask_all(commands, *how)
 
-    cluster.mailbox.ask = noting
+    cluster.mailbox.ask_all = noting

@@ -19,7 +19,7 @@ def test_each_name_leads_to_keys_that_there_are(foreign: str) -> None:
     for key in FOREIGN[foreign]:
         path = tuple(key.split("."))
         assert any(find(root, path) for _, root, _ in ROOTS), key
-    assert ours(RLConfig, ("made", "up", foreign)) is not None
+    assert ours(RLConfig, ("made", "up", *foreign.split("."))) is not None
 
 
 SUGGESTED: list[tuple[type[Section], str, str]] = [
@@ -31,6 +31,7 @@ SUGGESTED: list[tuple[type[Section], str, str]] = [
     (RLConfig, "--num-generations", "--orchestrator.rollouts-per-example"),
     (RLConfig, "--actor_rollout_ref.rollout.n", "--orchestrator.rollouts-per-example"),
     (RLConfig, "--actor_rollout_ref.actor.kl_loss_coef", "--trainer.loss.kl-coef"),
+    (RLConfig, "--actor_rollout_ref.ref.megatron.tensor_model_parallel_size", "--scorer.tp"),
     (RLConfig, "--data.max_response_length", "--orchestrator.sampling.max-tokens"),
     (RLConfig, "--trainer.test_freq", "--orchestrator.eval.interval"),
     (SFTConfig, "--per_device_train_batch_size", "--data.batch-size"),

@@ -35,6 +35,9 @@ def test_a_file_that_fails_is_tried_again(tmp_path):
     file.write_text("raise RuntimeError('not yet')")
     with pytest.raises(ImportPathError, match="fails when it is imported: RuntimeError"):
         import_object(f"{file}:x")
+    file.write_text("x = 0\nclass Broken\n")
+    with pytest.raises(ImportPathError, match=r"SyntaxError: expected ':' \(mine.py:2\)"):
+        import_object(f"{file}:x")
     file.write_text("x = 1  # now")
     assert import_object(f"{file}:x") == 1
 

@@ -164,7 +164,8 @@ SCHEDULED = ["--cluster.auto-scheduler"]
         ([*SCHEDULED, "--cluster.policy", "mine.py:Deaf"], "policy", "has no method decide(self, state)"),
         ([*SCHEDULED, "--cluster.policy", "mine.py:Curt"], "policy", "has decide(self), and is called with one state"),
         ([*SCHEDULED, "--cluster.policy", "mine.py:Later"], "policy", "has an async decide, and is not awaited"),
-        ([*SCHEDULED, "--cluster.policy", "json.dumps"], "policy", "cannot be called without arguments"),
+        ([*SCHEDULED, "--cluster.policy", "json.dumps"], "policy", "A policy is a class with a method decide(self, st"),
+        ([*SCHEDULED, "--cluster.policy", "mine.py:Mien"], "policy", "Did you mean Mine?"),
     ],
 )
 def test_keys_that_contradict_each_other_are_said(here, words, key, said) -> None:

@@ -85,6 +85,7 @@ OTHER_VALUES = {
     "cluster.component_placement": '{"rollout": "0-3"}',
     "cluster.cpu_slot_fraction": "0.5",
     "cluster.slots_per_device": "2",
+    "cluster.device_memory_gib": "80",
     "cluster.heartbeat_timeout_s": "5",
     "cluster.command_timeout_s": "5",
     "cluster.progress_timeout_s": "5",

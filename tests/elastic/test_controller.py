@@ -482,7 +482,7 @@ def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
     assert errors == []
     assert stage.roles == {0: T, 1: T, 2: G, 3: G, 4: G, 5: G}
     assert not stage.held
-    refused = [row for row in events if row["kind"] == "refused"]
+    refused = [row for row in events if row["kind"] == "policy_failed"]
     assert len(refused) == 1
     assert "slot 3 holds generate, not score" in refused[0]["sentence"]
     assert len(policy.asked) == 2, "it is never asked again"
@@ -491,7 +491,7 @@ def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
 def test_a_policy_that_fails_is_refused_as_well(tmp_path):
     _, errors, events = run_controller(tmp_path, scene(), Scripted(KeyError("slot")), one_event, otherwise=Home())
     assert errors == []
-    assert "KeyError" in next(row["sentence"] for row in events if row["kind"] == "refused")
+    assert "KeyError" in next(row["sentence"] for row in events if row["kind"] == "policy_failed")
 
 
 def test_without_a_substitute_a_bad_decision_ends_the_run(tmp_path):
@@ -694,6 +694,30 @@ def test_a_decision_about_a_slot_that_was_lost_meanwhile_is_not_carried_out(tmp_
     assert [errors, stage.diary] == [[], []]
     told = [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")]
     assert told == ["Not carried out, as slot 2 was lost meanwhile: nothing left to generate."]
+
+
+def test_a_step_whose_first_decision_is_dropped_begins_with_the_next_one(tmp_path):
+    class Kills:
+        def decide(self, state):
+            asked.append(state.asked)
+            if stage.lost:
+                return Decision()
+            stage.lost.add(2)
+            return Decision((RoleChange(2, G, T),))
+
+    async def story():
+        controller = ElasticController(Kills(), stage, Recorder(tmp_path))
+        async with controller.at_work(errors.append):
+            await controller.begin_step(0)
+            controller.go_on()
+            await asyncio.sleep(10)
+            controller.notify()
+            await asyncio.sleep(10)
+
+    stage, errors, asked = ScriptedStage(scene()), [], []
+    run(story())
+    assert errors == []
+    assert asked == [False, False, True]
 
 
 def test_when_the_run_fails_a_change_that_hangs_is_not_waited_for(tmp_path):

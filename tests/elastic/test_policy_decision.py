@@ -93,7 +93,7 @@ def test_a_good_decision_is_returned():
 def test_the_run_goes_on_with_the_slots_where_they_were_configured(tmp_path, policy):
     stage, errors, events = run_controller(tmp_path, scene(), policy, one_event, otherwise=Home())
     assert errors == []
-    (refused,) = [event for event in events if event["kind"] == "refused"]
+    (refused,) = [event for event in events if event["kind"] == "policy_failed"]
     assert refused["sentence"].startswith("The policy is not asked any more, and the slots go back to")
     assert refused["sentence"].endswith("lack its `return`?" if policy is BAD[0][0] else ".")
     assert "Traceback" in refused["traceback"]

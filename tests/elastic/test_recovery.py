@@ -10,11 +10,13 @@ import pytest
 
 from ductile.elastic.recovery import GIVE_UP_S, LASTS_S, LONGEST_PAUSE_S, Recovery, pause_s
 from ductile.fleet.fleet import Fleet
-from ductile.messages.workers import AssignRole, LeaseWeights, Publish, Receive
+from ductile.messages.workers import AssignRole, LeaseWeights, Publish, Receive, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
-from tests.cluster.memory_cluster import MemoryCluster
+from ductile.records import Manifest
+from tests.cluster.memory_cluster import FIRST_PID, MemoryCluster
 from tests.fleet.generate_slots import Slot
 from tests.fleet.test_migration import TRAINER, Cluster, is_whole, steps, with_cluster
+from tests.fleet.test_worker_pool import Scoring, offer
 from tests.orchestrator.doubles import clock
 from tests.transport.transports import eventually
 
@@ -27,8 +29,10 @@ async def recovering(cluster: Cluster, folder: Path, max_restarts: int = 5, is_s
         if wait := how.get("change_over"):
             await wait.wait()
 
-    for slot in cluster.generators.slots:  # those that are there from the start, as if they had been told
-        cluster.mailbox._roles[slot] = ["generate"]
+    scorer = how.get("scorer")
+    for role, pool in {"generate": cluster.generators, "score": scorer}.items():
+        for slot in pool.slots if pool else ():  # those that are there from the start, as if they had been told
+            cluster.mailbox._roles[slot] = (role,)
 
     def begin(slot: int) -> None:
         cluster.slots.dead.discard(slot)
@@ -36,8 +40,19 @@ async def recovering(cluster: Cluster, folder: Path, max_restarts: int = 5, is_s
 
     record, slots = Recorder(folder), MemoryCluster(cluster.mailbox, list(cluster.slots.slots), begin, START_S)
     slots.ends_without(lambda slot: slot == TRAINER)
-    fleet = Fleet(cluster.trainer, cluster.generators, None, {"generate": {}})
-    recovery = Recovery(slots, fleet, record, max_restarts, change_over, is_scheduled, how.get("replaced", ()), clock)
+    fleet = Fleet(cluster.trainer, cluster.generators, scorer, {"generate": {}, "score": {}})
+    replaced, groups = how.get("replaced", ()), how.get("groups", {})
+    recovery = Recovery(
+        slots,
+        fleet,
+        record,
+        max_restarts,
+        change_over,
+        is_scheduled,
+        replaced,
+        clock,
+        lambda role: groups.get(role, ()),
+    )
     async with recovery:
         yield slots, recovery
     record.close()
@@ -272,6 +287,76 @@ def test_the_end_of_the_run_does_not_wait_for_a_slot_that_hangs_as_it_comes_back
         assert recovery.under_way <= {0}, "after the end nothing is begun"
 
     with_cluster(story, generating=(0, 1))
+
+
+def with_pair(story, folder: Path, **how: Any) -> None:
+    """Play a story with a scorer on slots 4 and 5."""
+
+    async def whole(cluster: Cluster):
+        scoring = Scoring(cluster, (4, 5), size=2)
+        await scoring.scorer.receive(Manifest(0, "shared_memory", offer(cluster, 0), 0, 0, ()))
+        groups = {"score": [(4, 5), (6, 7)]}
+        async with recovering(cluster, folder, scorer=scoring.scorer, groups=groups, **how) as (slots, recovery):
+            await story(cluster, scoring, slots, recovery)
+
+    with_cluster(whole, generating=(0,))
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+@pytest.mark.parametrize("slot", [4, 5])
+def test_a_scorer_on_two_slots_comes_back_on_both_when_one_is_lost(tmp_path, slot, is_scheduled):
+    other = 9 - slot
+
+    async def story(cluster: Cluster, scoring: Scoring, slots: MemoryCluster, recovery: Recovery):
+        cluster.slots.kill(slot, cluster.mailbox)
+        await asyncio.sleep(0.01)
+        assert recovery.under_way == {4, 5}, "no policy is to use the other one meanwhile"
+        assert await scoring.score() == {4}
+        assert recovery.under_way == frozenset()
+        assert [each.id for each in scoring.scorer.instances] == ["scorer-4-5+1"]
+        assert slots.num_started == 1, "the other one lives on"
+        told = [type(command) for number, command in cluster.carrier.sent if number == other]
+        assert told.index(ReleaseRole) < told.index(AssignRole), "it gives the old role up before it takes the new one"
+
+    with_pair(story, tmp_path, is_scheduled=is_scheduled)
+    said = f"Slot {slot} scores again after 0.50 s, on cpu, pid {FIRST_PID + slot}."
+    assert events(tmp_path) == [("slot_restarted", said)]
+
+
+def test_a_scorer_that_is_lost_on_both_of_its_slots_or_does_not_take_its_role_on_one_is_started_anew_on_both(tmp_path):
+    async def story(cluster: Cluster, scoring: Scoring, slots: MemoryCluster, recovery: Recovery):
+        for slot in (4, 5):
+            cluster.slots.kill(slot, cluster.mailbox)
+        await asyncio.sleep(5)
+        assert [each.id for each in scoring.scorer.instances] == ["scorer-4-5+1"]
+        cluster.carrier.fail(4, "error", on=AssignRole)
+        cluster.slots.kill(5, cluster.mailbox)
+        await asyncio.sleep(5)
+        assert [each.id for each in scoring.scorer.instances] == ["scorer-4-5+3"]
+        assert await scoring.score() == {4}
+        assert recovery.under_way == frozenset()
+        assert slots.num_started == 3
+
+    with_pair(story, tmp_path)
+    rows = read_jsonl(tmp_path / "events.jsonl")
+    for kind in ("slot_restarting", "slot_restarted"):
+        assert sorted(row["slot"] for row in rows if row["kind"] == kind) == [4, 4, 5, 5]
+
+
+def test_a_scorer_with_a_slot_that_does_not_start_any_more_is_none_any_more(tmp_path):
+    async def story(cluster: Cluster, scoring: Scoring, slots: MemoryCluster, recovery: Recovery):
+        slots.num_refused = 1
+        cluster.slots.kill(5, cluster.mailbox)
+        await asyncio.sleep(5)
+        assert recovery.under_way == frozenset()
+        assert 4 not in cluster.mailbox.lost
+        (said,) = slots.sentences
+        assert said.endswith(
+            "slot 5 was given back after 1 attempt to start it again (cluster.max_restarts), and no slot scores"
+        )
+
+    with_pair(story, tmp_path, max_restarts=1)
+    assert [kind for kind, _ in events(tmp_path)] == ["slot_given_back"]
 
 
 def test_pauses_between_attempts_double_up_to_the_longest():

@@ -13,13 +13,16 @@ import pytest
 from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.asked_layout import AskedLayout
+from ductile.core.layout.layout_rules import LayoutRules
+from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
+from ductile.core.layout.requested_layout import LayoutRequest
 from ductile.elastic.loss_log import LossLog
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.assign_role import assign_role
 from ductile.fleet.trainer import RemoteTrainer
-from ductile.messages.control import Resized, ResizeRequest
+from ductile.messages.control import Resized
 from ductile.messages.workers import Done, Ping, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import SlotLost
@@ -93,7 +96,7 @@ class Harness:
     def on(self, slots: Iterable[int], dp_replicate: int | None = None) -> ParallelLayout:
         """The trainer's layout on these slots, as `ductile resize` asks for it."""
         sizes = {} if dp_replicate is None else {"dp_replicate": dp_replicate}
-        return self.resizer.layout_of(ResizeRequest(tuple(slots), sizes))
+        return self.resizer.layout_of(LayoutRequest(train=tuple(slots), sizes=sizes))
 
     async def resize_and_hit(self, victim: int, command: str, moment: str, signum: signal.Signals) -> Resized:
         """1 and 2 instead of 0 and 1, with `victim` getting the signal at that point."""
@@ -250,9 +253,9 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
     async def story():
         epoch = echo.mailbox.epoch
         for members, replicas, sentence in [
-            ((), 1, "a layout needs at least one slot"),
+            ((), 1, "slots = 0 are too few: a layout needs at least one"),
             ((1, 1), 1, "a layout has each of its slots once, and 1 several times"),
-            ((0, 1, 2), 2, "the number of slots, 3, must be a multiple of dp_replicate 2"),
+            ((0, 1, 2), 2, "dp_replicate = 2 must divide the number of train slots, 3: write 1 or 3"),
             ((0, -1), 1, "slot -1 does not exist"),
             ((0, 8), 1, "slot 8 does not exist: this machine has slots 0 to 7, as deployment.gpus_per_node says"),
             (range(12), 1, "slots 8-11 do not exist"),
@@ -273,23 +276,69 @@ def test_slots_from_outside_are_a_set(echo: Harness):
         grown = await echo.resizer.resize_to(echo.on((0, 1, 2)))
         assert grown.after.slots == (1, 2, 0), "what moves least"
         assert "from slots 0-1 to slots 0-2 in" in grown.sentence
-        with pytest.raises(CannotResize, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
+        with pytest.raises(CannotResize, match="dp_replicate = 2 must divide the number of train slots, 3"):
             await echo.resizer.resize_to(echo.on((0, 1, 2), 2))
 
     echo.run(story())
 
 
-def test_the_state_keeps_as_many_copies_as_it_has(echo: Harness):
+def test_the_state_has_as_many_copies_as_were_asked_for_last_where_the_slots_allow_it(echo: Harness):
     async def story():
-        await echo.resizer.resize(echo.on((0, 1), 2))
-        assert (await echo.resizer.resize_to(echo.on((0, 1)))).outcome == "unchanged"
-        assert (await echo.resizer.resize_to(echo.on((0, 1, 2, 3)))).after.dims.dp_replicate == 2
-        with pytest.raises(CannotResize, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
-            await echo.resizer.resize_to(echo.on((0, 1, 2)))
-        assert (await echo.resizer.resize_to(echo.on((0, 1, 2), 1))).after.dims.dp_replicate == 1
+        async def resized(train: tuple[int, ...], **sizes: int) -> Resized:
+            return await echo.resizer.resize_as(LayoutRequest(train=train, sizes=sizes))
+
+        assert (await resized((0, 1), dp_replicate=2)).after.dims.dp_replicate == 2
+        assert (await resized((0, 1))).outcome == "unchanged"
+        assert [(await resized(tuple(range(n)))).after.dims.dp_replicate for n in (4, 3, 4)] == [2, 1, 2]
+        assert (await resized((0, 1, 2), dp_replicate=1)).after.dims.dp_replicate == 1
         event = echo.events("resized")[-1]
         assert (event["before_dims"]["dp_replicate"], event["after_dims"]["dp_replicate"]) == (2, 1)
         assert (event["before_dims"]["dp_shard"], event["after_dims"]["dp_shard"]) == (2, 3)
+        assert (await resized((0, 1, 2, 3))).after.dims.dp_replicate == 1
+
+    echo.run(story())
+
+
+def test_a_whole_layout_is_asked_for_on_the_slots_that_come_first(echo: Harness):
+    async def story():
+        async def resized(text: str, train: tuple[int, ...] | None = None) -> Resized:
+            return await echo.resizer.resize_as(LayoutRequest(text, train))
+
+        both = await resized("tp=2")
+        assert both.after.dims == ParallelDims(tp=2)
+        assert both.sentence.startswith("Trainer resized from slots 0-1 to slots 0-1 as tp 2 in ")
+        grown = await resized("pp=2,dp_shard=1,tp=2")
+        assert sorted(grown.after.slots) == [0, 1, 2, 3]
+        assert "from slots 0-1 as tp 2 to slots 0-3 as pp 2 · tp 2 in" in grown.sentence
+        assert sorted((await resized("dp_shard=1,cp=2", (2, 3))).after.slots) == [2, 3]
+        for text, train, says in (
+            ("tp=16", None, "the layout needs 16 slots, and there are 8: write smaller sizes"),
+            ("tp=2", (1, 2, 3), "tp = 2 must divide the number of train slots, 3: write 1 or 3"),
+            ("dp_shard=3,tp=2", (1, 2), "dp_shard = 3 makes 6 slots with tp 2, and the trainer has 2: write 1"),
+            ("dp=2", None, "the layout 'dp=2': 'dp' is no axis: write dp_shard (shards of a copy) or dp_replicate"),
+            ("", None, "neither slots nor a layout are asked for: write one of them, or both"),
+        ):
+            with pytest.raises(CannotResize) as caught:
+                await resized(text, train)
+            assert str(caught.value).startswith(says)
+
+    echo.run(story())
+
+
+def test_sizes_that_were_asked_for_by_hand_come_before_listed_ones_where_they_fit(echo: Harness):
+    async def story():
+        echo.resizer.rules = LayoutRules(listed=("dp_shard=2,cp=2", "dp_shard=3"), asked=AskedLayout(pp=2))
+
+        async def resized(train: tuple[int, ...], text: str = "") -> ParallelDims:
+            return (await echo.resizer.resize_as(LayoutRequest(text, train))).after.dims
+
+        assert await resized((0, 1, 2, 3)) == ParallelDims(dp_shard=2, cp=2)
+        assert await resized((0, 1), "tp=2") == ParallelDims(tp=2)
+        assert await resized((0, 1, 2, 3)) == ParallelDims(dp_shard=2, tp=2)
+        assert await resized((0, 1, 2)) == ParallelDims(dp_shard=3)
+        with pytest.raises(CannotResize, match="5 slots are no multiple of pp 2, which is asked for: train on 4 or 6"):
+            await resized((0, 1, 2, 3, 4))
+        assert echo.trainer.layout.slots == (0, 1, 2)
 
     echo.run(story())
 

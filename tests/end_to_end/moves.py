@@ -109,6 +109,26 @@ class OnceAStep:
         return Decision(orders, sentence(orders, f"{batch.trained} rollouts are trained")) if orders else Decision()
 
 
+class ThroughLayouts:
+    """Of four slots, of which the first trains as configured, in a run on-policy. Each step begins so. Once all of its
+    rollouts are generated and scored, two, three or four slots train them, in turns from step to step, and another
+    number as soon as some are trained."""
+
+    def decide(self, state):
+        batch, home = state.batch, {slot: state.home.roles(slot) for slot in state.home.slots}
+        hold = not batch.trained and bool(batch.missing or batch.unscored)
+        others = state.num_to_generate or batch.to_score  # of an evaluation, or of the next step
+        at_home = hold or others or not batch.num_rollouts or not batch.steps_left
+        num = 1 if at_home else 2 + (batch.step + bool(batch.trained)) % 3
+        roles = {slot: T if slot < num else held for slot, held in home.items()}
+        if all(state.roles(slot) == held for slot, held in roles.items()):
+            return Decision(hold_training=hold)
+        if not state.trainer.at_boundary or not roles.keys() <= state.ready:
+            return Decision(hold_training=True)
+        orders = change(state, roles)
+        return Decision(orders, sentence(orders, f"{batch.trained} rollouts are trained"), hold_training=hold)
+
+
 class Endless:
     """It never decides."""
 

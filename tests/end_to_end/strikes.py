@@ -13,8 +13,8 @@ from typing import Literal
 from ductile.cluster.local import LocalCluster
 from ductile.messages.workers import Command
 
-How = Literal["kill", "stop", "pause"]
-"""pause: stopped for PAUSE_S, and then let go on, as if nothing had been."""
+How = Literal["kill", "stop", "pause", "end"]
+"""pause: stopped for PAUSE_S, and then let go on, as if nothing had been. end: the orchestrator is killed."""
 
 PAUSE_S = 1.0
 LONGEST_DELAY_S = 0.1
@@ -32,6 +32,9 @@ MOMENTS = (
     "Finalize",
 )
 """Commands that only changes and migrations send. What comes between two is within the delay after the first."""
+RESIZE_MOMENTS = (*MOMENTS[MOMENTS.index("Prepare") :], "ForwardBackward")
+NUM_RESIZE_MOMENTS = 8
+"""Of a kind, at the least, in a run that is resized all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,18 @@ class Strike:
             command=chance.choice(MOMENTS),
             nth=chance.randint(1, 4),
             delay_s=LONGEST_DELAY_S * chance.random() ** 4,  # most parts of a change take a few milliseconds
+            bystander=chance.random() < 0.3,
+        )
+
+    @staticmethod
+    def of_resizes(seed: int) -> "Strike":
+        """In any of the resizes of a run, or at its work between two."""
+        chance = random.Random(seed)
+        return Strike(
+            how=chance.choice(("kill", "kill", "stop", "end")),
+            command=chance.choice(RESIZE_MOMENTS),
+            nth=chance.randint(1, NUM_RESIZE_MOMENTS),
+            delay_s=LONGEST_DELAY_S * chance.random() ** 4,
             bystander=chance.random() < 0.3,
         )
 
@@ -83,14 +98,19 @@ class Striker:
 
     def _hit(self, slot: int) -> None:
         process, how = self._cluster.processes[slot], self._strike.how
+        roles = self._cluster.mailbox.roles(slot)
+        told = {"time": time.time(), "slot": slot, "pid": process.pid, "roles": roles, **asdict(self._strike)}
+        if how == "end":
+            self._path.write_text(json.dumps(told))
+            os.kill(os.getpid(), signal.SIGKILL)
         process.signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         if how == "pause":
             asyncio.get_running_loop().call_later(PAUSE_S, process.signal, signal.SIGCONT)
-        roles = self._cluster.mailbox.roles(slot)
-        told = {"time": time.time(), "slot": slot, "pid": process.pid, "roles": roles, **asdict(self._strike)}
         self._path.write_text(json.dumps(told))
 
 
 def strike_of_environment() -> Strike | None:
-    seed = os.environ.get("STRIKE_SEED")
-    return Strike.of(int(seed)) if seed else None
+    if seed := os.environ.get("STRIKE_SEED"):
+        return Strike.of(int(seed))
+    seed = os.environ.get("RESIZE_STRIKE_SEED")
+    return Strike.of_resizes(int(seed)) if seed else None

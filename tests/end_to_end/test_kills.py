@@ -2,7 +2,8 @@
 Every run ends with all steps trained, and each sample once. So does one in which a generator hangs at new weights, or
 refuses them.
 
-The suite has three trials. All sixty, in about ten minutes, with what became of each: `make chaos`.
+The suite has three trials, and a scorer on two slots that loses one. All sixty, in about ten minutes, with what became
+of each: `make chaos`.
 """
 
 import os
@@ -29,6 +30,8 @@ NUM_TRIALS = os.environ.get("KILL_TRIALS")
 IN_SUITE = (0, 1, 3)
 """Two of each; one of each; one of each with two optimizer steps a batch."""
 COMMAND_TIMEOUT_S = 20.0
+FATES = {"was killed by SIGKILL": signal.SIGKILL, "was silent for 3 s": signal.SIGSTOP}
+"""What becomes of a slot, as its end is told."""
 LATEST_S = 2.5
 """Of a run whose steps take about this long on an idle machine."""
 
@@ -73,6 +76,30 @@ def test_killed_generators_and_scorers_cost_no_step_and_no_sample(tmp_path: Path
     assert [row["step"] for row in run.metrics()] == list(range(MAX_STEPS + 1))
     assert len(trained_in(tmp_path)) == MAX_STEPS * SAMPLES_PER_STEP
     assert not run.events("slot_given_back")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FATES if NUM_TRIALS else ["was killed by SIGKILL"])
+def test_a_scorer_on_two_slots_that_loses_one_comes_back_on_both(tmp_path: Path, model: Path, start, how: str):
+    config = write_config(tmp_path, model, max_steps=MAX_STEPS, interval=100, generate="1", score='"2-3"')
+    several = "sampling.max_tokens = 40\ndrop_zero_advantage = false\n"
+    text = config.read_text().replace("sampling.max_tokens = 8", several, 1)
+    config.write_text(text.replace("letters.Letters", "letters.Numbered"))
+    flags = (*SCORED, "--scorer.tp", "2", "--cluster.heartbeat-timeout-s", "3")
+    run = start(config, *flags, module="tests.end_to_end.watched", **{FOLDER: str(tmp_path)})
+    run.until_step(1)
+    os.kill(next(event["pid"] for event in run.events("slot_started") if event["slot"] == 3), FATES[how])
+    assert run.ends(within_s=VERDICT_WITHIN_S) == 0, run.said()
+    assert "Traceback" not in run.said()
+    assert_nothing_is_left(run)
+    assert_no_sample_is_trained_twice(tmp_path)
+    assert [row["step"] for row in run.metrics()] == list(range(MAX_STEPS + 1))
+    assert len(trained_in(tmp_path)) == MAX_STEPS * SAMPLES_PER_STEP
+    [lost] = run.events("slot_lost")
+    [back] = run.events("slot_restarted")
+    assert (lost["slot"], back["slot"]) == (3, 3)
+    assert how in lost["sentence"]
+    assert [(each["id"], each["slots"]) for each in back["began"]] == [("scorer-2-3+1", [2, 3])]
 
 
 @pytest.mark.slow

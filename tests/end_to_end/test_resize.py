@@ -57,6 +57,37 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
 
 
 @pytest.mark.slow
+def test_sft_learns_the_same_in_whatever_layout(tmp_path: Path, model: Path, start):
+    """By text, by number of slots, by what the config lists; and what cannot be is refused in words."""
+    plain = start(write_sft(tmp_path / "plain", model, max_steps=NUM_STEPS), command="sft")
+    assert plain.ends(within_s=90) == 0, plain.said()
+    listed = ("--resize.layouts", '["pp=2,dp_shard=1,tp=2"]')
+    run = start(write_sft(tmp_path / "resized", model, max_steps=NUM_STEPS), *listed, command="sft")
+    for step, words, way in [
+        (2, ("--train", "0-3"), "from slot 0 to slots 0-3 as pp 2 · tp 2"),
+        (5, ("--layout", "tp=2"), "from slots 0-3 as pp 2 · tp 2 to slots 0-3 as dp_shard 2 · tp 2"),
+        (8, ("--layout", "cp=2,dp_shard=2"), "from slots 0-3 as dp_shard 2 · tp 2 to slots 0-3 as dp_shard 2 · cp 2"),
+        (11, ("--train", "0-2"), "from slots 0-3 as dp_shard 2 · cp 2 to slots 0-2"),
+        (14, ("--train", "1,2"), "from slots 0-2 to slots 1-2 as cp 2"),
+    ]:
+        run.until_step(step)
+        done = ductile("resize", run.folder, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.startswith(f"Trainer resized {way} in "), done.stdout
+    refused = ductile("resize", run.folder, "--layout", "tp=3,dp=2")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "the layout 'tp=3,dp=2': 'dp' is no axis: write dp_shard (shards of a copy)" in refused.stderr.replace(
+        "\n", " "
+    )
+    assert "trainer: slots 1-2 as cp 2" in ductile("status", run.folder).stdout
+    assert run.ends(within_s=90) == 0, run.said()
+    for expected, row in zip(plain.metrics(), run.metrics(), strict=True):
+        assert row["tokens"] == expected["tokens"]
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, start):
     config = write_config(tmp_path, model, max_steps=10_000, interval=5_000)
     run = start(config)

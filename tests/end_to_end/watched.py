@@ -1,9 +1,10 @@
 """`ductile` as users run it, of which more can be seen: `python -m tests.end_to_end.watched rl @ run.toml`.
 
-Train slots write down each sample that they have trained (`trained_in`), and a slot is struck with STRIKE_SEED set.
-With WATCHED_STATES set they also write down the state on both sides of each resize (`moved_in`); with WATCHED_DRAWS set
-generators draw tokens whatever the model says, so that completions are the same in runs that round differently. With
-WATCHED_FAULT set to "hangs" or "refuses", the first generator that receives version 1 does so.
+Data-parallel ranks write down each sample that they have trained (`trained_in`). A slot is struck with STRIKE_SEED set,
+or with RESIZE_STRIKE_SEED. With WATCHED_STATES set train slots also write down the state on both sides of each resize
+(`moved_in`); with WATCHED_DRAWS set generators draw tokens whatever the model says, so that completions are the same in
+runs that round differently. With WATCHED_FAULT set to "hangs" or "refuses", the first generator that receives version 1
+does so.
 """
 
 import json
@@ -48,7 +49,7 @@ class WritesDown(TrainRole):
         reply = super().handle(command)
         if isinstance(command, Commit) and STATES in os.environ:
             self._write_state(command.epoch, "after")
-        if isinstance(command, ForwardBackward):
+        if isinstance(command, ForwardBackward) and self._live.context.counts_samples:
             samples = [sample for micro_batch in command.micro_batches for sample in micro_batch.samples]
             with (Path(os.environ[FOLDER]) / f"trained_{os.getpid()}.jsonl").open("a") as file:
                 for sample in samples:
@@ -56,6 +57,7 @@ class WritesDown(TrainRole):
                         "tokens": sample.token_ids,
                         "prompt": sample.loss_mask.index(True),
                         "logprobs": sample.rollout_logprobs,
+                        "step": self._live.step + 1,
                     }
                     file.write(json.dumps(row, default=list) + "\n")
         return reply
@@ -128,6 +130,8 @@ class Trained:
     tokens: tuple[int, ...]
     num_prompt_tokens: int
     logprobs: tuple[float, ...]
+    step: int
+    """The first is 1."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -139,9 +143,9 @@ class Trained:
 
 
 def trained_in(folder: Path) -> Sequence[Trained]:
-    """By any slot, in no order."""
+    """By any data-parallel rank, in no order."""
     rows = [row for path in sorted(folder.glob("trained_*.jsonl")) for row in read_jsonl(path)]
-    return [Trained(tuple(row["tokens"]), row["prompt"], tuple(row["logprobs"])) for row in rows]
+    return [Trained(tuple(row["tokens"]), row["prompt"], tuple(row["logprobs"]), row["step"]) for row in rows]
 
 
 def state_file(folder: Path, epoch: int, side: Side, slot: int) -> Path:

@@ -199,11 +199,11 @@ def test_a_connection_that_ends_before_the_news_of_the_death_costs_one_attempt(n
         dead = {0, 1} if num_dead == 2 else {0}
         attempts, post = [], fleet.carrier.post
 
-        async def unreachable(slot, envelope):
+        async def unreachable(slot, epoch, sequence, parcel):
             attempts.append(slot)
             if slot in dead:
                 raise SlotLost(f"slot {slot} is not connected any more")
-            await post(slot, envelope)
+            await post(slot, epoch, sequence, parcel)
 
         fleet.carrier.post = unreachable
         task = fleet.ask("a")

@@ -7,7 +7,7 @@ import pytest
 from ductile.core.batch.packing import SampleTooLong
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.state import IN_FLIGHT
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.trainer import MicroStepDone, RemoteTrainer
 from ductile.messages.workers import ExportModel, ForwardBackward, OptimStep, Publish, SaveState, Withdraw
 from ductile.roles import Late, Refused, SlotLost, StateKept
 from ductile.transport.deadlines import Deadlines
@@ -70,22 +70,33 @@ def test_the_time_in_which_a_micro_step_waits_in_the_slot_is_none_of_its_own():
 def test_a_pipeline_is_filled_by_each_message_and_stands_still_between_two():
     async def story():
         slots, carrier, trainer = make(ParallelLayout.of((0, 1, 2, 3), pp=2))
-        told: list[tuple[int, int, float, int]] = []
-        trainer.on_micro_step.add(lambda *what: told.append(what))
-        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(38)], SEQ_LEN))
+        told: list[MicroStepDone] = []
+        trainer.on_micro_step.add(told.append)
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(46)], SEQ_LEN))
         await asyncio.sleep(0.005)
         async with trainer.boundary():
             trained = {number: len(slots.slots[number].live.gradient) for number in range(4)}
             assert trained == dict.fromkeys(range(4), 2 * 8), "two messages were in flight"
         await training
         sizes = {slot: [len(c.micro_batches) for to, c in carrier.sent if to == slot] for slot in range(4)}
-        assert list(sizes.values()) == [[8, 8, 3]] * 4
-        assert [(most, ranks, total) for most, ranks, _, total in told] == [
-            (8 * SEQ_LEN, 2, 16 * SEQ_LEN),
-            (8 * SEQ_LEN, 2, 16 * SEQ_LEN),
-            (3 * SEQ_LEN, 2, 6 * SEQ_LEN),
+        assert list(sizes.values()) == [[8, 8, 7]] * 4
+        assert [(done.per_rank, done.num_ranks, done.tokens_fullest, done.tokens_all) for done in told] == [
+            (number, 2, number * SEQ_LEN, 2 * number * SEQ_LEN) for number in (8, 8, 7)
         ]
         assert trainer.pending_samples == trainer.pending_tokens == 0
+
+    play(story)
+
+
+def test_few_samples_are_split_over_the_micro_batches_of_a_message():
+    async def story():
+        slots, carrier, trainer = make(ParallelLayout.of((0, 1, 2, 3), pp=2))
+        assert trainer.micro_batches_per_rank == 8
+        await trainer.forward_backward([sample(n, 2000) for n in range(32)], 65_536)
+        sizes = {len(command.micro_batches) for _, command in carrier.sent if isinstance(command, ForwardBackward)}
+        assert sizes == {8}
+        await trainer.optim_step(1.0)
+        assert slots.trained == [sorted([*range(32)] * 2)], "both stages have run each sample"
 
     play(story)
 
@@ -258,13 +269,13 @@ def test_micro_steps_tell_how_long_the_slowest_slot_worked_and_not_how_long_it_w
     async def story():
         slots, _, trainer = make(ParallelLayout.of((0, 1)))
         slots.work_s = lambda slot, command: 0.01 + 0.02 * slot
-        told: list[tuple[int, int, float, int]] = []
-        trainer.on_micro_step.add(lambda *about: told.append(about))
+        told: list[MicroStepDone] = []
+        trainer.on_micro_step.add(told.append)
         await trainer.forward_backward([sample(n, 3 + n) for n in range(6)], SEQ_LEN)
         assert len(told) == 2
-        assert [(num_slots, seconds) for _, num_slots, seconds, _ in told] == [(2, 0.03)] * 2
-        assert sum(tokens for *_, tokens in told) == 3 + 4 + 5 + 6 + 7 + 8
-        assert all(tokens / 2 <= busiest <= SEQ_LEN for busiest, _, _, tokens in told)
+        assert [(done.num_ranks, done.per_rank, done.busy_s) for done in told] == [(2, 1, 0.03)] * 2
+        assert sum(done.tokens_all for done in told) == 3 + 4 + 5 + 6 + 7 + 8
+        assert all(done.tokens_all / 2 <= done.tokens_fullest <= SEQ_LEN for done in told)
 
     play(story)
 

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from ductile.columns import Floats
-from ductile.core.instances.instances import Instance, instance_on
+from ductile.core.instances.instances import Instance, instance_on, slot_groups
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fleet.scorer import RemoteScorer
 from ductile.fleet.worker_pool import MOST_LOST
 from ductile.messages.workers import (
@@ -435,10 +436,14 @@ def scorer(slot: int) -> Instance:
 class Scoring:
     """Scorers beside the generators of a `Cluster`: slots that reply to `Score` with their number."""
 
-    def __init__(self, cluster: Cluster, slots: tuple[int, ...]) -> None:
+    def __init__(self, cluster: Cluster, slots: tuple[int, ...], size: int = 1) -> None:
+        """size: slots of each scorer."""
         self.cluster = cluster
         self.score_s = 0.0
-        self.scorer = RemoteScorer(cluster.mailbox, map(scorer, slots), DEADLINES, cluster.leases, cluster.condemn)
+        scorers = [instance_on("score", group) for group in slot_groups(slots, (), size)]
+        self.scorer = RemoteScorer(
+            cluster.mailbox, scorers, DEADLINES, cluster.leases, cluster.condemn, rendezvous="here:1"
+        )
         for slot in range(4, 8):
             cluster.slots.slots[slot].holds = slot in slots
             cluster.slots.slots[slot].version = 0 if slot in slots else None
@@ -467,6 +472,62 @@ def test_scorers_join_and_leave():
         await scoring.scorer.dismiss(scorer(4))
         assert await scoring.score() == {5}
         assert (4, ReleaseRole("score")) in cluster.carrier.sent
+
+    with_cluster(story)
+
+
+def test_a_scorer_on_two_slots_is_asked_on_both_and_its_first_slot_replies():
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4, 5), size=2)
+        await scoring.scorer.receive(Manifest(0, "shared_memory", offer(cluster, 0), 0, 0, ()))
+        cluster.carrier.sent.clear()
+        assert await scoring.score() == {4}
+        joiner = instance_on("score", (6, 7), birth=1)
+        assert await scoring.scorer.admit(joiner, {})
+        await asyncio.sleep(1)
+        told = [(slot, type(command)) for slot, command in cluster.carrier.sent]
+        assert told == [
+            (slot, kind)
+            for kind, slots in [
+                (Score, (4, 5)),
+                (AssignRole, (6, 7)),
+                (LeaseWeights, (4, 5)),
+                (Receive, (6, 7)),
+                (EndLease, (4, 5)),
+            ]
+            for slot in slots
+        ]
+        assign = {slot: command for slot, command in cluster.sent(AssignRole)}
+        assert assign[6] == assign[7]
+        assert (assign[6].layout, assign[6].rendezvous) == (ParallelLayout.of((6, 7), tp=2), "here:1")
+        assert assign[6].instance == joiner.id
+        assert await scoring.score() == {4, 6}
+        await scoring.scorer.dismiss(joiner)
+        assert [slot for slot, _ in cluster.sent(ReleaseRole)] == [6, 7]
+
+    with_cluster(story)
+
+
+@pytest.mark.parametrize("fault", ["death", *FAULTS])
+@pytest.mark.parametrize("slot", [4, 5])
+def test_with_one_of_its_slots_a_scorer_is_lost_and_others_score_what_it_had(slot: int, fault: str):
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4, 5, 6, 7), size=2)
+        scoring.score_s = 10.0
+        if fault != "death":
+            cluster.carrier.fail(slot, FAULTS[fault], on=Score)
+        under_way = asyncio.create_task(scoring.score())
+        await asyncio.sleep(1)
+        if fault == "death":
+            cluster.slots.kill(slot, cluster.mailbox)
+        assert await under_way == {6}
+        assert sorted(len(command.samples) for _, command in cluster.sent(Score)) == [2] * 6
+        assert scoring.scorer.slots == (6, 7)
+        if fault == "death":
+            other = 9 - slot
+            assert (other, ReleaseRole("score")) in cluster.carrier.sent, "it may do something else"
+        else:
+            assert sorted(cluster.killed) == [4, 5], "both: the other one may wait for it"
 
     with_cluster(story)
 

@@ -106,8 +106,9 @@ class Diary:
 
 
 class FakeTrainer:
-    def __init__(self, diary, num_ranks=1, chunk_s=0.5, optim_s=0.1, skips=()):
+    def __init__(self, diary, num_ranks=1, micro_batches_per_rank=1, chunk_s=0.5, optim_s=0.1, skips=()):
         self.diary, self.num_ranks, self.chunk_s, self.optim_s = diary, num_ranks, chunk_s, optim_s
+        self.micro_batches_per_rank = micro_batches_per_rank
         self.samples, self.loss_denominators, self.steps, self.busy = [], [], 0, False
         self.fail_at: int | None = None
         self.skips = skips

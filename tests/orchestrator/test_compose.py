@@ -55,7 +55,7 @@ def config(tmp_path, folder, root=RLConfig, **changes):
 class Learns:
     """Trainer and generators in one: the more steps it took, the more sums are right."""
 
-    num_ranks, capacity = 1, 16
+    num_ranks, micro_batches_per_rank, capacity = 1, 1, 16
 
     def __init__(self, folder):
         self.tokenizer, self.step, self.version, self.calls, self.samples = Tokenizer.from_folder(folder), 0, 0, [], 0

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from ductile.core.layout.layout_text import parse_sizes
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.events.resizes import TrainerResized
 from ductile.messages.control import (
@@ -53,6 +54,9 @@ STATUS = RunStatus(
 async def respond(ask):
     if not isinstance(ask, ResizeRequest):
         return STATUS
+    if ask.train is None:
+        layout = ParallelLayout.of(range(9, 13), **parse_sizes(ask.layout))
+        return Resized("resized", "Done.", 1, layout, layout)
     if len(ask.train) == 3:
         raise Unfit("three is too many")
     if len(ask.train) == 4:
@@ -82,6 +86,7 @@ def test_a_run_is_asked_and_replies(tmp_path: Path):
         run = Run(tmp_path)
         assert run.status() == STATUS
         assert run.resize(train=range(2), dp_replicate=2).after == ParallelLayout.of((0, 1), dp_replicate=2)
+        assert run.resize(layout="pp=2,tp=2").after == ParallelLayout.of(range(9, 13), pp=2, tp=2)
         with pytest.raises(Unfit, match="three is too many"):
             run.resize(train=range(3))
         with pytest.raises(RunFailed, match="it died"):
@@ -91,7 +96,11 @@ def test_a_run_is_asked_and_replies(tmp_path: Path):
 
     serve(tmp_path, story)
     assert not (tmp_path / control.FILE).exists()
-    with pytest.raises(Unfit, match=r"no run is at work in .*, or it is still starting"):
+    with pytest.raises(Unfit, match=r"there is no run in .*: nothing has run there yet"):
+        Run(tmp_path).status()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "processes.log").touch()
+    with pytest.raises(Unfit, match=r"no run is at work in .*: it is still starting, .* see .*processes.log"):
         Run(tmp_path).status()
 
 
@@ -117,7 +126,9 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any
     serve(tmp_path, story)
 
 
-@pytest.mark.parametrize(("train", "sizes"), [("0-1", {}), (None, {}), (3, {}), ([0.5], {}), ([0], {"tp": "1"})])
+@pytest.mark.parametrize(
+    ("train", "sizes"), [("0-1", {}), (None, {"layout": 4}), (3, {}), ([0.5], {}), ([0], {"tp": "1"})]
+)
 def test_what_is_no_layout_is_not_asked_for(tmp_path: Path, train: Any, sizes: Any):
     with pytest.raises(Unfit, match=r"write slots as numbers, such as range\(4\) or \[0, 2, 5\]"):
         Run(tmp_path).resize(train, **sizes)
@@ -240,9 +251,19 @@ def test_slot_lists(text: str, slots: tuple[int, ...]):
     assert slot_list(text) == slots
 
 
-@pytest.mark.parametrize("text", ["", "x", "3-1", "0,", "-1", "0-99999", "0,1,0-2", "1.5"])
-def test_what_is_no_slot_list(text: str):
-    with pytest.raises(Unfit, match="--train"):
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *(
+            (text, "is neither a slot nor a range; write 0-3 or 0,2,5")
+            for text in ("", "x", "0,", "-1", "0-99999", "1.5")
+        ),
+        ("3-1", "'3-1' runs backwards; write 1-3"),
+        ("0,1,0-2", "names a slot twice"),
+    ],
+)
+def test_what_is_no_slot_list(text: str, says: str):
+    with pytest.raises(Unfit, match=f"--train {text}.*{says}"):
         slot_list(text)
 
 
@@ -257,7 +278,21 @@ def test_the_command_line_asks_for_copies(flag: str, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Run, "resize", resize)
     assert run_commands.resize([str(tmp_path), "--train", "0-1", flag, "2"]) == run_commands.DONE
-    assert asked == [((0, 1), RESIZE_S, {"dp_replicate": 2})]
+    assert asked == [((0, 1), RESIZE_S, "", {"dp_replicate": 2})]
+
+
+def test_the_command_line_asks_for_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+    layout = ParallelLayout.of(range(4), pp=2, tp=2)
+
+    def resize(run: Run, *words: Any) -> Resized:
+        asked.append(words)
+        return Resized("unchanged", "Said.", 2, layout, layout)
+
+    monkeypatch.setattr(Run, "resize", resize)
+    assert run_commands.resize([str(tmp_path), "--layout", "pp=2,tp=2"]) == run_commands.DONE
+    assert run_commands.resize([str(tmp_path), "--layout", "pp=2,tp=2", "--train", "0-3"]) == run_commands.DONE
+    assert asked == [(None, RESIZE_S, "pp=2,tp=2"), ((0, 1, 2, 3), RESIZE_S, "pp=2,tp=2")]
 
 
 @pytest.mark.parametrize(("outcome", "what"), [("resized", "resize"), ("rolled_back", "attempt")])
@@ -282,6 +317,19 @@ def test_the_picture_shows_who_does_what():
         "step 2: Trainer resized.",
     ):
         assert part in text
+
+
+def test_the_picture_shows_where_in_the_mesh_a_slot_is():
+    """Slots 3 and 1 are the stages of a pipeline; slot 0 generates."""
+    slots = tuple(SlotStatus(slot, 11 + slot, "cpu", ("train",), "train", {"train": 2.0}) for slot in (0, 1, 3))
+    trainer = ParallelLayout.of((3, 1), pp=2)
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(status_table(msgspec.structs.replace(STATUS, trainer=trainer, slots=slots, changing="")))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["trainer:", "slots", "1,3", "as", "pp", "2"] in lines
+    assert ["slot", "pid", "device", "roles", "doing", "pp", "train"] in lines
+    assert [line[4:6] for line in lines if line[:1] in (["1"], ["3"])] == [["train", "1"], ["train", "0"]]
+    assert ["0", "11", "cpu", "train", "train", "2.0", "s"] in lines
 
 
 def test_the_picture_cuts_nothing_on_a_terminal_of_80_columns():

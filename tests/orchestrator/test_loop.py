@@ -113,9 +113,18 @@ def test_strictly_on_policy_without_async(tmp_path):
     n_minibatches=st.integers(1, 3),
     capacity=st.integers(1, 40),
     num_ranks=st.integers(1, 3),
+    per_rank=st.sampled_from([1, 8]),
 )
 def test_never_beyond_the_bound_whatever_the_delays(
-    tmp_path_factory, seed, max_async_level, max_off_policy_steps, groups_per_step, n_minibatches, capacity, num_ranks
+    tmp_path_factory,
+    seed,
+    max_async_level,
+    max_off_policy_steps,
+    groups_per_step,
+    n_minibatches,
+    capacity,
+    num_ranks,
+    per_rank,
 ):
     folder = tmp_path_factory.mktemp("run")
     stage = Stage(
@@ -126,7 +135,7 @@ def test_never_beyond_the_bound_whatever_the_delays(
         max_async_level=max_async_level,
         max_off_policy_steps=max_off_policy_steps,
         generators=partial(FakeGenerators, capacity=capacity, delay=random_delays(seed)),
-        trainer=partial(FakeTrainer, num_ranks=num_ranks, chunk_s=0.1),
+        trainer=partial(FakeTrainer, num_ranks=num_ranks, micro_batches_per_rank=per_rank, chunk_s=0.1),
     )
     assert run(stage.go()) == 4
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"]]

@@ -185,7 +185,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
 class Keeper:
     """A trainer that writes its step."""
 
-    num_ranks = 1
+    num_ranks = micro_batches_per_rank = 1
 
     def __init__(self):
         self.weights, self.calls = "new", []

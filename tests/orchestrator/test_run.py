@@ -7,6 +7,7 @@ import pytest
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.model import TrainerModelConfig
+from ductile.core.layout.layout_rules import NO_RULES
 from ductile.orchestrator import run
 from ductile.orchestrator import run_until as run_until_module
 from ductile.orchestrator.bench import Bench
@@ -38,6 +39,7 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     monkeypatch.setattr(run_until_module, "CAUSE_S", 0.0)
     monkeypatch.setattr(run, "placement_of", lambda config: SimpleNamespace(slots=(0,), train=(0,)))
     monkeypatch.setattr(run, "_roles", lambda config, placement: {})
+    monkeypatch.setattr(run, "layout_rules", lambda config: NO_RULES)
     monkeypatch.setattr(run, "LocalCluster", lambda *arguments: cluster)
     monkeypatch.setattr(run, "_start", nothing)
     monkeypatch.setattr(run, "_begin", measure)

@@ -127,7 +127,7 @@ def test_fake_samples():
 class Memory:
     """A trainer that remembers what it saw. Its state is the number of optimizer steps."""
 
-    num_ranks = 2
+    num_ranks, micro_batches_per_rank = 2, 1
 
     def __init__(self):
         self.seen, self.loss_denominators, self.step, self.slots = [[]], [], 0, [0]

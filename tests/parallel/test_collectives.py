@@ -46,7 +46,7 @@ def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, size
         num_parts = context.layout.num_data_parallel
         trainer.forward_backward(pack(make_samples((9, 14, 5)), num_parts, 64)[context.data_parallel_rank])
         trainer.optim_step(20.0)
-        whole = dict(trainer.gathered_weights())
+        whole = dict(trainer.publish_weights())
     assert all(type(tensor) is torch.Tensor for tensor in whole.values())
     return asked.names
 

@@ -142,9 +142,9 @@ def parts(
     part = split(packed.padded(filled_to), style, groups.group(members))
     own = part.scored.float().requires_grad_()
     gathered = part.gather(own, own * 10)
-    (gathered[0] * torch.arange(9)).sum().backward()
+    values = gathered[0].detach().clone(), gathered[1].detach()
+    gathered[0].mul_(torch.arange(9)).sum().backward()  # in place, as a loss may
     assert own.grad is not None
-    values = gathered[0].detach(), gathered[1].detach()
     return part.token_ids.tolist(), part.scored.tolist(), values, (own.grad - own.detach()).tolist()
 
 

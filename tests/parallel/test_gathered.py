@@ -31,7 +31,7 @@ def publishes_before_and_after_a_step(
         trainer.forward_backward(pack(samples, len(members), SEQ_LEN)[context.data_parallel_rank])
         trainer.optim_step(1.0)
         after = received(publisher, version, trainer)
-        for name, tensor in trainer.full_weights(trainer.precision.compute):
+        for name, tensor in trainer.export_weights(trainer.precision.compute):
             assert torch.equal(after[name], tensor), f"{name} of version {version}"
     wrapped = [isinstance(parameter, DTensor) for parameter in trainer.model.parameters()]
     assert len(set(wrapped)) == 1, "every unit is as it was"
@@ -41,7 +41,7 @@ def publishes_before_and_after_a_step(
 
 def received(publisher: SharedMemory, version: int, trainer: Trainer) -> dict[str, torch.Tensor]:
     """Through a real segment: whoever holds gathered memory breaks the next gather."""
-    return SharedMemory().receive(publisher.publish(version, trainer.gathered_weights()))
+    return SharedMemory().receive(publisher.publish(version, trainer.publish_weights()))
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])

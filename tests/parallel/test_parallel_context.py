@@ -30,7 +30,7 @@ def sums_and_places(groups: Groups, members: tuple[int, ...]) -> dict[str, objec
     )
     gradients = {"half": half, "all": torch.tensor([12.0])}
     sums["norm"] = context.sum(context.share_of_square(gradients, SlotParts(layout, groups.slot))).sqrt().item()
-    sums["tokens"] = context.sum(torch.tensor(100.0 * context.reports)).item()
+    sums["tokens"] = context.sum(torch.tensor(100.0 * context.counts_samples)).item()
     sums["rank"] = context.data_parallel_rank
     sums["first"] = context.is_first
     sums["mesh"] = context.mesh.mesh.tolist()

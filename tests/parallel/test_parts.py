@@ -41,13 +41,13 @@ def whole() -> dict[str, Tensor]:
 
 def local(layout: ParallelLayout, slot: int, value: float = 0.0) -> dict[str, Tensor]:
     """Memory for a slot's parts."""
-    described = model_layout(SPEC, layout.mesh, stages=layout.stages or None)
+    described = model_layout(SPEC, layout)
     return {name: torch.full((size,), value) for name, (_, size) in described.buffer_sizes(slot).items()}
 
 
 def as_it_should_be(layout: ParallelLayout, slot: int) -> dict[str, Tensor]:
     """A slot's parts, put together number by number."""
-    described = model_layout(SPEC, layout.mesh, stages=layout.stages or None)
+    described = model_layout(SPEC, layout)
     found, full = local(layout, slot), whole()
     for name, flat in found.items():
         for start, stop, offset, strides, _ in described[name].holdings.rows_of(slot):

@@ -134,7 +134,7 @@ def three_steps(
         samples = make_samples(LENGTHS[4 * step : 4 * step + 4], seed=step)
         trainer.forward_backward(pack(samples, layout.num_data_parallel, SEQ_LEN)[trainer.context.data_parallel_rank])
         losses.append(trainer.optim_step(loss_denominator(samples)).loss)
-    return losses, {name: tensor.tolist() for name, tensor in trainer.full_weights(torch.float32)}
+    return losses, {name: tensor.tolist() for name, tensor in trainer.export_weights(torch.float32)}
 
 
 @pytest.mark.parametrize("name", ["interleaved, shards", "four stages"])

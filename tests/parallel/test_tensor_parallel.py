@@ -88,7 +88,7 @@ def built(spec: ModelSpec, context: ParallelContext, compute: torch.dtype = torc
     tensor_parallel.apply(model, context)
     data.shard(model, context.mesh, compute, torch.float32, reshard_after_forward=True)
     model.to_empty(device="cpu")
-    layout, whole = model_layout(spec, context.layout.mesh), weights_of(spec)
+    layout, whole = model_layout(spec, context.layout), weights_of(spec)
     for name, parameter in model.named_parameters():
         local = data.local_shard(parameter).view(-1).fill_(torch.nan)
         for box, view in views(layout, name, context.slot, local):
@@ -115,7 +115,7 @@ def errors_of(
     """The largest differences from one device, and this slot's log-probs and entropies."""
     layout = ParallelLayout.of(members, **sizes)
     context = ParallelContext(groups, layout)
-    model, described = built(spec, context, compute), model_layout(spec, layout.mesh)
+    model, described = built(spec, context, compute), model_layout(spec, layout)
     rank, tp = context.data_parallel_rank, layout.dims.tp
     packed = packed_of(spec, rank, multiple=tp)
     head = LogprobHead(packed.rows, packed.targets, packed.temperatures)
@@ -214,8 +214,25 @@ def refusal(groups: Groups, members: tuple[int, ...], spec: ModelSpec) -> str:
     return str(refused.value)
 
 
+def refusal_of_a_router(groups: Groups, members: tuple[int, ...]) -> str:
+    with torch.device("meta"):
+        model = Transformer(QWEN3)
+        model.get_submodule("layers.1.mlp").router = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="router") as refused:
+        tensor_parallel.apply(model, ParallelContext(groups, ParallelLayout.of(members, tp=2)))
+    return str(refused.value)
+
+
+def test_a_module_of_which_nothing_is_known_is_refused() -> None:
+    """A router's weight is whole on every slot, and its gradient would be of the slot's tokens alone."""
+    assert run_ranks(2, refusal_of_a_router) == [
+        "nothing says what tp does to layers.1.mlp.router, which has parameters: write 'router' in "
+        "`tensor_parallel._replacements`, or in STAY where another module sees to its gradients"
+    ] * 2  # fmt: skip
+
+
 def test_a_slot_without_a_head_is_refused_on_all() -> None:
     assert run_ranks(4, refusal, replace(QWEN3, num_heads=6)) == [
-        "trainer.model.tp = 4 leaves a slot without any part of layers.0.attention.qkv_proj.weight; write a divisor of "
-        "the model's num_attention_heads, 6, and of its intermediate_size, 36"
+        "tp = 4 (trainer.model.tp or scorer.tp) leaves a slot without any part of layers.0.attention.qkv_proj.weight; "
+        "write a divisor of the model's num_attention_heads, 6, and of its intermediate_size, 36"
     ] * 4  # fmt: skip

@@ -27,7 +27,7 @@ class WrongParts(AssertionError):
 
 def state_layout(spec: ModelSpec, parallel: ParallelLayout, kinds: tuple[str, ...]) -> Layout:
     """Where a trainer's tensors lie; `kinds` are the prefixes of their names: "model/", "exp_avg/", "gradient/"."""
-    parameters = model_layout(spec, parallel.mesh, "float32", parallel.stages or None)
+    parameters = model_layout(spec, parallel, "float32")
     layouts = [parameters.kind(kind, "float32") for kind in kinds]
     return Layout([tensor for layout in layouts for tensor in layout], parallel.slots)
 

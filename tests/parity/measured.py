@@ -166,13 +166,13 @@ def _reduce(role: TrainRole) -> None:
 
 
 def _gathered(role: TrainRole) -> dict[str, Array]:
-    return {f"model/{name}": tensor.clone().numpy() for name, tensor in role._live.gathered_weights()}
+    return {f"model/{name}": tensor.clone().numpy() for name, tensor in role._live.publish_weights()}
 
 
 def _recorded_tokens(fleet: Fleet, batches: Sequence[TrainingBatch]) -> dict[Token, list[Recorded]]:
     """What the loss saw of each token. Slots whose sums count have seen each token exactly once."""
     by_slot = fleet.call(fleet.layout.slots, _taken)
-    counted = [token for slot, seen in by_slot.items() if fleet.layout.reports(slot) for token, _ in seen]
+    counted = [token for slot, seen in by_slot.items() if fleet.layout.counts_samples(slot) for token, _ in seen]
     trained = [
         token
         for batch in batches

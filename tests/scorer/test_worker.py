@@ -1,7 +1,7 @@
 """The score role says what the trainer's own forward pass says, for the policy and for the reference."""
 
 import shutil
-from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,6 @@ from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
 
-PLACE = RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu")
 SAMPLES = tuple(make_samples((12, 30, 3, 7, 7), temperatures=(1.0, 0.5)))
 
 
@@ -35,9 +34,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
 
+_numbers = count()
+
+
+def place(joining: bool = False) -> RoleAssignment:
+    """That of a scorer on slot 0, with an id of its own."""
+    instance = f"scorer-0.{next(_numbers)}"
+    return RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu", joining=joining, instance=instance)
+
+
 def make_role(folder: Path, **model: object) -> ScoreRole:
     config = TrainerConfig.model_validate({"model": {"name": str(folder), "seq_len": 32, **model}})
-    return ScoreRole(config.model_dump(), PLACE)
+    return ScoreRole(config.model_dump(), place())
 
 
 @torch.no_grad()
@@ -72,7 +80,7 @@ def test_policy_and_reference_start_equal_and_part_with_the_first_version(folder
 def test_the_reference_is_what_lay_at_model_name_when_the_role_began(folder: Path, tmp_path: Path) -> None:
     model = shutil.copytree(folder, tmp_path / "model")
     sections = {"model": {"name": str(model), "seq_len": 32}, "loss": {"type": "grpo", "kl_coef": 0.1}}
-    role = ScoreRole(TrainerConfig.model_validate(sections).model_dump(), PLACE)
+    role = ScoreRole(TrainerConfig.model_validate(sections).model_dump(), place())
     trained = load_model(folder, random_init=True, seed=9)
     save_model(model, trained.spec, dict(trained.named_parameters()), folder)
     assert_scores(role.handle(Score(SAMPLES, "reference")).logprobs, load_model(folder))
@@ -96,7 +104,7 @@ def test_it_says_what_the_trainers_forward_pass_says(folder: Path, compute_dtype
     (micro_batches,) = pack(SAMPLES, 1, 64)
     for micro_batch in micro_batches:
         expected, _ = PackedSamples.of(micro_batch.samples).score(trainer.model)
-        scores = ScoreRole(config.model_dump(), PLACE).handle(Score(micro_batch.samples, "policy")).logprobs
+        scores = ScoreRole(config.model_dump(), place()).handle(Score(micro_batch.samples, "policy")).logprobs
         got = [
             score
             for scored, sample in zip(scores, micro_batch.samples, strict=True)
@@ -116,7 +124,7 @@ def test_nothing_to_score(folder: Path) -> None:
 def test_a_joiner_has_no_policy_before_it_receives_one_and_then_its_sources(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     config = TrainerConfig.model_validate({"model": {"name": str(tmp_path / "model"), "seq_len": 32}})
-    joiner = ScoreRole(config.model_dump(), replace(PLACE, joining=True))
+    joiner = ScoreRole(config.model_dump(), place(joining=True))
     for command in (Score(SAMPLES, "policy"), LeaseWeights("score")):
         with pytest.raises(
             Refused, match=r"slot 0 joins .* cannot execute (Score|LeaseWeights) before the first Receive"

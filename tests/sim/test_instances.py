@@ -40,6 +40,18 @@ def test_every_rollout_is_trained_once_and_every_second_is_accounted_for(policy,
     assert len(began) == len({*began, "generator-2-3", "generator-4-5"}) - 2, "no id is used again"
 
 
+@pytest.mark.parametrize("policy", [Rules(), Rules(True, True), Model()], ids=repr)
+def test_a_scorer_on_two_slots_trains_and_scores_again_as_a_whole(policy):
+    limits = Limits(max_num_seqs=16, slots_per_scorer=2)
+    placed = scenario({"actor": 0, "rollout": "1-3", "inference": "4-7"}, score=True, limits=limits, num_steps=3)
+    result = simulate(placed, policy)
+    moves = [move for change in result.changes for move in change.decision.moves if move.slot >= 4]
+    for change in result.changes:
+        moved = {move.slot for move in change.decision.moves if ("score" in move.before) != ("score" in move.after)}
+        assert all({slot, slot ^ 1} <= moved for slot in moved), "both slots of a scorer, or neither"
+    assert {("score",), ("train",)} <= {move.before for move in moves}, "it has left and come back"
+
+
 def test_a_server_on_no_slot_shortens_the_run():
     assert simulate(mixed((SERVER,)), Static()).wall_s < simulate(mixed(), Static()).wall_s
 

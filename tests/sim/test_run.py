@@ -4,9 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from ductile.config.parse import parse
+from ductile.config.simulate import SimulateConfig
 from ductile.core.instances.instances import instance_on
 from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules, choose_layout
+from ductile.core.layout.layout_rules import LayoutRules, choose_layout, layout_for
+from ductile.core.layout.layout_text import in_words
+from ductile.core.layout.parallel_layout import RankShape
+from ductile.core.scheduling.cost import TrainSpeed
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.orders import Decision, RoleChange
 from ductile.core.scheduling.policies.model import Model
@@ -18,12 +23,16 @@ from ductile.observe import read_jsonl
 from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
+from ductile.sim.configured import configured
 from ductile.sim.loads import SimulatedLoads
+from ductile.sim.recording import read_recording, recorded_scenario
 from ductile.sim.run import simulate
 from ductile.sim.timeline import causes, gantt, svg
 from tests.core.scheduling.scenes import id_on
+from tests.sim.recorded import record_run
 from tests.sim.scenarios import scenario
 
+UNEVEN = '{"actor": 0, "rollout": 1, "inference": "2-4"}'
 POLICIES = [Static(), InTurns(), Rules(), Rules(True, True), Model()]
 
 
@@ -67,12 +76,22 @@ def test_the_trainer_goes_through_the_layouts_that_are_listed_for_its_numbers_of
 
 def test_ranks_of_several_slots_take_as_long_as_they_were_measured_to():
     given, rules = scenario(), LayoutRules(listed=("tp=3",))
-    slow = replace(given.speeds, train=replace(given.speeds.train, rank_speeds=(((1, 1, 3), 0.5),)))
+    slow = replace(given.speeds, train=replace(given.speeds.train, rank_speeds=((RankShape(tp=3), 0.5),)))
     alone, tp3, slow_tp3 = (
         simulate(each, Static())
         for each in (given, replace(given, rules=rules), replace(given, rules=rules, speeds=slow))
     )
     assert slow_tp3.wall_s > max(alone.wall_s, tp3.wall_s)
+
+
+def test_stages_wait_longer_where_an_optimizer_step_has_few_samples():
+    def train_s(listed: str, n_minibatches: int) -> float:
+        given = scenario(rules=LayoutRules(listed=(listed,)), n_minibatches=n_minibatches)
+        speeds = replace(given.speeds, train=TrainSpeed(800), optim_s=0.0)
+        return simulate(replace(given, speeds=speeds), Static()).totals["train"]
+
+    assert train_s("tp=3", 12) == pytest.approx(train_s("tp=3", 1))
+    assert train_s("pp=3", 12) > 1.15 * train_s("pp=3", 1), "messages of 4 micro-batches, where 12 fill the stages"
 
 
 class Looks:
@@ -194,6 +213,18 @@ def test_the_command_compares_and_writes_what_it_found(tmp_path, capsys):
         assert (tmp_path / f"out/{arm['arm']}.svg").exists()
 
 
+def test_layouts_are_written_or_laid_over_those_of_a_recording(tmp_path):
+    config = parse(SimulateConfig, ["--cluster.layouts", '["tp=2"]']).config
+    written = configured(config)
+    assert in_words(layout_for(range(4), written.rules).dims) == "dp_shard 2 · tp 2"
+    rules = LayoutRules(asked=AskedLayout(tp=2), listed=("pp=2",))
+    record_run(tmp_path, scenario({"actor": "0-1", "rollout": "2-5"}, rules=rules, groups_per_step=4, num_steps=2))
+    recording = read_recording(tmp_path)
+    assert recorded_scenario(recording).rules == rules
+    changed = configured(config, recording)
+    assert changed.rules == replace(rules, listed=("tp=2",))
+
+
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     config = tmp_path / "sim.toml"
     config.write_text("[cluster]\ncomponent_placement = { actor = 0, rolout = 1 }\n")
@@ -206,6 +237,11 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     [
         (["--arms", '["best_static", "rules_policy"]'], "Did you mean rules_policies?"),
         (["--arms", '["best_static", "no_such_module.Policy"]'], "cannot import no_such_module"),
+        (
+            ["--cluster.component-placement", UNEVEN, "--cluster.slots-per-scorer", "2"],
+            "cluster.slots_per_scorer = 2 must divide the number of inference slots, 3",
+        ),
+        (["--cluster.layouts", '["dp=2"]'], "cluster.layouts: 'dp=2': 'dp' is no axis: write dp_shard"),
         (["--work.lengths.type", "file", "--work.lengths.path", "no/such.txt"], "there is no file no/such.txt"),
     ],
 )

@@ -134,6 +134,10 @@ BAD_TASKS = [
     (ImportTask(import_path="tests.tasks.rewards.Echo", kwargs={"loud": 1}), "unexpected keyword argument 'loud'"),
     (ImportTask(import_path="tests.tasks.rewards.Unfinished"), "makes a task without `messages`; see docs/tasks.md"),
     (ImportTask(import_path="tests.tasks.rewards.Empty"), "makes a task of 0 examples"),
+    (
+        ImportTask(import_path="tests.tasks.rewards.Uncalled"),
+        "tests.tasks.rewards.Uncalled: the method `reward` of Uncalled takes (completion); it is called with (",
+    ),
 ]
 
 
@@ -158,6 +162,25 @@ def test_bad_rewards_are_found_where_they_are_called(tmp_path, reward, message):
         task.reward(0, "b")
     assert message in str(error.value)
     assert "orchestrator.task.reward" in str(error.value)
+
+
+def test_a_line_without_what_a_reward_asks_for_is_found_before_anything_runs(tmp_path):
+    rewards = tmp_path / "mine.py"
+    rewards.write_text(
+        "import no_such_package\n"
+        "def right(completions, num_tokens, answer, hint=None, **others): ...\n"
+        "@no_such_package.cached\n"
+        "def decorated(completions, answer): ...\n"
+    )
+    lines = {"prompt": "a", "answer": "b"}, {"prompt": "c", "solution": "d", "level": 2}
+    with pytest.raises(TaskError) as error:
+        build_task(jsonl(tmp_path, *lines, reward=f"{rewards}:right"))
+    assert f"mine.py:right asks for `answer`, and {tmp_path}/" in str(error.value)
+    assert ":2 has solution, level: add it to the line, or give the parameter a default" in str(error.value)
+    with pytest.raises(TaskError, match="1 has nothing besides its prompt: add it"):
+        build_task(jsonl(tmp_path, {"prompt": "a"}, reward=f"{rewards}:right"))
+    build_task(jsonl(tmp_path, lines[0], reward=f"{rewards}:right"))
+    build_task(jsonl(tmp_path, *lines, reward=f"{rewards}:decorated"))
 
 
 def test_reasoning_gym_scores_its_own_completions():

@@ -63,7 +63,7 @@ def trains(
         parts = pack(weigh(samples, "token_mean"), context.layout.num_data_parallel, SEQ_LEN)
         trainer.forward_backward(parts[context.data_parallel_rank])
         reports.append(trainer.optim_step(loss_denominator(samples, "token_mean")))
-    return reports, {name: tensor.tolist() for name, tensor in trainer.full_weights(torch.float32)}
+    return reports, {name: tensor.tolist() for name, tensor in trainer.export_weights(torch.float32)}
 
 
 @pytest.mark.parametrize("style", ["ulysses", "ring"])
@@ -109,6 +109,17 @@ def test_reduced_precision_stays_near(tmp_path: Path, style: CpStyle) -> None:
         assert reports[0].loss == pytest.approx(alone[0].loss, rel=0.02)
         assert reports[0].grad_norm == pytest.approx(alone[0].grad_norm, rel=0.05)
         assert reports[0].grad_norm != alone[0].grad_norm
+
+
+def test_auto_is_the_style_that_the_model_can_have_in_each_layout(tmp_path: Path) -> None:
+    """Four heads cannot be dealt to three slots, and no slot says so: it runs the ring."""
+    model = {"name": str(make_model_folder(tmp_path / "model", "qwen3")), "seq_len": SEQ_LEN}
+    settings = TrainerConfig.model_validate({"model": model, "loss": GRPO}).model_dump()
+    assert settings["model"]["cp_style"] == "auto"
+    ((alone, _),) = run_ranks(1, trains, settings, {})
+    for size in (2, 3):
+        for reports, _ in run_ranks(size, trains, settings, {"cp": size}):
+            assert reports[0].loss == pytest.approx(alone[0].loss, abs=1e-4)
 
 
 def refused(groups: Groups, members: tuple[int, ...], settings: dict) -> str:

@@ -26,7 +26,7 @@ def train_in_many_epochs(
         trainer = Trainer(TrainerConfig.model_validate(settings), ParallelContext(of_epoch, ParallelLayout.of(members)))
         trainer.forward_backward([MicroBatch(tuple(make_samples((9, 14))))])
         reports.append(trainer.optim_step(20.0))
-        assert sum(tensor.numel() for _, tensor in trainer.gathered_weights()) == trainer.spec.num_parameters
+        assert sum(tensor.numel() for _, tensor in trainer.publish_weights()) == trainer.spec.num_parameters
         del trainer
         of_epoch.destroy()
         num_fds.append(len(os.listdir("/proc/self/fd")))

@@ -1,5 +1,6 @@
-"""A made-up layout with every axis above 1 goes from the configuration to a resize. Nothing on the way asks which axes
-are built; the model, when it is made parallel, does."""
+"""A made-up layout with every axis above 1 goes from the configuration to a resize. What carries and prints a layout
+takes ep too; where a model's experts lie is not built, so the state is planned without it, and `model_layout` and the
+model, when it is made parallel, refuse it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,6 +38,10 @@ AFTER = stays_put(BEFORE, BEFORE.on(range(24, 40)))
 ORDER = ResizeOrder(3, BEFORE, AFTER)
 
 
+def without_ep(layout: ParallelLayout) -> ParallelLayout:
+    return replace(layout, dims=replace(layout.dims, ep=1))
+
+
 def test_a_layout_has_every_axis() -> None:
     assert BEFORE.dims == ParallelDims(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
     assert AFTER.dims == replace(BEFORE.dims, dp_shard=1)
@@ -49,13 +54,18 @@ def test_a_layout_has_every_axis() -> None:
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_the_state_is_planned_and_every_number_arrives(with_gradient: bool) -> None:
     plans = StatePlans(SPEC, CONFIG)
-    before, after = (plans.layout(layout, with_gradient) for layout in (BEFORE, AFTER))
+    before, after = (plans.layout(without_ep(layout), with_gradient) for layout in (BEFORE, AFTER))
     run(before, after, Planner())
     assert before["model/layers.1.mlp.down_proj.weight"].holdings.slots.max() < 16, "stages are where the layout says"
     assert before["model/layers.2.mlp.down_proj.weight"].holdings.slots.min() >= 16
 
 
-def test_experts_are_planned_too() -> None:
+def test_a_state_with_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="ep is 4, and where experts lie is not built yet"):
+        StatePlans(SPEC, CONFIG).layout(BEFORE, False)
+
+
+def test_the_planner_would_take_experts_too() -> None:
     def experts(layout: ParallelLayout) -> Layout:
         holdings = place((8, 6, 4), layout.expert_mesh, [Shard("ep", 0), Shard("expert_shard", 1)], (("pp", (1,)),))
         return Layout([Tensor("experts", "bfloat16", holdings)], layout.slots)
@@ -84,7 +94,7 @@ def test_the_words_of_a_live_run_carry_it() -> None:
 
 def test_an_order_says_who_joins_who_leaves_and_what_a_death_costs() -> None:
     assert (ORDER.joiners, ORDER.leavers) == (tuple(s for s in AFTER.slots if s >= 32), tuple(range(24)))
-    assert describe(BEFORE) == "slots 0-31 in 2 copies, pp 2, cp 2, tp 2, ep 4"
+    assert describe(BEFORE) == "slots 0-31 as pp 2 · dp_replicate 2 · dp_shard 2 · cp 2 · tp 2 · ep 4"
     ruling = judge("freeze", ORDER, {5: "slot 5 died"}, {})
     assert ruling.reason == "slot 5 died; slot 5 held 1 of 16 parts of the trainer's state"
 
@@ -101,7 +111,7 @@ def test_samples_go_to_data_parallel_ranks() -> None:
 
     async def story() -> None:
         _, transport, _, trainer = fleet()
-        trainer.on_micro_step.add(lambda longest, num_ranks, busy_s, total: told.append(num_ranks))
+        trainer.on_micro_step.add(lambda done: told.append(done.num_ranks))
         assert trainer.num_ranks == 4
         await trainer.forward_backward([sample(n, 4 + n % 5) for n in range(13)], 10)
         sent: dict[int, list[object]] = {slot: [] for slot in BEFORE.slots}

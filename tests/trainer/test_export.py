@@ -17,7 +17,7 @@ def trainer_of(source: Path) -> Any:
     config = SimpleNamespace(model=SimpleNamespace(name=str(source)))
     precision = SimpleNamespace(parameters=torch.float32)
     return SimpleNamespace(
-        config=config, context=context, precision=precision, spec=None, device="cpu", full_weights=lambda _: iter(())
+        config=config, context=context, precision=precision, spec=None, device="cpu", export_weights=lambda _: iter(())
     )
 
 

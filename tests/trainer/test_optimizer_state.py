@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from ductile.config.optimizer_state import OptimizerTensor, Supported, state_of
 from ductile.config.trainer import AdamWConfig, SGDConfig, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.spec import ModelSpec
 from ductile.trainer import state as state_module
-from ductile.trainer.optimizer import OptimizerTensor, Supported, make_optimizer, set_num_updates, state_of
+from ductile.trainer.optimizer import make_optimizer, set_num_updates
 from ductile.trainer.state import StatePlans
 
 SPEC = ModelSpec("llama", 30, 16, 24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)

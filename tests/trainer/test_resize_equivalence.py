@@ -52,7 +52,7 @@ def differences(role: TrainRole, layout: ParallelLayout, path: str, gradient: di
     """What this slot has of the state, against a trainer of the same layout that is loaded from `path`; and of the
     gradient, against its rows of the whole one. Bytes, not values."""
     live = role._instance.trainer
-    groups = Groups.at(replace(role._assignment, epoch=10_000 + role._instance.groups._epoch), 30.0)
+    groups = Groups.at(replace(role._assignment, instance=f"fresh, beside {role._instance.groups._names}"), 30.0)
     fresh = Trainer(live.config, ParallelContext(groups, layout))
     load_state(fresh, path)
     ours, theirs = parts_of(named_state(live)), parts_of(named_state(fresh))

@@ -68,7 +68,7 @@ def trains(
     groups: Groups, members: tuple[int, ...], settings: dict[str, Any], sizes: dict[str, int]
 ) -> tuple[list[StepReport], dict[str, Tensor]]:
     trainer = trainer_of(groups, members, settings, sizes)
-    return take_steps(trainer), dict(trainer.full_weights(torch.float32))
+    return take_steps(trainer), dict(trainer.export_weights(torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def gives_away(
         take_steps(trainer)
     save_state(trainer, f"{target}.state")
     export_model(trainer, target, "float32")
-    whole, compute = dict(trainer.full_weights(torch.float32)), trainer.precision.compute
-    published = {name: tensor.clone() for name, tensor in trainer.gathered_weights()}
+    whole, compute = dict(trainer.export_weights(torch.float32)), trainer.precision.compute
+    published = {name: tensor.clone() for name, tensor in trainer.publish_weights()}
     return whole, all(torch.equal(published[name], tensor.to(compute)) for name, tensor in whole.items())
 
 

@@ -68,7 +68,7 @@ def train_on_ranks(groups: Groups, members: tuple[int, ...], settings: dict) -> 
     context = ParallelContext(groups, ParallelLayout.of(members))
     trainer = Trainer(TrainerConfig.model_validate(settings), context)
     losses = train(trainer, LENGTHS, context.data_parallel_rank, len(members))
-    return losses, {name: tensor.tolist() for name, tensor in trainer.gathered_weights()}
+    return losses, {name: tensor.tolist() for name, tensor in trainer.publish_weights()}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -155,9 +155,9 @@ def test_a_batch_that_taught_nothing_counts_for_the_schedule_and_moves_no_weight
     scheduler = {"type": "linear", "warmup_steps": 0, "decay_steps": 4}
     config = config_for(folder, optim=SGDConfig(lr=1.0), loss=SFTLoss(), scheduler=scheduler, max_steps=4)
     trainer = Trainer(config, alone)
-    before = {name: tensor.clone() for name, tensor in trainer.gathered_weights()}
+    before = {name: tensor.clone() for name, tensor in trainer.publish_weights()}
     assert [trainer.optim_step(0.0).lr for _ in range(3)] == [1.0, 0.75, 0.5]
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.gathered_weights())
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.publish_weights())
     assert trainer.num_updates == 0
     trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
     with pytest.raises(ValueError, match="is 0, and there is a gradient"):
@@ -167,7 +167,7 @@ def test_a_batch_that_taught_nothing_counts_for_the_schedule_and_moves_no_weight
 
 def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: ParallelContext) -> None:
     trainer = Trainer(config_for(folder, loss=DefaultLoss(), optim=AdamWConfig(lr=1e-2)), alone)
-    before = {name: tensor.clone() for name, tensor in trainer.gathered_weights()}
+    before = {name: tensor.clone() for name, tensor in trainer.publish_weights()}
     (sample,) = make_samples((6,))
     poisoned = Sample(
         sample.token_ids,
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: Para
     report = trainer.optim_step(1.0)
     assert report.metrics["skipped"] == 1.0
     assert (trainer.step, trainer.num_updates) == (1, 0)
-    for name, tensor in trainer.gathered_weights():
+    for name, tensor in trainer.publish_weights():
         assert torch.equal(tensor, before[name])
     trainer.forward_backward([MicroBatch((sample,))])
     assert trainer.optim_step(1.0).metrics["skipped"] == 0.0
@@ -259,7 +259,7 @@ def test_debug_options_shape_the_model(folder: Path, alone: ParallelContext) -> 
     other = Trainer(TrainerConfig.model_validate({"model": debug, "seed": 4}), alone)
     assert one.spec.num_layers == 1
     for (name, a), (_, b), (_, c) in zip(
-        one.gathered_weights(), same.gathered_weights(), other.gathered_weights(), strict=True
+        one.publish_weights(), same.publish_weights(), other.publish_weights(), strict=True
     ):
         assert torch.equal(a, b)
         assert torch.equal(a, c) == name.endswith(("norm.weight", "bias"))

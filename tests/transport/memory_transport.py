@@ -16,6 +16,7 @@ from ductile.concurrency.listeners import Listeners
 from ductile.messages.workers import Command, Envelope, Event, Failed, Reply
 from ductile.roles import SlotLost
 from ductile.transport.codec import decode, encode
+from ductile.transport.parcel import Parcel
 
 Responder = Callable[[int, Command], Reply | Awaitable[Reply | None] | None]
 FaultKind = Literal["drop", "delay", "duplicate", "error", "death"]
@@ -68,10 +69,10 @@ class MemoryTransport:
         """Have a slot say something unasked."""
         self._deliver(slot, decode(encode(Envelope(0, 0, event))))
 
-    async def post(self, slot: int, envelope: Envelope) -> None:
+    async def post(self, slot: int, epoch: int, sequence: int, parcel: Parcel) -> None:
         if slot not in self._slots:
             raise SlotLost(f"slot {slot} is not connected")
-        envelope = decode(encode(envelope))
+        envelope = decode(await parcel.frame(epoch, sequence))
         command = envelope.body
         assert isinstance(command, Command)
         self.sent.append((slot, command))

@@ -8,10 +8,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from ductile.messages.workers import Abort, Done, Envelope, Finished, Hello, Ping, Score
+from ductile.messages.workers import Abort, Command, Done, Envelope, Finished, Hello, Ping, Score
 from ductile.records import Generation, Sample
 from ductile.roles import SlotLost
-from ductile.transport.codec import LONG_FRAME_BYTES, encode
+from ductile.transport import parcel
+from ductile.transport.codec import LONG_FRAME_BYTES, encode, encode_body
 from ductile.transport.dealer import Dealer
 from ductile.transport.mailbox import Mailbox
 from ductile.transport.router import Router
@@ -137,6 +138,28 @@ def test_a_short_command_never_overtakes_a_long_one():
         for dealer in dealers:
             dealer.close()
         await router.close()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+@pytest.mark.parametrize("num_tokens", [4, 400_000])
+def test_the_same_command_for_several_slots_is_encoded_once(num_tokens, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(parcel, "encode_body", lambda command: encoded.append(command) or encode_body(command))
+
+    async def story():
+        got: dict[int, Command] = {}
+        first, second = (Score((Sample((n,) * num_tokens, (True,) * num_tokens),), "policy") for n in (1, 2))
+
+        def respond(slot: int, command: Command) -> Done:
+            got[slot] = command
+            return Done()
+
+        async with socket_slots(dict.fromkeys(range(4), respond)) as (mailbox, _):
+            commands = {0: first, 1: second, 2: first, 3: first}
+            await mailbox.ask_all(commands, 15)
+        assert got == commands
+        assert encoded == [first, second]
 
     asyncio.run(asyncio.wait_for(story(), 20))
 

@@ -4,7 +4,8 @@ from typing import Self
 
 
 class Deadline(float):
-    """Seconds as any others, with their key: `Deadline(600, "cluster.command_timeout_s")`."""
+    """Seconds as any others, with their key: `Deadline(600, "cluster.command_timeout_s")`. Seconds added to it keep the
+    key; any other arithmetic gives a plain number. It stays in its process."""
 
     key: str
 

@@ -30,12 +30,17 @@ class ClusterConfig(Section):
     """Slots on each GPU: with 2, slots 0 and 1 are on the first one. They share its memory and its time, so it is for
     trying out on few GPUs what is meant for more. Refused beside `device = "cpu"`; not used where "auto" finds no
     GPU."""
+    device_memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of a device, of the smallest where they differ. With it "auto" sizes of `trainer.model` are such that a
+    slot has room, by an estimate, and the trainer is given no number of slots on which it would have too little.
+    Absent: memory is not looked at."""
     cpu_slot_fraction: float | None = Field(default=None, gt=0, le=1)
     """Cap each slot's process to this share of one core (cgroup v1 or v2 `cpu` controller; needs permission)."""
     heartbeat_timeout_s: float = Field(default=30.0, ge=2)
     """A slot whose side thread is silent for longer counts as lost. It says something every second."""
     command_timeout_s: float = Field(default=600.0, gt=0)
-    """The longest that one command to a slot may take."""
+    """The longest that one command to a slot may take. Of training that is one micro-batch; with `pp` it is a whole
+    message of them, which takes as long as five to seven on one slot with all layers."""
     progress_timeout_s: float | None = Field(default=None, gt=0)
     """The longest that a generator with requests may go without a new token; then it is killed, and counts as lost.
     Absent: as `command_timeout_s`."""

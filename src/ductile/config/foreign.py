@@ -59,12 +59,19 @@ _OTHERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("wandb",): ("report_to",),
     ("wandb.name",): ("run_name", "experiment_name"),
     ("wandb.project",): ("project_name",),
-    # devices and engines
+    # devices, meshes and engines
+    ("trainer.model.pp",): ("pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_parallel_degree"),
+    ("trainer.model.pp_schedule",): ("pipeline_parallel_schedule",),
+    ("trainer.model.vpp",): ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"),
+    ("trainer.model.cp",): ("context_parallel_size", "context_parallel_degree", "ulysses_sequence_parallel_size"),
+    ("trainer.model.tp",): ("tensor_parallel_degree",),
+    ("trainer.resize.layouts",): ("trainer_parallel_strategies", "valid_dp_sizes"),
     ("deployment.gpus_per_node",): ("n_gpus_per_node",),
     ("deployment.num_train_gpus",): ("num_gpus",),
     ("cluster.num_nodes",): ("nnodes",),
     ("inference.parallel.tp",): ("tensor_parallel_size", "tensor_model_parallel_size"),
     ("inference.parallel.dp",): ("data_parallel_size",),
+    ("scorer.tp",): ("ref.megatron.tensor_model_parallel_size",),
     ("inference.gpu_memory_utilization",): ("gpu_memory_utilization", "vllm_gpu_memory_utilization"),
     ("orchestrator.chat_template_kwargs", "data.chat_template_kwargs"): (
         "chat_template_kwargs",
@@ -73,14 +80,15 @@ _OTHERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("orchestrator.sampling.stop_token_ids",): ("stop_token_ids",),
     ("inference.engine",): ("use_vllm",),
 }
-"""Our keys, as `ductile rl` or the other commands have them, and the last words of other systems' keys for them; the
-first of ours that the command has is meant."""
+"""Our keys, as `ductile rl` or the other commands have them, and the last word of other systems' keys for them, or
+several where one may mean another key; the first of ours that the command has is meant."""
 FOREIGN = {word: keys for keys, words in _OTHERS.items() for word in words}
 
 
 def ours(root: type[Section], path: Path) -> Path | None:
     """The key of this command that another system calls `path`."""
-    for key in FOREIGN.get(str(path[-1]), ()):
+    ends = (".".join(map(str, path[start:])) for start in range(len(path)))
+    for key in next((FOREIGN[end] for end in ends if end in FOREIGN), ()):
         whole = tuple(key.split("."))
         for candidate in (whole, whole[1:]):  # `trainer.optim.lr` of rl is `optim.lr` of sft and of trainer
             if candidate and candidate != path and find(root, candidate):

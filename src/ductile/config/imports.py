@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ductile.config.errors import did_you_mean
+from ductile.error_text import error_with_place
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 _IN_FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")
@@ -40,7 +41,8 @@ def import_object(import_path: str) -> Any:
     if attribute not in vars(module):
         # A library's module of the same name may have been found instead of the user's.
         where = f" (found in {module.__file__})" if module.__file__ else ""
-        raise ImportPathError(f"{import_path!r}: {source} has no {attribute!r}{where}")
+        near = did_you_mean(attribute, vars(module), ". Did you mean {}?")
+        raise ImportPathError(f"{import_path!r}: {source} has no {attribute!r}{where}{near}")
     return vars(module)[attribute]
 
 
@@ -91,7 +93,8 @@ def _load_module(name: str, import_path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise ImportPathError(f"{import_path!r}: cannot import {name}: {error}") from error
+        what = error if isinstance(error, ImportError) else error_with_place(error)
+        raise ImportPathError(f"{import_path!r}: cannot import {name}: {what}") from error
 
 
 def _load_file(file: Path, import_path: str) -> ModuleType:
@@ -106,5 +109,7 @@ def _load_file(file: Path, import_path: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ImportPathError(f"{import_path!r}: {file} fails when it is imported: {error!r}") from error
+        raise ImportPathError(
+            f"{import_path!r}: {file} fails when it is imported: {error_with_place(error)}"
+        ) from error
     return module

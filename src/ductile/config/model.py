@@ -103,17 +103,26 @@ class TrainerModelConfig(ModelConfig):
     """Keep optimizer state in host memory."""
     full_offload: Annotated[FullOffloadConfig | None, NotBuilt("an optimizer on the CPU")] = None
     """Keep optimizer state in host memory and update there, while the backward pass runs."""
-    tp: Annotated[int, NotBuilt("tensor parallelism")] = Field(default=1, ge=1)
-    pp: Annotated[int, NotBuilt("pipeline parallelism")] = Field(default=1, ge=1)
-    """Stages of a pipeline: each has some of the layers. Which ones follows: stages take about equally long."""
+    tp: Annotated[int, Ge(1)] | Literal["auto"] = 1
+    """Slots over which each weight matrix is cut, in columns, heads or rows of the vocabulary; between the products
+    each has a part of the tokens. A number holds for every number of slots that the trainer is given by a scheduler or
+    by hand, but for `trainer.resize.layouts`. "auto": the fewest with which no data-parallel rank is without samples
+    and, where `cluster.device_memory_gib` says how much there is, a slot has room."""
+    pp: Annotated[int, Ge(1)] | Literal["auto"] = 1
+    """Stages of a pipeline: each has some of the layers. Which ones follows: stages take about equally long. A number
+    is kept like that of `tp`. "auto": more than one only where a larger `tp` does not help."""
     pp_schedule: PipelineSchedule = "1f1b"
     """Order in which a slot of a pipeline runs forward and backward passes. interleaved: 1f1b with several runs of
     layers on each slot (`vpp`); zero_bubble: gradients of weights wait until the slot would wait for another stage."""
     vpp: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     """Runs of layers on each slot of `pp`; Megatron: `virtual_pipeline_model_parallel_size`. "auto": 2 with
     `pp_schedule` "interleaved", else 1."""
-    cp: Annotated[int, NotBuilt("context parallelism")] = Field(default=1, ge=1)
-    cp_style: Annotated[Literal["ring", "ulysses"], NotBuilt("context parallelism")] = "ring"
+    cp: int = Field(default=1, ge=1)
+    """Slots over which the tokens of a micro-batch are split. The number is kept like that of `tp`."""
+    cp_style: Literal["auto", "ulysses", "ring"] = "auto"
+    """Way in which attention crosses the parts of `cp`. ulysses: each slot has all tokens and some of the heads, whose
+    number `cp` must divide. ring: keys and values go round; a shared prompt is run for each of its completions. auto:
+    ulysses where the model can have it."""
     ep: Annotated[int | Literal["auto"], NotBuilt("expert parallelism")] = 1
     ep_comm_backend: Annotated[Literal["torch", "deepep"], NotBuilt("expert parallelism")] = "torch"
     deepep_num_sms: Annotated[int, NotBuilt("expert parallelism")] = Field(default=20, ge=1)

@@ -20,7 +20,8 @@ def named_policy(name: str, *, pre_process: bool | None = None, wait_before_last
     try:
         made = made()
     except Exception as error:
-        raise ImportPathError(f"{name!r} cannot be called without arguments: {error}") from error
+        hint = "" if isinstance(made, type) else ". A policy is a class with a method decide(self, state)"
+        raise ImportPathError(f"{name!r} cannot be called without arguments: {error}{hint}") from error
     if not isinstance(made, Policy):
         raise ImportPathError(f"{name!r} is not a policy: it has no method decide(self, state)")
     _check_signature(name, made)

@@ -39,6 +39,7 @@ from ductile.config.run import (
     TrainerRunConfig,
 )
 from ductile.config.scheduling import scheduling_findings
+from ductile.config.scorer import scorer_findings, scorer_warnings
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
 from ductile.config.trainer import CustomLoss, LinearSchedule, LossConfig, SchedulerConfig, in_steps, needs_reference
@@ -78,6 +79,7 @@ def warnings(config: Section) -> list[str]:
         said += server_warnings("sampling", config.sampling)
     if not isinstance(config, RLConfig):
         return said
+    said += scorer_warnings(config, placement_of(config))
     loss = config.trainer.loss
     if loss.type in SCORELESS and not needs_reference(loss) and placement_of(config).score:
         said.append(
@@ -370,6 +372,7 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Find
             about = ("inference.parallel.dp", "inference.parallel.tp", *keys, "deployment.num_infer_gpus")
             yield Finding(about, what + " Or leave it out")
         yield from _shared_memory(config, placement)
+        yield from scorer_findings(config, placement)
     yield from _trainer_layout(config, len(placement.train))
 
 

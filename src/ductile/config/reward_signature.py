@@ -34,6 +34,8 @@ class RewardSignature:
     by_name: frozenset[str] = frozenset()
     """Names of the arguments that the function is given by name; with `takes_all` it gets every one that there is."""
     takes_all: bool = False
+    required: frozenset[str] = frozenset()
+    """Names in `by_name` without a default."""
 
     def wants(self, name: str) -> bool:
         return self.takes_all or name in self.by_name
@@ -57,7 +59,8 @@ def _signature(parameters: Mapping[str, inspect.Parameter], first: str) -> Rewar
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds
     names = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
     if not set(OF_TRL).isdisjoint(names):
-        return RewardSignature("lists", frozenset(names), takes_all)
+        required = {name for name in names if parameters[name].default is inspect.Parameter.empty}
+        return RewardSignature("lists", frozenset(names), takes_all, frozenset(required))
     positional = [
         name
         for name, parameter in parameters.items()
@@ -83,20 +86,45 @@ def uncallable(import_path: str) -> str:
 
     The file is parsed and not run; what a decorator makes of a function is not seen.
     """
+    node = _definition(import_path)
+    if node is None:
+        return ""  # told by who looks for it
+    place = f"({Path(import_path.rpartition(':')[0]).name}:{node.lineno})"
+    if isinstance(node, ast.ClassDef):
+        return f"{IS_A_CLASS} {place}"
+    try:
+        _signature_in(node)
+    except WrongSignature as error:
+        return f"{error} {place}"
+    return ""
+
+
+def columns_of(import_path: str) -> frozenset[str]:
+    """What the function that `file.py:name` defines must be given by name, as far as its head tells. The file is not
+    run."""
+    node = _definition(import_path)
+    try:
+        return frozenset() if node is None or isinstance(node, ast.ClassDef) else _signature_in(node).required
+    except WrongSignature:
+        return frozenset()
+
+
+def _definition(import_path: str) -> ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | None:
     file, _, name = import_path.rpartition(":")
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return ""  # told by who looks for the file
+        return None
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return f"{IS_A_CLASS} ({Path(file).name}:{node.lineno})"
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
-            try:
-                _signature({parameter.name: parameter for parameter in _parameters(node)}, "row")
-            except WrongSignature as error:
-                return f"{error} ({Path(file).name}:{node.lineno})"
-    return ""
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            return node
+    return None
+
+
+def _signature_in(node: ast.FunctionDef | ast.AsyncFunctionDef) -> RewardSignature:
+    if node.decorator_list:
+        return RewardSignature("row")  # a decorator may make anything of the function
+    return _signature({parameter.name: parameter for parameter in _parameters(node)}, "row")
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[inspect.Parameter]:

@@ -43,6 +43,14 @@ class TokenizerConfig(Section):
     trust_remote_code: Annotated[bool, NotBuilt("running code from model folders")] = False
 
 
+class ScorerConfig(Section):
+    """The scorers. In all else they are as the trainer: they load its model, and compute in its precision."""
+
+    tp: int = Field(default=1, ge=1)
+    """Slots over which each weight matrix of a scorer is cut, that of the reference too. Score slots are taken so many
+    at a time, in the order of their numbers; their number must be a multiple."""
+
+
 class WandbConfig(Section):
     project: str = "ductile"
     name: str | None = None
@@ -73,6 +81,7 @@ class RLConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
+    scorer: ScorerConfig = ScorerConfig()
     cluster: ClusterConfig = ClusterConfig()
     deployment: DeploymentConfig = SingleNodeDeployment()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None

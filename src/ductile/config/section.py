@@ -48,7 +48,7 @@ class NotBuilt:
     """Marks a field that exists so that configs of other systems are understood, but whose feature is not there yet.
 
     Any value but the default is refused with `what` in the message; it is never ignored. Used as
-    `cp: Annotated[int, NotBuilt("context parallelism")] = 1`.
+    `ep: Annotated[int, NotBuilt("expert parallelism")] = 1`.
     """
 
     what: str

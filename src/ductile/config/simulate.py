@@ -15,6 +15,11 @@ class SimulatedCluster(Section):
     """Sequences that a generator runs at once."""
     min_train: int = Field(default=1, ge=1)
     """Slots that the trainer's state needs at the least."""
+    slots_per_scorer: int = Field(default=1, ge=1)
+    """Slots that hold one scorer together, as `scorer.tp` of a run; it must divide the number of `inference` slots."""
+    layouts: list[str] = []
+    """Layouts of the trainer by number of slots, as `trainer.resize.layouts`; other numbers are data-parallel. What tp,
+    cp and pp cost is assumed (docs/simulator.md), or as a recorded run has measured it."""
     device: Literal["cpu", "cuda"] = "cpu"
     """What the slots are. On a CPU each has memory for the trainer's state and a generator; a GPU ("cuda") where the
     placement has `actor` and `rollout` share slots, as in a run."""

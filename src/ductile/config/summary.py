@@ -1,11 +1,11 @@
 """What `ductile check` says: what a run would do, on which slots, and why."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 
 from ductile.config.bench import BenchConfig, load_of
-from ductile.config.layout import TrainingConfig, layout_rules
+from ductile.config.layout import TrainingConfig, layout_rules, state_bytes
 from ductile.config.on_disk import read_spec
 from ductile.config.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.parse import Parsed
@@ -19,12 +19,15 @@ from ductile.config.run import (
     TrainerRunConfig,
 )
 from ductile.config.scheduling import policy_name
+from ductile.config.scorer import scorers_in_words
 from ductile.config.slots import placement_of
 from ductile.config.written import of_a_run
+from ductile.core.instances.instances import slot_groups
 from ductile.core.instances.placement import compact, many
-from ductile.core.layout.layout_rules import ChosenLayout, LayoutRules, choose_dims, choose_layout, layout_for
+from ductile.core.layout.layout_rules import ChosenLayout, LayoutRules, choose_layout, dims_allowed, layout_for
 from ductile.core.layout.layout_text import in_words
 from ductile.core.layout.mesh_table import MOST_ROWS, mesh_table
+from ductile.core.layout.parallel_layout import ParallelDims
 from ductile.core.scheduling.policies.names import described
 
 Row = tuple[str, str]
@@ -183,7 +186,11 @@ def _slots(config: RunConfig) -> list[Row]:
         table = [f"  {slots:>{width}}  {' and '.join(roles)}" for slots, roles in alike]
     cluster = config.cluster
     if cluster.slots_per_device > 1:
-        table.append(_on_gpus(placement.train, cluster.slots_per_device, certain=cluster.device == "cuda"))
+        size = config.scorer.tp if isinstance(config, RLConfig) else 1
+        groups = {"train": [placement.train], "score": slot_groups(placement.score, (), size)}
+        table.append(_on_gpus(groups, cluster.slots_per_device, certain=cluster.device == "cuda"))
+    if isinstance(config, RLConfig) and (scorers := scorers_in_words(config, placement)):
+        table.append(scorers)
     return _column("slots", [f"{placement.num_slots}, {placement.reason}", *table])
 
 
@@ -195,8 +202,7 @@ def _mesh(config: TrainingConfig) -> list[Row]:
     parts = many(layout.num_data_parallel, "data-parallel rank")
     table = [f"{in_words(layout.dims)}: {parts} on {many(len(train), 'slot')}"] if len(train) > 1 else []
     if rules.spec is not None:
-        model, moments = trainer.model, {"adamw": 2, "sgd": 1}.get(trainer.optim.type, 0)
-        lines = mesh_table(rules.spec, layout, model.optimization_dtype, moments)
+        lines = mesh_table(rules.spec, layout, state_bytes(trainer))
         table += [f"  {line}" for line in lines] if table else lines
     others = _other_layouts(config, len(train), rules)
     return [*_column("mesh", table), *_column("why", _reasons(chosen, rules, root)), *_column("resizes", others)]
@@ -207,7 +213,7 @@ def _reasons(chosen: ChosenLayout, rules: LayoutRules, root: str) -> list[str]:
     dims, planned, found = chosen.layout.dims, chosen.planned, list[str]()
     for axis in ("pp", "dp_replicate", "cp", "tp"):
         if (size := getattr(dims, axis)) > 1 or axis in planned.reasons:
-            given = f"{root}resize.layouts: {chosen.listed}" if chosen.listed else f"as {root}model.{axis} says"
+            given = f"{root}resize.layouts has {chosen.listed}" if chosen.listed else f"as {root}model.{axis} says"
             found.append(f"{axis} {size}: {planned.reasons.get(axis, given)}")
     if dims.dp_shard > 1:
         found.append(f"dp_shard {dims.dp_shard}: what the other axes leave of {many(len(chosen.layout.slots), 'slot')}")
@@ -219,27 +225,37 @@ def _reasons(chosen: ChosenLayout, rules: LayoutRules, root: str) -> list[str]:
 
 
 def _other_layouts(config: TrainingConfig, num_train: int, rules: LayoutRules) -> list[str]:
-    """The layouts that the trainer would have on other numbers of slots, where they are not data parallelism alone."""
+    """Layouts that the trainer would have on other numbers of slots, where they are not all data parallelism alone; and
+    the numbers on which it has none."""
     most = placement_of(config).num_slots
     if config.deployment.type == "single_node" and not config.cluster.auto_scheduler:
         most = max(most, config.deployment.gpus_per_node * config.cluster.slots_per_device)
-    dims = dict(enumerate(choose_dims(min(most, MOST_ROWS), rules), 1))
-    if all(each.num_data_parallel == number for number, each in dims.items()):
+    shown = min(most, MOST_ROWS)
+    allowed = dims_allowed(shown, rules)
+    others = {number: dims for number, dims in allowed.items() if number != num_train}
+    plain = [number for number, dims in others.items() if dims == ParallelDims(dp_shard=number)]
+    said = [f"{number} as {in_words(dims)}" for number, dims in others.items() if number not in plain]
+    refused = [number for number in range(1, shown + 1) if number not in allowed]
+    if not said and not refused:
         return []
-    said = [f"{number}: {in_words(each) or 'one slot'}" for number, each in dims.items() if number != num_train]
-    return [f"by number of train slots: {'; '.join(said)}" + ("; ..." if most > MOST_ROWS else "")]
+    said += [f"{compact(plain)} as data parallelism"] if plain else []
+    said += [f"none on {compact(refused)}"] if refused else []
+    more = f"; so on to {most}" if most > MOST_ROWS else ""
+    return [f"slots: {'; '.join(said)}{more}"]
 
 
-def _on_gpus(train: Sequence[int], each: int, certain: bool) -> str:
-    """How the trainer's groups fare where several slots share a GPU. Other roles have no groups."""
+def _on_gpus(groups: Mapping[str, Sequence[Sequence[int]]], each: int, certain: bool) -> str:
+    """How groups fare where several slots share a GPU. groups: slots of each, by role."""
     said = f"{each} slots share each GPU" if certain else f"where there are GPUs, {each} slots share each"
-    if len(train) == 1:
+    pairs = [(role, *pair) for role, of_role in groups.items() for slots in of_role for pair in pairwise(sorted(slots))]
+    if not pairs:
         return said
-    sharing = next((pair for pair in pairwise(sorted(train)) if pair[0] // each == pair[1] // each), None)
+    sharing = next(((role, a, b) for role, a, b in pairs if a // each == b // each), None)
     if sharing is None:
-        return f"{said}; no two train slots do at the start, so their collectives go through NCCL"
+        roles = " or ".join(dict.fromkeys(role for role, _, _ in pairs))
+        return f"{said}; no two {roles} slots do at the start, so their collectives go through NCCL"
     how = "a group that has both goes through gloo and the host's memory, as NCCL takes one rank a GPU"
-    return f"{said}; train slots {sharing[0]} and {sharing[1]} do: {how}"
+    return f"{said}; {sharing[0]} slots {sharing[1]} and {sharing[2]} do: {how}"
 
 
 def _scheduling(config: RunConfig) -> Iterator[Row]:

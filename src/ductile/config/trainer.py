@@ -278,8 +278,8 @@ class ResizeConfig(Section):
     layouts: list[str] = []
     """Layouts of the trainer by number of slots, such as ["pp=2,dp_shard=2,tp=2", "tp=2"]: whenever it gets slots, by a
     scheduler or by hand, it takes the first that fits their number. Axes that are not named are 1; without `dp_shard`
-    a layout fits every multiple of its size. Other numbers of slots have `model.tp`, `model.pp`, ..., or what fits of
-    them."""
+    a layout fits every multiple of its size. Other numbers of slots have `model.tp`, `model.pp`, ...; the trainer is
+    not given those that these do not fit."""
     timeout_s: float = Field(default=30.0, gt=0)
     """A step of a resize that takes longer fails, and the trainer stays as it was."""
     memory: Literal["shadow", "streaming"] = "shadow"

@@ -37,7 +37,8 @@ def _unscheduled(command: str) -> Unread:
 
 _ONE_PROCESS = Unread(
     ("cluster.component_placement", "cluster.cpu_slot_fraction", "cluster.slots_per_device",
-     "cluster.heartbeat_timeout_s", "cluster.command_timeout_s", "cluster.start_timeout_s"),
+     "cluster.device_memory_gib", "cluster.heartbeat_timeout_s", "cluster.command_timeout_s",
+     "cluster.start_timeout_s"),
     "`ductile inference` is one process on one device, without slots",
 )  # fmt: skip
 

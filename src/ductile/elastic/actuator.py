@@ -82,7 +82,7 @@ class LiveActuator:
                 not self._resizer.under_way,
                 self._trainer.is_held,
                 self._setting.seq_len,
-                self._setting.rules,
+                self._resizer.rules,
             ),
             speeds=self._measured.speeds(),
             costs=self._measured.costs(),

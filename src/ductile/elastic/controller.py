@@ -234,6 +234,7 @@ class ElasticController:
         self._not_before_s = actuator.now_s + self._rest_s(took_s)
         if gone := self._not_ready(state, decision):
             self._log.dropped(decision, gone, at_s)
+            self._asked = state.asked  # where it was the step's first decision, the next one is
             self.notify()
             return
         self._log.decided(decision, at_s)

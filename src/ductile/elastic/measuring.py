@@ -6,8 +6,10 @@ What the parts of a policy's changes cost, their actuator says (`ductile.elastic
 from functools import partial
 
 from ductile.concurrency.listeners import Listeners
+from ductile.core.layout.pipeline import PipelineShape
 from ductile.core.scheduling.cost_model import CostModel
 from ductile.fleet.fleet import Fleet
+from ductile.fleet.trainer import MicroStepDone
 from ductile.messages.workers import EngineStats
 from ductile.transport.mailbox import Mailbox, SlotEvent
 
@@ -24,11 +26,14 @@ class Measuring:
         fleet.trainer.on_micro_step.add(self._on_micro_step)
         mailbox.subscribe(self._on_event)
 
-    def _on_micro_step(self, tokens_fullest: int, num_ranks: int, seconds: float, tokens_all: int) -> None:
+    def _on_micro_step(self, done: MicroStepDone) -> None:
         # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize is finalized.
         first, self._trained_in = self._trainer.epoch != self._trained_in, self._trainer.epoch
         took = self._costs.first_micro_step if first else self._costs.micro_step
-        took(tokens_fullest, num_ranks, seconds, self._trainer.layout.dims.rank_shape)
+        layout = self._trainer.layout
+        # As many tokens as a full message would have in the same time: rows are compared with each other.
+        tokens = done.tokens_fullest * PipelineShape.of(layout).stretch(done.per_rank)
+        took(tokens, done.num_ranks, done.busy_s, layout.dims.rank_shape)
         self.on_change()
 
     def _on_event(self, slot: int, event: SlotEvent) -> None:

@@ -1,4 +1,5 @@
-"""A lost generator or scorer comes back: its slot is started anew, takes its roles and the live weights, and works on.
+"""A lost generator or scorer comes back: its slots that are gone are started anew, and it takes its role and the live
+weights on all of its slots, and works on.
 
     lost        its requests begin again elsewhere, or wait; the event `slot_lost` says how it ended
                 and `slot_restarting` that it is to come back
@@ -9,13 +10,14 @@
 
 Attempts are in a row until the slot has worked for LASTS_S. A slot that changes roles when it is lost is left alone
 until that change is over; where a policy moves the slots, one that was lost between two roles comes back without any.
-What trains is not brought back: the run ends with it.
+Slots that had a scorer together with one that is lost wait for it; what they do besides goes on. What trains is not
+brought back: the run ends with it.
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 
 from ductile.cluster.cluster import Cluster, StartFailed
@@ -54,18 +56,23 @@ class Recovery:
         is_scheduled: bool,
         replaced: Collection[Serving] = (),
         clock: Callable[[], float] = time.monotonic,
+        groups: Callable[[Serving], Iterable[tuple[int, ...]]] = lambda role: (),
     ) -> None:
         """change_over: returns when the slot does not change roles. is_scheduled: a policy moves the slots. replaced:
-        roles of a slot that is given back which the policy gives to others."""
+        roles of a slot that is given back which the policy gives to others. groups: slots that an instance of a role
+        may be on; what is in none of them is an instance's only slot."""
         self.on_change = Listeners[[]]()
         """Told when a slot is not `under_way` any more: it is back, given back, or left to a resize."""
         self._cluster, self._fleet = cluster, fleet
         self._record, self._max_restarts, self._clock = record, max_restarts, clock
         self._change_over, self._is_scheduled, self._replaced = change_over, is_scheduled, frozenset(replaced)
+        self._groups = groups
         self._restarting: dict[int, tuple[Serving, ...]] = {}
-        """Roles of the slots that are lost and to come back."""
+        """Roles that slots are to have back: those that are lost, and those that had an instance with one of them."""
+        self._gone: set[int] = set()
+        """Those of `_restarting` whose processes are gone."""
         self._num_restarted: Counter[int] = Counter()
-        """Number of instances that were begun anew, by slot; their ids end in it."""
+        """Number of restarts that a slot had a part in; ids of the instances that began in them end in it."""
         self._num_attempts: Counter[int] = Counter()
         """Attempts in a row, by slot."""
         self._works_since_s: dict[int, float] = {}
@@ -91,33 +98,58 @@ class Recovery:
 
     @property
     def under_way(self) -> frozenset[int]:
-        """Slots that are lost and to come back; policies do not give them a role."""
+        """Slots that are lost and to come back, and those that wait for them; policies do not give them a role."""
         return frozenset(self._restarting)
 
     def _on_event(self, slot: int, event: SlotEvent) -> None:
-        held = self._cluster.mailbox.roles(slot)
-        roles: tuple[Serving, ...] = tuple(role for role in self._fleet.pools if held.count(role))
-        if not isinstance(event, Died) or slot in self._restarting or self._cluster.has_failed:
+        if not isinstance(event, Died) or self._cluster.has_failed:
             return
+        if slot in self._restarting:
+            self._note_gone(slot)
+            return
+        roles = self._roles(slot)
         if not roles and not self._is_scheduled:
             return
-        self._restarting[slot] = roles
-        self._record.event(SlotRestarting(slot))
-        if self._clock() - self._works_since_s.get(slot, self._clock()) > LASTS_S:
-            self._num_attempts[slot] = 0
+        concerned = {slot: roles}
+        for role in roles:
+            for other in set(self._group(role, slot)).difference(concerned, self._restarting):
+                concerned[other] = tuple(
+                    each for each in self._fleet.pools if each == role or each in self._roles(other)
+                )
+        self._restarting |= concerned
+        self._note_gone(slot)
+        for each in concerned:
+            if self._clock() - self._works_since_s.get(each, self._clock()) > LASTS_S:
+                self._num_attempts[each] = 0
         sentence = f"slot {slot} could not be started again"
-        task = start_reported(self._bring_back(slot, roles, event.reason), sentence, self._cluster.fail_with)
+        task = start_reported(self._bring_back(slot, concerned, event.reason), sentence, self._cluster.fail_with)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _bring_back(self, slot: int, roles: Sequence[Serving], why: str) -> None:
-        """roles: those that it had. A slot that was between two roles comes back without one, for the policy to use."""
+    def _note_gone(self, slot: int) -> None:
+        if slot not in self._gone:
+            self._gone.add(slot)
+            self._record.event(SlotRestarting(slot))
+
+    def _roles(self, slot: int) -> tuple[Serving, ...]:
+        held = self._cluster.mailbox.roles(slot)
+        return tuple(role for role in self._fleet.pools if role in held)
+
+    def _group(self, role: Serving, slot: int) -> tuple[int, ...]:
+        """The slots of the instance that can be on this slot."""
+        return next((group for group in self._groups(role) if slot in group), (slot,))
+
+    async def _bring_back(self, slot: int, roles: Mapping[int, tuple[Serving, ...]], why: str) -> None:
+        """roles: those that the slot and the others which it has instances with had. Where the slot was between two
+        roles it comes back without one, for the policy to use."""
         began_s, has_paused = self._clock(), False
+        lost = self._cluster.mailbox.lost
         try:
             while True:
-                await self._change_over(slot)
-                missing: list[Serving] = [role for role in roles if self._fleet.pools[role].on(slot) is None]
-                if slot not in self._cluster.mailbox.lost and (self._is_scheduled or not missing):
+                for each in roles:
+                    await self._change_over(each)
+                missing = self._missing(roles)
+                if lost.keys().isdisjoint(roles) and (self._is_scheduled or not missing):
                     return  # a change has started it, and the policy gives it what roles it has
                 if self._num_attempts[slot] >= self._max_restarts:
                     self._retire(slot, roles, why)
@@ -126,31 +158,51 @@ class Recovery:
                     await asyncio.sleep(pause_s(self._num_attempts[slot]))
                     has_paused = True
                     continue  # a change may have begun meanwhile
-                self._num_attempts[slot] += 1
                 has_paused = False
+                for each in roles:
+                    self._num_attempts[each] += 1
+                gone = [each for each in roles if each in lost]
                 try:
-                    instances = await self._restart(slot, missing)
+                    await self._cluster.add(sorted(roles))
+                    instances = await self._begin(roles, missing)
                 except (Failure, StartFailed) as error:
                     why = str(error)
-                    if not self._cluster.depends_on(slot):
-                        self._cluster.condemn(slot, f"{why}; it has been killed")
+                    for each in gone if isinstance(error, StartFailed) else roles:
+                        if not self._cluster.depends_on(each):
+                            self._cluster.condemn(each, f"{why}; it has been killed")
                     continue
-                if died_again := self._cluster.mailbox.lost.get(slot):
+                if died_again := next((lost[each] for each in roles if each in lost), ""):
                     why = died_again  # its death was not listened to, as the slot was still under way
                     continue
-                self._note(slot, roles, instances, self._clock() - began_s)
+                for each in sorted(self._gone.intersection(roles)):
+                    self._note(each, roles[each], instances, self._clock() - began_s)
                 return
         finally:
-            del self._restarting[slot]
+            for each in roles:
+                del self._restarting[each]
+                self._gone.discard(each)
             self.on_change()
 
-    async def _restart(self, slot: int, roles: Sequence[Serving]) -> list[Instance]:
-        await self._cluster.add([slot])
-        self._num_restarted[slot] += 1
-        instances = [instance_on(role, (slot,), restart=self._num_restarted[slot]) for role in roles]
+    def _missing(self, roles: Mapping[int, tuple[Serving, ...]]) -> list[tuple[Serving, tuple[int, ...]]]:
+        """Instances that are to begin anew: each a role, and slots without it, which are all at hand."""
+        wanted: dict[tuple[Serving, tuple[int, ...]], None] = {
+            (role, self._group(role, slot)): None for slot, held in roles.items() for role in held
+        }
+        return [
+            (role, group)
+            for role, group in wanted
+            if roles.keys() >= {*group} and not any(self._fleet.pools[role].on(slot) for slot in group)
+        ]
+
+    async def _begin(
+        self, slots: Collection[int], missing: Sequence[tuple[Serving, tuple[int, ...]]]
+    ) -> list[Instance]:
+        for slot in slots:
+            self._num_restarted[slot] += 1
+        instances = [instance_on(role, group, restart=self._num_restarted[group[0]]) for role, group in missing]
         for instance in instances:
             await self._fleet.admit(instance)
-        self._works_since_s[slot] = self._clock()
+        self._works_since_s |= dict.fromkeys(slots, self._clock())
         return instances
 
     def _note(self, slot: int, roles: Sequence[Serving], instances: Sequence[Instance], seconds: float) -> None:
@@ -163,22 +215,26 @@ class Recovery:
             pid=pid,
             seconds=round(seconds, 3),
             num_attempts=self._num_attempts[slot],
-            began=tuple(instances),
+            began=tuple(each for each in instances if slot in each.slots),
             sentence=f"Slot {slot} {does} again after {seconds:.2f} s, on {device}, pid {pid}.",
         )
         self._record.event(restarted)
 
-    def _retire(self, slot: int, roles: Sequence[Serving], why: str) -> None:
+    def _retire(self, slot: int, roles: Mapping[int, Sequence[Serving]], why: str) -> None:
+        """Give the slots back that are gone. The others are without what they had together with these."""
         attempts = self._num_attempts[slot]
         tried = f"after {attempts} attempt{'s' * (attempts != 1)} to start it again (cluster.max_restarts)"
-        self._record.event(SlotGivenBack(slot, tuple(roles), sentence=f"Slot {slot} is given back {tried}: {why}."))
-        for role in roles:
-            coming = any(role in others for other, others in self._restarting.items() if other != slot)
-            if not (self._is_replaced(role, slot) or coming or self._fleet.pools[role].all_instances):
+        for each in sorted(self._gone.intersection(roles)):
+            given_back = SlotGivenBack(each, tuple(roles[each]), sentence=f"Slot {each} is given back {tried}: {why}.")
+            self._record.event(given_back)
+        for role in self._fleet.pools:
+            of_role = [each for each in roles if role in roles[each]]
+            coming = any(role in others for other, others in self._restarting.items() if other not in roles)
+            if of_role and not (self._is_replaced(role, of_role) or coming or self._fleet.pools[role].all_instances):
                 self._cluster.fail(f"{capitalised(why)}; slot {slot} was given back {tried}, and no slot {VERBS[role]}")
 
-    def _is_replaced(self, role: Serving, without: int) -> bool:
+    def _is_replaced(self, role: Serving, without: Collection[int]) -> bool:
         """Whether the policy gives the role to another slot: it takes none from the last one that can train."""
-        mailbox, coming = self._cluster.mailbox, self._restarting.keys() - {without}
+        mailbox, coming = self._cluster.mailbox, self._restarting.keys() - {*without}
         there = [slot for slot in self._cluster.slots if slot not in mailbox.lost or slot in coming]
         return role in self._replaced and sum(mailbox.roles(slot) != ("score",) for slot in there) > 1

@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
 from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.requested_layout import LayoutRequest, RequestError, requested_layout
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.error_text import error_text
@@ -22,7 +24,7 @@ from ductile.events.slots import SlotStarted
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
-from ductile.messages.control import Resized, ResizeRequest
+from ductile.messages.control import Resized
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
 
@@ -49,13 +51,14 @@ class TrainerResizer:
         fleet: Fleet | None = None,
         rules: LayoutRules = NO_RULES,
     ) -> None:
-        """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else. rules:
-        which layout the trainer has on how many slots."""
+        """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else."""
+        self.rules = rules
+        """Which layout the trainer has on how many slots: the run's only rules, which resizes by hand add to."""
         self.num_resized = 0
         self.on_end = Listeners[[]]()
         """Told when a resize has ended, whatever became of it."""
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
-        self._num_slots, self._fleet, self._rules = num_slots, fleet, rules
+        self._num_slots, self._fleet = num_slots, fleet
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
@@ -103,14 +106,26 @@ class TrainerResizer:
         """`resize`, in the order of slots that moves least of the state."""
         self._refuse_unknown(after.slots)
         before = self._trainer.layout
-        same = set(before.slots) == set(after.slots) and before.dims == after.dims
+        same = {*before.slots} == {*after.slots} and before.dims == after.dims and before.stages == after.stages
         return await self.resize(before if same else stays_put(before, after), release)
 
-    def layout_of(self, request: ResizeRequest) -> ParallelLayout:
+    async def resize_as(self, request: LayoutRequest) -> Resized:
+        """`resize_to` the layout that somebody asks for. Sizes that are asked for are those that the trainer has from
+        then on, wherever they fit; they come before listed layouts."""
+        layout = self.layout_of(request)
+        asked = request.asked(self._trainer.layout, self.rules)
+        resized = await self.resize_to(layout)
+        if asked is not None and resized.outcome != "rolled_back":
+            self.rules = replace(self.rules, by_hand=asked.like(layout.dims))
+        return resized
+
+    def layout_of(self, request: LayoutRequest) -> ParallelLayout:
         """The layout that is asked for. Raises CannotResize for one that cannot be."""
+        cluster, now = self._cluster, self._trainer.layout
+        busy = [slot for slot in cluster.slots if cluster.mailbox.roles(slot) or slot in cluster.mailbox.lost]
         try:
-            return self._trainer.layout.on(request.train, **request.sizes)
-        except (TypeError, ValueError) as error:
+            return requested_layout(request, now, self.rules, range(self._num_slots), busy)
+        except RequestError as error:
             raise CannotResize(str(error)) from error
 
     @property

@@ -1,4 +1,4 @@
-"""The groups of one epoch: created among their members only, kept by member list, destroyed together.
+"""The groups of one epoch, or of one scorer: created among their members only, kept by member list, destroyed together.
 
 torch's own `new_group` needs the whole world, or derives names that repeat when groups come and go. Here a group is
 created under an explicit name that is unique in the run, on a prefix of the run's store, and registered under its
@@ -29,21 +29,32 @@ from ductile.roles import RoleAssignment
 
 
 class Groups:
-    """Makes groups for one slot in one epoch. All members ask for the same groups in the same order.
+    """Makes groups for one slot, in one epoch or for one instance. All members ask for the same groups in the same
+    order.
 
     After a member's death, its neighbours get an error from the collective they are in; the others wait. Who gets
     the error calls `abandon`. With gloo its sockets close, and so the error reaches all within milliseconds. NCCL
     tells no member: each waits until its own deadline.
     """
 
-    def __init__(self, slot: int, epoch: int, device: str, store: Store, timeout_s: float, purpose: str = "") -> None:
-        """A `purpose` lets the same members have a second group in the same epoch."""
+    def __init__(
+        self,
+        slot: int,
+        epoch: int,
+        device: str,
+        store: Store,
+        timeout_s: float,
+        purpose: str = "",
+        instance: str = "",
+    ) -> None:
+        """A `purpose` lets the same members have a second group in the same epoch. Groups of an `instance` belong to no
+        epoch: others may begin and end meanwhile."""
         universe.enter(slot)
         if device.startswith("cuda"):
             torch.cuda.set_device(device)  # where torch puts the tensors of object collectives
         self.slot = slot
-        self._epoch = epoch
-        self._purpose = purpose
+        self._names = f"instance/{instance}/" if instance else f"{names_of(epoch)}{purpose}"
+        """What the names of all groups begin with; nobody else in the run has it."""
         self._device = torch.device(device)
         self._store = store
         self._timeout_s = timeout_s
@@ -59,7 +70,8 @@ class Groups:
         if len(slots) > 1 and not assignment.rendezvous:
             raise ValueError(f"slots {slots} cannot find each other: their assignment names no rendezvous")
         store = rendezvous.connect(assignment.rendezvous, timeout_s) if assignment.rendezvous else HashStore()
-        return cls(assignment.slot, assignment.epoch, assignment.device, store, timeout_s)
+        epoch, instance = assignment.epoch, assignment.instance
+        return cls(assignment.slot, epoch, assignment.device, store, timeout_s, instance=instance)
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup:
         """The group of these slots, in this rank order. Collective among the members the first time."""
@@ -88,8 +100,8 @@ class Groups:
     def mesh(self, slots: Mesh) -> DeviceMesh:
         """The mesh as parallel code takes it, with a group along each axis. Collective among its slots."""
         # torch remembers tensor layouts by equal meshes, and would go on with one whose group died with an older epoch.
-        # With the epoch in the axes' names, meshes of different epochs are not equal.
-        names = tuple(f"{axis}@{self._epoch}" for axis, _ in slots.axes)
+        # With the epoch or the instance in the axes' names, meshes of different ones are not equal.
+        names = tuple(f"{axis}@{self._names}" for axis, _ in slots.axes)
         groups = [self.group(slots.around(self.slot, (axis,)).slots) for axis, _ in slots.axes]
         places = torch.tensor(slots.slots).view([size for _, size in slots.axes])
         mesh = DeviceMesh.from_group(groups, self._device.type, mesh=places, mesh_dim_names=names)
@@ -144,7 +156,7 @@ class Groups:
             raise errors[0]
 
     def _create(self, members: tuple[int, ...]) -> dist.ProcessGroup:
-        name = f"{names_of(self._epoch)}{self._purpose}{'.'.join(map(str, members))}"
+        name = f"{self._names}{'.'.join(map(str, members))}"
         backend = self._backend(members, f"{name}/")
         for variable, value in SETTINGS[backend.name].items():
             os.environ.setdefault(variable, value)

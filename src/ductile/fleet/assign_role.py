@@ -1,7 +1,8 @@
-"""Slots get a role, alone or with others."""
+"""Slots get a role: those that train all together, those of each instance together, or alone."""
 
 from collections.abc import Iterable, Mapping
 
+from ductile.core.instances.instances import Instance
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.messages.workers import AssignRole, Done, RoleName
 from ductile.transport.fanout import ask_each
@@ -23,6 +24,23 @@ async def assign_role(
     await ask_each(mailbox, commands, timeout_s, Done)
 
 
-def each_alone(slots: Iterable[int]) -> list[ParallelLayout]:
-    """Layouts of slots that hold a role each by itself."""
-    return [ParallelLayout.of((slot,)) for slot in slots]
+async def begin_instances(
+    mailbox: Mailbox,
+    instances: Iterable[Instance],
+    settings: Mapping[str, object],
+    timeout_s: float,
+    rendezvous: str = "",
+) -> None:
+    """Give the slots of each instance its role; each instance loads its weights from disk."""
+    commands = {slot: assignment(instance, settings, rendezvous) for instance in instances for slot in instance.slots}
+    await ask_each(mailbox, commands, timeout_s, Done)
+
+
+def assignment(
+    instance: Instance, settings: Mapping[str, object], rendezvous: str, joining: bool = False
+) -> AssignRole:
+    """What each slot of an instance is told. They cut each weight matrix among themselves, and find each other at
+    `rendezvous`; one slot alone looks for nobody."""
+    layout = ParallelLayout.of(instance.slots, tp=len(instance.slots))
+    where = rendezvous if len(instance.slots) > 1 else ""
+    return AssignRole(instance.role, dict(settings), layout, where, joining, instance.id)

@@ -20,7 +20,7 @@ from ductile.core.instances.instances import Instance, in_order
 from ductile.messages.workers import EndLease, LeaseWeights, Published, Receive
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
-from ductile.transport.fanout import raise_worst
+from ductile.transport.fanout import ask_in_step, raise_worst
 from ductile.transport.mailbox import Mailbox, Outcome
 
 
@@ -127,7 +127,7 @@ class WeightLeases:
     async def _begin(self, source: _Source, version: int) -> Manifest:
         if source is None:
             return await self._trainer.lease(version)
-        reply = await self._mailbox.ask(source.slots[0], LeaseWeights(source.role), self._timeout_s)
+        reply = await ask_in_step(self._mailbox, source.asked, LeaseWeights(source.role), self._timeout_s)
         manifest = reply.manifest if isinstance(reply, Published) else None
         if manifest is None or manifest.version != version:
             offered = "nothing" if manifest is None else f"version {manifest.version}"
@@ -137,7 +137,7 @@ class WeightLeases:
     async def _end(self, source: _Source, lease: _Lease) -> None:
         with suppress(Failure):  # the joiners have heard of a failure; what a lost slot offered is gone with it
             if source is not None:
-                await self._mailbox.ask(source.slots[0], EndLease(source.role), self._timeout_s)
+                await ask_in_step(self._mailbox, source.asked, EndLease(source.role), self._timeout_s)
             else:
                 await lease.manifest
                 await self._trainer.withdraw(lease.version)

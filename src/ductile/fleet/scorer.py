@@ -23,7 +23,8 @@ MOST_FAILURES = 3
 
 
 class RemoteScorer(WorkerPool):
-    """Follows `ductile.roles.Scorer`. Each instance holds a whole model; samples are split by their tokens."""
+    """Follows `ductile.roles.Scorer`. Each instance holds a whole model, on one slot or in parts on several; samples
+    are split by their tokens."""
 
     def __init__(
         self,
@@ -33,9 +34,19 @@ class RemoteScorer(WorkerPool):
         leases: WeightLeases | None = None,
         condemn: Callable[[int, str], None] | None = None,
         is_needed: Callable[[int], bool] | None = None,
+        rendezvous: str = "",
     ) -> None:
-        """leases, condemn, is_needed: as `WorkerPool` has them."""
-        super().__init__(mailbox, "score", instances, deadlines, leases, condemn=condemn, is_needed=is_needed)
+        """leases, condemn, is_needed, rendezvous: as `WorkerPool` has them."""
+        super().__init__(
+            mailbox,
+            "score",
+            instances,
+            deadlines,
+            leases,
+            condemn=condemn,
+            is_needed=is_needed,
+            rendezvous=rendezvous,
+        )
         self.scorer_seconds = 0.0
         """Seconds of all scorers together that they have been asked to score."""
         self._num_scoring: Counter[InstanceId] = Counter()

@@ -1,7 +1,7 @@
 """The trainer behind its Protocol: every command goes to all slots of its layout, one command at a time.
 
 Samples go out in micro-steps, the next one already waiting in the slot, so that no slot waits for the orchestrator. A
-micro-step is one micro-batch a data-parallel rank, or with pp as many as fill the pipeline
+micro-step is one micro-batch a data-parallel rank, or with pp about as many as fill the pipeline
 (`ductile.core.layout.pipeline`). Between two of them the trainer may change its layout (`ductile.elastic.transaction`):
 what has not gone out by then is packed anew, for the ranks that there are then. All other commands come between two,
 too.
@@ -9,16 +9,17 @@ too.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.pipeline import micro_batches_of_message
+from ductile.core.layout.pipeline import PipelineShape
 from ductile.core.scheduling.state import IN_FLIGHT
 from ductile.messages.workers import (
     Command,
@@ -42,6 +43,21 @@ from ductile.transport.mailbox import Mailbox
 
 MicroStep = Sequence[tuple[MicroBatch, ...]]
 """What is sent at a time: the micro-batches of each data-parallel rank, equally many."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStepDone:
+    """A micro-step, and how long it took."""
+
+    num_ranks: int
+    """Data-parallel ranks."""
+    per_rank: int
+    """Micro-batches of each."""
+    tokens_fullest: int
+    """Tokens of the rank that has most."""
+    tokens_all: int
+    busy_s: float
+    """Seconds that the slowest slot worked; how long the command waited in the slot is not counted."""
 
 
 @dataclass(slots=True)
@@ -85,10 +101,7 @@ class RemoteTrainer:
         self.is_held = False
         """No micro-step begins; those in flight end."""
         self._given: list[_Given] = []
-        self.on_micro_step = Listeners[[int, int, float, int]]()
-        """Told after each micro-step the tokens of the data-parallel rank that has most, the number of these ranks, the
-        seconds that the slowest slot worked (how long the command waited in the slot is not counted), and the tokens of
-        all ranks."""
+        self.on_micro_step = Listeners[[MicroStepDone]]()
         self._kept: dict[int, _Kept] = {}
         """Published versions that are not withdrawn yet, by number."""
         self._changed = ChangeSignal()
@@ -97,6 +110,10 @@ class RemoteTrainer:
     @property
     def num_ranks(self) -> int:
         return self.layout.num_data_parallel
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        return PipelineShape.of(self.layout).full_message
 
     @property
     def pending_samples(self) -> int:
@@ -130,9 +147,9 @@ class RemoteTrainer:
                 async with self._turn:
                     self._check()
                     if packed_for != self.layout:
-                        packed_for = self.layout
-                        size, _ = micro_batches_of_message(self.layout)
-                        steps = deque(_in_steps(pack(left, self.num_ranks, seq_len), size))
+                        packed_for, pipeline = self.layout, PipelineShape.of(self.layout)
+                        packed = pack(left, self.num_ranks, seq_len, pipeline=pipeline)
+                        steps = deque(_in_steps(packed, pipeline.messages(len(packed[0]))))
                     await self._micro_steps(steps, given)
                 left = [
                     sample
@@ -300,10 +317,10 @@ class RemoteTrainer:
     def _tell(self, step: MicroStep, done: Mapping[int, ForwardBackwardDone]) -> None:
         tokens = [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in step]
         busy_s = max(reply.busy_s for reply in done.values())
-        self.on_micro_step(max(tokens), len(step), busy_s, sum(tokens))
+        self.on_micro_step(MicroStepDone(len(step), len(step[0]), max(tokens), sum(tokens), busy_s))
 
     async def _micro_step(self, step: MicroStep, deadline_s: float) -> Mapping[int, ForwardBackwardDone]:
-        commands = {slot: ForwardBackward(of_rank) for slot, of_rank in self.layout.deal(step).items()}
+        commands = self.layout.deal([ForwardBackward(of_rank) for of_rank in step])
         return await self._ask(commands, ForwardBackwardDone, deadline_s)
 
     async def _all(self, command: Command, expected: type[R]) -> Mapping[int, R]:
@@ -324,6 +341,8 @@ class RemoteTrainer:
             raise
 
 
-def _in_steps(packed: Sequence[Sequence[MicroBatch]], size: int) -> list[MicroStep]:
-    """The micro-batches of every rank, `size` of each at a time."""
-    return [[tuple(of_rank[start : start + size]) for of_rank in packed] for start in range(0, len(packed[0]), size)]
+def _in_steps(packed: Sequence[Sequence[MicroBatch]], sizes: Iterable[int]) -> Iterator[MicroStep]:
+    """The micro-batches of every rank, so many of each at a time."""
+    micro_batches = [iter(of_rank) for of_rank in packed]
+    for size in sizes:
+        yield [tuple(islice(of_rank, size)) for of_rank in micro_batches]

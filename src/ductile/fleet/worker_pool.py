@@ -8,8 +8,9 @@ A version goes live on all of them while none joins, so none ends up on another 
 it, or does not do its work in time, is killed and comes back as a new one (`ductile.elastic.recovery`): it holds up
 nobody but itself.
 
-Roles and weights go to every slot of an instance; all else goes to its first slot, which speaks for it. An external
-server has no slot: a `Server` takes its messages, and it keeps the weights that it has.
+Roles and weights go to every slot of an instance; all else goes to those that are asked (`Instance.asked`), the first
+of which speaks for it. An external server has no slot: a `Server` takes its messages, and it keeps the weights that it
+has.
 """
 
 import asyncio
@@ -23,14 +24,14 @@ from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.read_write_lock import ReadWriteLock
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order, slots_on
-from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.error_text import error_text
+from ductile.fleet.assign_role import assignment
 from ductile.fleet.leases import WeightLeases
-from ductile.messages.workers import AssignRole, Command, Receive, ReleaseRole, Reply
+from ductile.messages.workers import Command, Receive, ReleaseRole, Reply
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import raise_worst, worst_of
+from ductile.transport.fanout import AFTER_FAILURE_S, ask_in_step, raise_worst, worst_of
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
 MOST_LOST = 5
@@ -62,11 +63,12 @@ class WorkerPool:
         servers: Mapping[InstanceId, Server] | None = None,
         condemn: Callable[[int, str], None] | None = None,
         is_needed: Callable[[int], bool] | None = None,
+        rendezvous: str = "",
     ) -> None:
         """leases: None where no instance ever joins. servers: what takes the messages of instances without slots.
         condemn(slot, sentence): kills a slot that hangs, which is lost from then on (`Cluster.condemn`); None gives it
         up without that. is_needed(slot): whether the run would end with the slot, which is not killed then; None: with
-        none."""
+        none. rendezvous: host:port where the slots of an instance find each other; "" where each is on one slot."""
         self.instances = in_order(instances)
         self.version: int | None = None
         """Version that is live; None before the first."""
@@ -82,6 +84,7 @@ class WorkerPool:
         self._condemn = condemn or mailbox.lose
         self._is_needed: Callable[[int], bool] = is_needed or (lambda slot: False)
         self._role: Serving = role
+        self._rendezvous = rendezvous
         self._draining: dict[InstanceId, Instance] = {}
         self._waiting: dict[InstanceId, Instance] = {}
         self._on = {slot: instance for instance in self.instances for slot in instance.slots}
@@ -119,8 +122,8 @@ class WorkerPool:
         return self._on.get(slot)
 
     def describe(self, instance: Instance) -> str:
-        """ "slot 2 (generate, pid 123)"; of an external server its id."""
-        return self._mailbox.describe(instance.slots[0]) if instance.slots else instance.id
+        """ "slot 2 (generate, pid 123)"; of an external server, or of one on several slots, its id."""
+        return self._mailbox.describe(instance.slots[0]) if len(instance.asked) == 1 else instance.id
 
     def why_lost(self, instance: Instance) -> str:
         """The sentence that says why the instance is lost; "" while it is not."""
@@ -132,7 +135,7 @@ class WorkerPool:
         if why := self.why_lost(instance):
             raise SlotLost(why)
         if instance.slots:
-            return await self._mailbox.ask(instance.slots[0], command, self._deadlines.command_s)
+            return await ask_in_step(self._mailbox, instance.asked, command, self._deadlines.command_s)
         try:
             return await self._servers[instance.id].ask(command, self._deadlines.command_s)
         except Failure:
@@ -177,8 +180,8 @@ class WorkerPool:
                 raise ValueError(f"slot {slot} has the role {self._role!r} already")
         self._joining.update(slots)
         try:
-            assign = AssignRole(self._role, dict(settings), ParallelLayout.of(slots), joining=True)
-            outcomes = await self._mailbox.ask_all(dict.fromkeys(slots, assign), self._deadlines.command_s)
+            assign = dict.fromkeys(slots, assignment(instance, settings, self._rendezvous, joining=True))
+            outcomes = await self._mailbox.ask_all(assign, self._deadlines.command_s, AFTER_FAILURE_S)
             self._condemn_late(outcomes)
             raise_worst(outcomes)
             async with self.lock.shared(f"{instance.id} joins"):

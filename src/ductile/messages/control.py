@@ -8,7 +8,7 @@ import msgspec
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 
-VERSION = 4
+VERSION = 5
 
 
 class Words(msgspec.Struct, forbid_unknown_fields=True):
@@ -16,9 +16,13 @@ class Words(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResizeRequest(Words, tag="resize"):
-    """Have the trainer go on with these slots, in the order that moves least of its state."""
+    """Have the trainer go on with other slots, in another layout, or both, in the order of slots that moves least of
+    its state. What it means is said in `ductile.core.layout.requested_layout`."""
 
-    train: tuple[int, ...]
+    train: tuple[int, ...] | None = None
+    """Slots; None: as many as the layout has, preferring those that train."""
+    layout: str = ""
+    """Sizes of all axes, such as "pp=2,dp_shard=2,tp=2"; "": as the run's layouts have it for so many slots."""
     sizes: dict[str, int] = {}
     """Sizes of axes as `ParallelDims` names them, such as {"dp_replicate": 2}; the other axes stay as they are, and
     `dp_shard` is what the slots leave."""

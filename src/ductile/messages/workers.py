@@ -51,6 +51,8 @@ class AssignRole(Message):
     joining: bool = False
     """Build what needs no state, and read no weights from disk: they come from the slots that have them, by `Prepare`
     (train) or by `Receive` (generate, score). Until then the role can do nothing else."""
+    instance: str = ""
+    """Id of the instance (generate, score); "" for the trainer."""
 
     def roles_after(self, roles: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
         return roles if self.role in roles else (*roles, self.role)

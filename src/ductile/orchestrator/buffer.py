@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
-from ductile.core.batch.chunking import chunk
+from ductile.core.batch.chunking import ReadyGroup, chunk
 from ductile.core.scheduling.staleness import Freshness, StalenessBound, admission, freshness
 from ductile.events.rollouts import GroupDropped, PromptDroppedTwice
 from ductile.observe import Recorder
@@ -137,6 +137,7 @@ class Buffer:
         *,
         groups_per_update: int,
         num_ranks: int,
+        per_rank: int,
         seq_len: int,
         soon: Callable[[], int],
     ) -> list[RolloutGroup]:
@@ -148,10 +149,11 @@ class Buffer:
 
         def count(num_soon: int = 0) -> int:
             return chunk(
-                [finished.num_tokens for finished in self._waiting],
+                [ReadyGroup(len(each.group.rollouts), each.num_tokens) for each in self._waiting],
                 wanted=wanted,
                 groups_per_update=groups_per_update,
                 num_ranks=num_ranks,
+                per_rank=per_rank,
                 seq_len=seq_len,
                 soon=num_soon,
             )

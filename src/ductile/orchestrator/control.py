@@ -3,6 +3,7 @@
     run = Run("runs/x")
     run.status().trainer.slots              (0, 1)
     run.resize(train=range(4)).sentence     "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: ..."
+    run.resize(layout="pp=2,tp=2")          the same slots, each with another part of the state
 
 A run listens on loopback (`ductile.orchestrator.endpoint`); `control.json` in its folder, which only its owner can
 read, has the address and a random token. A conversation is one line of JSON each way. Nothing in it is executed.
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ductile.core.layout.layout_text import EXAMPLE
 from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure
 from ductile.fabric.process import start_time
 from ductile.messages.control import (
@@ -51,19 +53,29 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
-    def resize(self, train: Iterable[int], timeout_s: float = RESIZE_S, **sizes: int) -> Resized:
-        """Change the trainer's slots and wait for what comes of it; a rollback is a result, too.
+    def resize(
+        self, train: Iterable[int] | None = None, timeout_s: float = RESIZE_S, layout: str = "", **sizes: int
+    ) -> Resized:
+        """Change the trainer's slots, its layout or both, and wait for what comes of it; a rollback is a result, too.
 
-        sizes: of axes that change, as `ParallelDims` names them: `resize(range(4), dp_replicate=2)`.
+        Args:
+            train: the slots. None: as many as the layout has, preferring those that train.
+            layout: sizes of all axes, such as "pp=2,dp_shard=2,tp=2". "": as `trainer.resize.layouts` has it for so
+                many slots, else as `trainer.model` asks for it, as far as that fits.
+            sizes: instead of a layout those of axes that change, as `ParallelDims` names them: `resize(range(4),
+                dp_replicate=2)`.
 
         Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not reply in time.
         """
         try:
-            ask = msgspec.convert({"type": "resize", "train": list(train), "sizes": sizes}, ResizeRequest)
+            slots = None if train is None else list(train)
+            words = {"type": "resize", "train": slots, "layout": layout, "sizes": sizes}
+            ask = msgspec.convert(words, ResizeRequest)
         except (TypeError, msgspec.ValidationError) as error:
             raise Unfit(
-                f"train is {train!r} and the sizes of axes are {sizes!r}; write slots as numbers, such as range(4) or "
-                "[0, 2, 5], and sizes as numbers, such as dp_replicate=2"
+                f"train is {train!r}, layout is {layout!r} and the sizes of axes are {sizes!r}; write slots as "
+                f'numbers, such as range(4) or [0, 2, 5], a layout as text, such as "{EXAMPLE}", and sizes as numbers, '
+                "such as dp_replicate=2"
             ) from error
         return self._ask(ask, Resized, timeout_s)
 
@@ -110,8 +122,11 @@ class Run:
                     f"no run is at work in {self.folder}: the last one has ended (or one has just been started, and "
                     f"has no slots yet). What the last one did: ductile report {self.folder}"
                 ) from None
+            if not (log := self.folder / "logs" / "processes.log").exists():
+                raise Unfit(f"there is no run in {self.folder}: nothing has run there yet") from None
             raise Unfit(
-                f"no run is at work in {self.folder}, or it is still starting: its slots have no roles yet"
+                f"no run is at work in {self.folder}: it is still starting, and its slots have no roles yet, or its "
+                f"start has failed; see {log}"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Unfit(f"{self.folder / FILE} cannot be read: {error}") from None

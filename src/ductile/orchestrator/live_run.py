@@ -8,6 +8,7 @@ import os
 import time
 
 from ductile.cluster.cluster import Cluster
+from ductile.core.layout.requested_layout import LayoutRequest
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.fleet.trainer import RemoteTrainer
@@ -48,7 +49,7 @@ class LiveRun:
 
     async def _resize(self, ask: ResizeRequest) -> Resized:
         try:
-            return await self._resizer.resize_to(self._resizer.layout_of(ask))
+            return await self._resizer.resize_as(LayoutRequest(ask.layout, ask.train, ask.sizes))
         except CannotResize as error:
             raise Unfit(str(error)) from error
         except ResizeNotDone as error:

@@ -207,6 +207,7 @@ class Loop:
                 wanted,
                 groups_per_update=groups_per_update,
                 num_ranks=self.trainer.num_ranks,
+                per_rank=self.trainer.micro_batches_per_rank,
                 seq_len=self.schedule.seq_len,
                 soon=self.rollouts.num_soon,
             )

@@ -22,16 +22,16 @@ from ductile.config.secrets import secret_of
 from ductile.config.slots import placement_of
 from ductile.config.trainer import TrainerConfig
 from ductile.core.instances.placement import SPELLED, Placement
-from ductile.core.layout.layout_rules import layout_for
+from ductile.core.layout.layout_rules import LayoutRules, layout_for
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
-from ductile.core.scheduling.state import Limits, first_instances
+from ductile.core.scheduling.state import first_instances, groups_of
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.loss_log import LossLog
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.events.slots import SlotStarted
-from ductile.fleet.assign_role import assign_role, each_alone
+from ductile.fleet.assign_role import assign_role, begin_instances
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
@@ -47,7 +47,7 @@ from ductile.orchestrator.live_run import LiveRun
 from ductile.orchestrator.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
 from ductile.orchestrator.run_context import RunContext
 from ductile.orchestrator.run_until import SlotDied, Stopped, run_until
-from ductile.orchestrator.scheduling import Scheduling
+from ductile.orchestrator.scheduling import Scheduling, limits_of
 from ductile.orchestrator.serving import become_server, bench_server
 from ductile.orchestrator.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.orchestrator.supervise import Session, supervise
@@ -88,12 +88,12 @@ def _step(prepared: Prepared | PreparedBatches) -> int:
 
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
     """Start the slots, give them their roles, run the RL loop."""
-    placement = placement_of(config)
+    placement, rules = placement_of(config), layout_rules(config)
     async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
         fleet = await run_until(
-            _take_roles(config, prepared, placement, cluster), session.interrupt.graceful, cluster.death()
+            _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
         )
-        async with _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, fleet) as resizer:
+        async with _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet) as resizer:
 
             async def change_over(slot: int) -> None:
                 await activity.change_over(slot)
@@ -107,6 +107,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
                 change_over,
                 is_scheduled=config.cluster.auto_scheduler,
                 replaced=replaced_roles(config.cluster),
+                groups=lambda role: groups_of(role, placement, cluster.slots, limits_of(config)),
             )
             scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
             context = _context(session, lambda: fleet.slots_by_role, resizer, cluster)
@@ -120,13 +121,13 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
 
 async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
     """The trainer alone, on data that is there."""
-    placement, deadlines = placement_of(config), Deadlines.of(config.cluster)
+    placement, deadlines, rules = placement_of(config), Deadlines.of(config.cluster), layout_rules(config)
     async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
-        settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(placement.train, layout_rules(config))
+        settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(placement.train, rules)
         taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.graceful, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, layout, deadlines)
-        async with _live(config, prepared.trainer, cluster, trainer, activity, session) as resizer:
+        async with _live(config, prepared.trainer, cluster, trainer, activity, session, rules) as resizer:
             context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
             summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
     return batches_summary(summary, prepared.model_folder)
@@ -216,10 +217,11 @@ async def _live(
     trainer: RemoteTrainer,
     activity: SlotActivity,
     session: Session,
+    rules: LayoutRules,
     fleet: Fleet | None = None,
 ) -> AsyncGenerator[TrainerResizer]:
-    """Meanwhile the run serves `ductile status` and `ductile resize`. trainer_config: as the slots have it. fleet: has
-    the trainer; None where there is nothing else."""
+    """Meanwhile the run serves `ductile status` and `ductile resize`. trainer_config: as the slots have it. rules: the
+    run's, which the resizer keeps from now on. fleet: has the trainer; None where there is nothing else."""
     command_s = Deadlines.of(config.cluster).command_s
     options = ResizeOptions(
         settings=trainer_config.model_dump(mode="json"),
@@ -230,7 +232,7 @@ async def _live(
         patience_s=command_s,
     )
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
-    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet, layout_rules(config))
+    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet, rules)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(session, cluster, trainer, activity, resizer, policy)
     with LossLog(cluster, resizer, session.record):
@@ -238,29 +240,31 @@ async def _live(
             yield resizer
 
 
-async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement, cluster: Cluster) -> Fleet:
+async def _take_roles(
+    config: RLConfig, prepared: Prepared, placement: Placement, cluster: Cluster, rules: LayoutRules
+) -> Fleet:
     """Give all slots their roles; they load their models at the same time."""
     mailbox, deadlines = cluster.mailbox, Deadlines.of(config.cluster)
     timeout_s = deadlines.command_s
     generate = config.inference.model_dump(mode="json")
     train = score = prepared.trainer.model_dump(mode="json")
-    layout = layout_for(placement.train, layout_rules(config))
+    layout = layout_for(placement.train, rules)
+    instances = first_instances(placement, limits_of(config))
+    generators = [each for each in instances if each.role == "generate"]
+    scorers = [each for each in instances if each.role == "score"]
     await asyncio.gather(
         assign_role(mailbox, "train", train, [layout], timeout_s, cluster.rendezvous),
-        assign_role(mailbox, "generate", generate, each_alone(placement.generate), timeout_s),
-        assign_role(mailbox, "score", score, each_alone(placement.score), timeout_s),
+        begin_instances(mailbox, generators, generate, timeout_s),
+        begin_instances(mailbox, scorers, score, timeout_s, cluster.rendezvous),
     )
     trainer = RemoteTrainer(mailbox, layout, deadlines)
     leases = WeightLeases(mailbox, trainer, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
-    instances = first_instances(placement, Limits())
 
     def is_needed(slot: int) -> bool:
         """Also a slot that trains while a resize judges what its death means: it has a part of the state."""
         return cluster.depends_on(slot) or slot in trainer.layout.slots
 
-    generators = [each for each in instances if each.role == "generate"]
-    scorers = [each for each in instances if each.role == "score"]
     return Fleet(
         trainer,
         RemoteGenerators(
@@ -273,6 +277,8 @@ async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement
             condemn=cluster.condemn,
             is_needed=is_needed,
         ),
-        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, is_needed) if scorers else None,
+        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, is_needed, cluster.rendezvous)
+        if scorers
+        else None,
         {"generate": generate, "score": score},
     )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ductile.config.command_line import parse_with_folder, print_error
+from ductile.core.layout.layout_text import EXAMPLE
 from ductile.messages.control import Resized, RunFailed, Unfit
 from ductile.orchestrator.control import RESIZE_S, Run
 
@@ -22,18 +23,30 @@ DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
 
 def resize(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="ductile resize", description="Change the slots that a live run trains on, while it trains."
+        prog="ductile resize",
+        description="Change the slots that a live run trains on, how its model lies on them, or both, while it trains.",
     )
-    parser.add_argument("--train", required=True, metavar="SLOTS", help="for example 0-3, or 0,2,5")
     parser.add_argument(
-        "--dp-replicate", "--replicas", type=int, metavar="N", help="copies of the state; default: as now"
+        "--train",
+        metavar="SLOTS",
+        help="for example 0-3, or 0,2,5; default: as many as --layout has, preferring those that train",
+    )
+    parser.add_argument(
+        "--layout",
+        metavar="SIZES",
+        default="",
+        help=f"for example {EXAMPLE}; default: as the run's config has it for so many slots (trainer.resize.layouts)",
+    )
+    parser.add_argument(
+        "--dp-replicate", "--replicas", type=int, metavar="N", help="copies of the state; the other axes stay as now"
     )
     parser.add_argument("--timeout", type=float, default=RESIZE_S, metavar="S", help="how long to wait for it")
     parser.add_argument("--json", action="store_true", help="print what happened as JSON")
     asked = parse_with_folder(parser, words)
     sizes = {} if asked.dp_replicate is None else {"dp_replicate": asked.dp_replicate}
     try:
-        result = Run(asked.run).resize(slot_list(asked.train), asked.timeout, **sizes)
+        train = None if asked.train is None else slot_list(asked.train)
+        result = Run(asked.run).resize(train, asked.timeout, asked.layout, **sizes)
     except (Unfit, RunFailed) as error:
         return _sorry("resize", error)
     except KeyboardInterrupt:
@@ -80,7 +93,9 @@ def slot_list(text: str) -> tuple[int, ...]:
     for word in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
-        if last < first:
+        if found and last < first:
+            raise Unfit(f"--train {text}: {word.strip()!r} runs backwards; write {last}-{first}")
+        if not found:
             raise Unfit(
                 f"--train {text}: {word.strip() or 'nothing'!r} is neither a slot nor a range; write 0-3 or 0,2,5"
             )

@@ -5,11 +5,11 @@ from functools import partial
 
 from ductile.cluster.cluster import Cluster
 from ductile.config.inference import shared_block_tokens
-from ductile.config.layout import layout_rules
 from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_arguments, policy_name, policy_of
 from ductile.config.slots import placement_of
+from ductile.core.layout.layout_rules import LayoutRules
 from ductile.core.scheduling.cost_model import CostModel
 from ductile.core.scheduling.policies.rules import Home
 from ductile.core.scheduling.profile import Setting
@@ -55,7 +55,7 @@ class Scheduling:
         """Account for the slots' time from now on. Returns their controller; None without `cluster.auto_scheduler`."""
         config, fleet = self._config, self._fleet
         on_gpu = any(device.startswith("cuda") for device in self._cluster.devices.values())
-        setting = setting_of(config, self._prepared, fleet, on_gpu=on_gpu)
+        setting = setting_of(config, self._prepared, fleet, self._resizer.rules, on_gpu=on_gpu)
         measured = CostModel(_cache_bytes_per_token(config, on_gpu=on_gpu))
         began_s = self._began_s = self._activity.begin(self._cluster.slots)
         measuring = Measuring(self._cluster.mailbox, fleet, measured)
@@ -130,11 +130,16 @@ class Scheduling:
         return self._controller.num_changes if self._controller else 0
 
 
-def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, *, on_gpu: bool) -> Setting:
+def limits_of(config: RLConfig) -> Limits:
+    """The limits that follow from the config alone."""
+    return Limits(max_num_seqs=config.inference.max_num_seqs, slots_per_scorer=config.scorer.tp)
+
+
+def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, rules: LayoutRules, *, on_gpu: bool) -> Setting:
     orchestrator, home = config.orchestrator, placement_of(config)
     return Setting(
         home=home,
-        limits=Limits(max_num_seqs=config.inference.max_num_seqs).at(home, on_gpu=on_gpu),
+        limits=limits_of(config).at(home, on_gpu=on_gpu),
         policy=policy_name(config.cluster),
         num_steps=prepared.schedule.max_steps,
         groups_per_step=prepared.schedule.groups_per_step,
@@ -150,7 +155,7 @@ def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, *, on_gpu: bo
         on_gpu=on_gpu,
         instances=fleet.instances,
         layout=fleet.trainer.layout,
-        rules=layout_rules(config),
+        rules=rules,
     )
 
 

@@ -4,6 +4,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from ductile.core.instances.membership import describe
+from ductile.core.layout.parallel_layout import AXES, ONE_SLOT_RANK, ParallelLayout
 from ductile.messages.control import RunStatus
 
 ACTIVITIES = ("train", "generate", "score", "publish", "switch", "idle")
@@ -27,15 +28,26 @@ def status_table(known: RunStatus) -> RenderableType:
         table.add_column(name, no_wrap=True)
     table.add_column("roles", min_width=len("generate,"))  # one below the other where there is no room: no name is cut
     table.add_column("doing", no_wrap=True)
-    for name in activities:
+    axes = _axes(known.trainer)
+    for name in (*axes, *activities):
         table.add_column(name, justify="right", no_wrap=True)
     for slot in known.slots:
         seconds = [_seconds(slot.seconds.get(name, 0.0)) for name in activities]
-        table.add_row(str(slot.slot), str(slot.pid), slot.device, ", ".join(slot.roles) or "-", slot.doing, *seconds)
+        at = known.trainer.coordinates(slot.slot) if slot.slot in known.trainer.slots else {}
+        place = [str(at[axis]) if at else "" for axis in axes]
+        roles = ", ".join(slot.roles) or "-"
+        table.add_row(str(slot.slot), str(slot.pid), slot.device, roles, slot.doing, *place, *seconds)
     parts: list[RenderableType] = [title, trainer, table]
     parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_CHANGES:]]
     parts += [f"lost: {sentence}" for sentence in known.lost.values()]
     return Group(*parts)
+
+
+def _axes(layout: ParallelLayout) -> list[str]:
+    """Axes whose coordinates are shown: those above 1 of a mesh that is more than data parallelism."""
+    if layout.dims.rank_shape == ONE_SLOT_RANK:
+        return []
+    return [axis for axis in AXES if getattr(layout.dims, axis) > 1]
 
 
 def _seconds(seconds: float) -> str:

@@ -106,7 +106,7 @@ class _Gather(torch.autograd.Function):
         whole = logprobs.new_zeros((2, num_scored))
         whole[:, scored] = torch.stack((logprobs, entropies))
         dist.all_reduce(whole, group=group)  # each number is one slot's, and 0 on the others
-        return whole[0], whole[1]
+        return whole[0].clone(), whole[1].clone()  # a loss may change them in place, as it may without cp
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ductile.core.layout.layout import Layout
-from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.parameters import Parameter, parameters
 from ductile.core.layout.spec import ModelSpec
@@ -117,14 +116,14 @@ def _joined(parameter: Parameter, part: Tensor, spec: ModelSpec, context: Parall
 @lru_cache(maxsize=8)
 def _over_tp(spec: ModelSpec, tp: int) -> Layout:
     """The model over the slots of tp alone, which are 0 to tp - 1 here."""
-    return model_layout(spec, Mesh.of(range(tp), tp=tp))
+    return model_layout(spec, ParallelLayout.of(range(tp), tp=tp))
 
 
 @lru_cache(maxsize=8)
 def _over_stages(spec: ModelSpec, parallel: ParallelLayout) -> Layout:
     """The model over stages alone, which are slots 0 to pp - 1 here."""
     pp = parallel.dims.pp
-    return model_layout(spec, Mesh.of(range(pp), pp=pp), stages=parallel.stages or None)
+    return model_layout(spec, ParallelLayout.of(range(pp), parallel.stages, pp=pp))
 
 
 def _unit_of(name: str) -> str:

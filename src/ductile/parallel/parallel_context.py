@@ -32,7 +32,7 @@ class ParallelContext:
         """Whether this slot speaks for all: it publishes and exports what all help to gather."""
         self.data_parallel_rank = layout.data_parallel_rank(groups.slot)
         """The part of a batch that this slot works on."""
-        self.reports = layout.reports(groups.slot)
+        self.counts_samples = layout.counts_samples(groups.slot)
         """Whether this slot's sums over samples count, so that `sum` has each token once."""
         self.num_on_device = groups.num_on_device(layout.slots)
         """Slots that share this slot's GPU, itself among them."""

@@ -1,6 +1,6 @@
 """How a textbook model becomes a parallel one. The order of things, on one page:
 
-1. refuse the axes that are not built yet (all but `BUILT`)
+1. refuse the axes whose keys the config marks as not built
 2. describe it on the meta device, where it takes no memory: of the layers, those of this slot's stage
    (`parallel.pipeline`)
 3. keep this slot's part of each weight, and modules that compute with it (`parallel.tensor_parallel`)
@@ -8,7 +8,8 @@
 5. give memory to this rank's shards alone
 6. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
-Where the caller has the shards already, or brings them later, 5 and 6 are theirs: `build_over`.
+Where the caller has the shards already, 5 and 6 are theirs: `build_over`; where it brings values later, 6 is:
+`build_empty`.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -19,16 +20,13 @@ from torch import Tensor
 
 from ductile.config.model import TrainerModelConfig
 from ductile.config.schema import keys
-from ductile.core.layout.parallel_layout import DATA_PARALLEL, ParallelDims
+from ductile.core.layout.parallel_layout import ParallelDims
 from ductile.core.layout.peak import compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel import data, pipeline, tensor_parallel
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
-
-BUILT = (*DATA_PARALLEL, "pp", "cp", "tp")
-"""Axes that a model can be spread over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +60,20 @@ def build(
 ) -> Transformer:
     """The model of `spec`, spread over the context's slots, with the values of `tensors` (our names, full, every
     parameter once), of which this slot has `parts`."""
-    model = _describe(spec, context, precision, reshard_after_forward)
-    model.to_empty(device=device)
+    model = build_empty(spec, context, device, precision, reshard_after_forward)
     data.fill(model, tensors, parts)
     return model
+
+
+def build_empty(
+    spec: ModelSpec,
+    context: ParallelContext,
+    device: str | torch.device,
+    precision: Precision,
+    reshard_after_forward: bool = True,
+) -> Transformer:
+    """The same for values that come later: until then they are whatever lay in that memory."""
+    return _describe(spec, context, precision, reshard_after_forward).to_empty(device=device)
 
 
 def build_over(
@@ -102,8 +110,9 @@ def _describe(
 
 def _refuse_unbuilt(dims: ParallelDims) -> None:
     """Raises ValueError for axes above 1 whose keys the config marks as not built."""
-    sizes = {axis: size for axis, size in asdict(dims).items() if size > 1 and axis not in BUILT}
-    marks = {axis: keys(TrainerModelConfig)[axis].not_built for axis in sizes}
+    known = keys(TrainerModelConfig)
+    sizes = {axis: size for axis, size in asdict(dims).items() if size > 1 and axis in known}
+    marks = {axis: known[axis].not_built for axis in sizes}
     refused = [f"trainer.model.{axis} = {sizes[axis]}. {mark.sentence()}" for axis, mark in marks.items() if mark]
     if refused:
         raise ValueError(" ".join(refused))

@@ -16,6 +16,9 @@ from ductile.core.layout.strategy import model_layout
 from ductile.core.transfer.cells import Atoms, atoms
 from ductile.core.transfer.owners import owned_boxes
 
+REMEMBERED_LAYOUTS = 32
+"""Most layouts that are remembered; the least recently used one goes first."""
+
 
 class SlotParts:
     """Knows where each of a slot's numbers belongs. `local` is always the slot's part of the tensor `name`, flat."""
@@ -24,13 +27,13 @@ class SlotParts:
         self._layout, self._slot = layout, slot
         self._turns = {tensor.name: turn for turn, tensor in enumerate(layout)}
         self._atoms: dict[bytes, Atoms] = {}
-        self.owned = lru_cache(maxsize=None)(self._owned)
-        """Function that gives the boxes of a tensor which this slot owns (`ductile.core.transfer.owners`)."""
+        self._owned: dict[str, list[Box]] = {}
 
-    @classmethod
-    def of(cls, spec: ModelSpec, parallel: ParallelLayout, slot: int) -> "SlotParts":
+    @staticmethod
+    @lru_cache(maxsize=REMEMBERED_LAYOUTS)
+    def of(spec: ModelSpec, parallel: ParallelLayout, slot: int) -> "SlotParts":
         """The slot's part of the model's parameters, by their names."""
-        return cls(model_layout(spec, parallel.mesh, stages=parallel.stages or None), slot)
+        return SlotParts(model_layout(spec, parallel), slot)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
@@ -56,8 +59,11 @@ class SlotParts:
             return [local]
         return [self.view(name, local, box) for box in boxes]
 
-    def _owned(self, name: str) -> list[Box]:
-        holdings = self._layout[name].holdings
-        if holdings.geometry not in self._atoms:
-            self._atoms[holdings.geometry] = atoms(holdings)
-        return owned_boxes(self._atoms[holdings.geometry], self._slot, self._turns[name])
+    def owned(self, name: str) -> list[Box]:
+        """The boxes that this slot owns (`ductile.core.transfer.owners`)."""
+        if name not in self._owned:
+            holdings = self._layout[name].holdings
+            if holdings.geometry not in self._atoms:
+                self._atoms[holdings.geometry] = atoms(holdings)
+            self._owned[name] = owned_boxes(self._atoms[holdings.geometry], self._slot, self._turns[name])
+        return self._owned[name]

@@ -3,24 +3,20 @@
 `torch.distributed.pipelining` has the schedules: which micro-batch a slot runs next, forward or backward. Its stages
 know the shape of one micro-batch, or find it out by running it. Here every micro-batch has a size of its own, which all
 slots of a data-parallel rank know, as they have the whole micro-batch; only hidden states travel. So nothing is padded,
-and stages and schedule are made for each list of micro-batches.
+and stages and schedule are made for each list of micro-batches. What that takes of torch's private parts is in
+`parallel.torch_pipelining`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining._utils import _TensorMeta
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
-    _PipelineSchedule,
 )
-from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.pipeline import PipelineSchedule, num_to_run, runs_of_layers
@@ -28,6 +24,7 @@ from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.scoring import ModelInputs
+from ductile.parallel.torch_pipelining import Schedule, VirtualStage
 
 StageLoss = Callable[[int, Tensor, Tensor], Tensor]
 """Function of a micro-batch's number, its log-probs and its entropies that gives its loss, to be minimised."""
@@ -78,7 +75,7 @@ class Pipeline:
         number = len(micro_batches)
         hidden = [(inputs.num_hidden, self._model.spec.hidden_size) for inputs in micro_batches]
         stages = [
-            Stage(
+            VirtualStage(
                 _Run(self._model, layers, micro_batches),
                 index,
                 self._num_runs,
@@ -94,8 +91,8 @@ class Pipeline:
         schedule.step(micro_batch=which, target=which, return_outputs=False)
 
     def _make_schedule(
-        self, stages: Sequence[_PipelineStageBase], number: int, loss: Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
-    ) -> _PipelineSchedule:
+        self, stages: Sequence[VirtualStage], number: int, loss: Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
+    ) -> Schedule:
         if self._schedule == "zero_bubble":
             return ScheduleInterleavedZeroBubble([*stages], number, loss, scale_grads=False)
         if len(stages) > 1:
@@ -103,63 +100,6 @@ class Pipeline:
         # With fewer micro-batches than stages 1F1B is GPipe, and torch asks for the latter.
         kind = Schedule1F1B if number >= self._pp else ScheduleGPipe
         return kind(stages[0], number, loss, scale_grads=False)
-
-
-class Stage(_PipelineStageBase):
-    """A run of layers as torch's schedules take it, where each micro-batch has a size of its own.
-
-    What comes from a neighbour gets its memory when it is received, and is let go of by the backward pass.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        index: int,
-        num_stages: int,
-        hidden: Sequence[tuple[int, int]],
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """`hidden`: shape of the hidden states of every micro-batch on this slot."""
-        super().__init__(module, index, num_stages, device, group)
-        self._runtime_validate = False  # it knows one shape
-        self._metas = [_TensorMeta(torch.Size(shape), (shape[1], 1), dtype, requires_grad=True) for shape in hidden]
-        self._stage_meta.inputs = () if self.is_first else (self._metas[0],)
-        self.grad_send_info = [index - 1]  # the first one sends none
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_first:
-            self.args_recv_info[fwd_chunk_id] = (self._arriving(fwd_chunk_id, self.stage_index - 1),)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_last:
-            self.grad_recv_info[bwd_chunk_id] = (self._arriving(bwd_chunk_id, self.stage_index + 1),)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self.args_recv_info[bwd_chunk_id] = self.grad_recv_info[bwd_chunk_id] = ()
-
-    def _arriving(self, chunk_id: int, source: int) -> _RecvInfo:
-        meta = self._metas[chunk_id]
-        buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-        return _RecvInfo(f"micro-batch {chunk_id}", source, buffer, meta)
-
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
-        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
-        log_probs_and_entropies = {0: [], 1: []}
-        self.act_send_info = log_probs_and_entropies if self.is_last else {0: [self.stage_index + 1]}
-
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
-        self._setup_backward_recv_info(num_microbatches)
-
-    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[_RecvInfo, ...]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []  # the group has met when it was made
 
 
 class _Run(nn.Module):

@@ -9,11 +9,12 @@ Tied embeddings are on the first and on the last stage of pp. Each has a term of
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from ductile.model.transformer import Transformer
 from ductile.parallel.data import local_shard
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.torch_pipelining import end_backward_passes
 
 
 class GradientReduction:
@@ -60,12 +61,7 @@ class GradientReduction:
             self._root.set_requires_gradient_sync(True)
             self._root.set_is_last_backward(True)
             self._root.set_reshard_after_backward(True)
-            # What FSDP2 does behind a backward pass, as `torch.distributed.pipelining` asks for it.
-            root = fully_shard.state(self._root)
-            for state in root._state_ctx.all_states:
-                for group in state._fsdp_param_groups:
-                    group.post_backward()
-            root._root_post_backward_final_callback()
+            end_backward_passes(self._root)
         if self._ends is not None:
             self._sum_embeddings(self._ends)
 

@@ -10,7 +10,11 @@
 | `attention` | `HeadParallelAttention` | its heads of all tokens |
 | `gate_up_proj` | `ColumnParallelLinear` | rows of gate and of up |
 | `o_proj`, `down_proj` | `RowParallelLinear` | columns, and all of the bias |
+| `q_norm`, `k_norm` | stay; `HeadParallelAttention` reads their weights | all of the weight, its heads |
 | `lm_head` | stays; `VocabularyParallelHead` is called with its weight | rows of the vocabulary |
+
+A module with parameters that is not in this table is refused: if its weight is whole on every slot and sees a part of
+the tokens, slots would go apart without its gradient being summed.
 
 Where it cuts is for `ductile.core.layout.strategy` to say. Parts may differ in size.
 
@@ -18,7 +22,7 @@ The number of tokens, T, must be a multiple of the number of slots, R. Between t
 (`ductile.parallel.sequence_parallel`). H query heads and K key/value heads on a slot, D head size, M hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -41,32 +45,47 @@ from ductile.parallel.sequence_parallel import (
 )
 from ductile.parallel.vocabulary_parallel import VocabularyParallelEmbedding
 
+STAY = frozenset({"q_norm", "k_norm", "lm_head"})
+"""Modules that stay, as others read their weights and see to the gradients."""
+
 
 def apply(model: Transformer, context: ParallelContext) -> None:
     """Make a model that has no values yet the slot's part of a tensor-parallel one. The names of its parameters stay.
 
-    Raises ValueError where a slot would have no part of something.
+    Raises ValueError where a slot would have no part of something, and for a module that the table above lacks.
     """
     _refuse_empty_parts(model.spec, context.layout)
-    shapes = tensor_parallel_shapes(model.spec, context.layout.mesh, context.slot)
+    in_place_of = _replacements(model.spec, context)
+    _refuse_unknown(model, in_place_of.keys() | STAY)
+    shapes = tensor_parallel_shapes(model.spec, context.layout, context.slot)
     for name, parameter in list(model.named_parameters()):
         owner, _, own_name = name.rpartition(".")
         part = nn.Parameter(parameter.new_empty(shapes[name]), parameter.requires_grad)
         model.get_submodule(owner).register_parameter(own_name, part)
-    in_place_of = _replacements(model.spec, context)
     for name, module in list(model.named_modules()):
         if replacement := in_place_of.get(name.rpartition(".")[2]):
             model.set_submodule(name, replacement(module))
 
 
+def _refuse_unknown(model: Transformer, known: Collection[str]) -> None:
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind not in known and next(module.parameters(recurse=False), None) is not None:
+            raise ValueError(
+                f"nothing says what tp does to {name}, which has parameters: write {kind!r} in "
+                "`tensor_parallel._replacements`, or in STAY where another module sees to its gradients"
+            )
+
+
 def _refuse_empty_parts(spec: ModelSpec, layout: ParallelLayout) -> None:
     """Parts are rounded up, so the last slot's is the first to be empty; FSDP2 has no gradient of what is."""
     last = layout.group(layout.first, ("tp",))[-1]
-    for name, shape in tensor_parallel_shapes(spec, layout.mesh, last).items():
+    for name, shape in tensor_parallel_shapes(spec, layout, last).items():
         if 0 in shape:
             raise ValueError(
-                f"trainer.model.tp = {layout.dims.tp} leaves a slot without any part of {name}; write a divisor of the "
-                f"model's num_attention_heads, {spec.num_heads}, and of its intermediate_size, {spec.intermediate_size}"
+                f"tp = {layout.dims.tp} (trainer.model.tp or scorer.tp) leaves a slot without any part of {name}; "
+                f"write a divisor of the model's num_attention_heads, {spec.num_heads}, and of its intermediate_size, "
+                f"{spec.intermediate_size}"
             )
 
 

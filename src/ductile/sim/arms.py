@@ -8,6 +8,7 @@ from ductile.config.errors import did_you_mean
 from ductile.config.imports import ImportPathError
 from ductile.config.policy import named_policy
 from ductile.core.instances.placement import Placement, compact
+from ductile.core.layout.layout_rules import NO_RULES, LayoutRules, dims_allowed
 from ductile.core.scheduling.orders import Policy
 from ductile.core.scheduling.policies.names import NAMES
 from ductile.core.scheduling.policies.static import InTurns, Static
@@ -60,7 +61,7 @@ def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]], sta
         if policy is not None:
             yield _run(name, scenario, policy)
         elif name == COLLOCATED:
-            yield _run(name, scenario.at(collocate(scenario.placement)), InTurns())
+            yield _run(name, scenario.at(collocate(scenario.placement, scenario.rules)), InTurns())
         else:
             outcomes = [_run(name, scenario.at(split), Static()) for split in splits(scenario)]
             best = min(outcomes, key=lambda outcome: outcome.result.wall_s)
@@ -84,22 +85,24 @@ def named(name: str) -> Policy:
 
 
 def splits(scenario: Scenario) -> list[Placement]:
-    """The ways to divide the slots between training and generating: all of few slots, eighths of many."""
+    """The ways to divide the slots between training and generating: all of few slots, eighths of many; as far as the
+    trainer has a layout on so many. At the least that of the scenario itself."""
     score = scenario.placement.score
     slots = [slot for slot in scenario.placement.slots if slot not in score]
     counts = range(1, len(slots)) if len(slots) <= 8 else sorted({len(slots) * part // 8 for part in range(1, 8)})
-    least = scenario.limits.min_train
+    allowed = [n for n in dims_allowed(len(slots), scenario.rules) if scenario.limits.min_train <= n < len(slots)]
+    fitting = {max((n for n in allowed if n <= count), default=0) for count in counts} - {0}
     return [
         Placement(tuple(slots[:count]), tuple(slots[count:]), score, f"{count} of {len(slots)} slots for training")
-        for count in counts
-        if least <= count < len(slots)
-    ]
+        for count in sorted(fitting)
+    ] or [scenario.placement]
 
 
-def collocate(placement: Placement) -> Placement:
-    """A placement in which all slots train and generate, but for the scorers."""
+def collocate(placement: Placement, rules: LayoutRules = NO_RULES) -> Placement:
+    """A placement in which all slots generate, but for the scorers, and as many of them train as the rules allow."""
     slots = tuple(slot for slot in placement.slots if slot not in placement.score)
-    return Placement(slots, slots, placement.score, "all slots hold both roles")
+    most = max(dims_allowed(len(slots), rules), default=len(placement.train))
+    return Placement(slots[:most], slots, placement.score, "all slots hold both roles")
 
 
 def _run(name: str, scenario: Scenario, policy: Policy) -> ArmOutcome:

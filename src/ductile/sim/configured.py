@@ -1,5 +1,6 @@
 """The scenario that a config of `ductile simulate` describes: all of it, or what differs from a recorded run."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,20 +8,25 @@ from typing import Any
 from ductile.config.section import Section
 from ductile.config.simulate import LengthsConfig, LognormalLengths, SimulateConfig
 from ductile.core.instances.placement import place
+from ductile.core.layout.asked_layout import DATA_PARALLELISM
+from ductile.core.layout.layout_rules import LayoutRules
+from ductile.core.layout.layout_text import LayoutTextError, parse_sizes
 from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.scheduling.state import Limits
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal, recorded
 
-LIMITS = ("max_num_seqs", "min_train")
+LIMITS = ("max_num_seqs", "min_train", "slots_per_scorer")
 
 
 def configured(config: SimulateConfig, recording: Recording | None = None) -> Scenario:
     """Raises NoRecording, PlacementError, OSError or ValueError when the recording, the placement or the file of
     lengths is no good."""
-    if recording is None:
-        return _written(config)
-    return _changed(recorded_scenario(recording, config.seed), config)
+    scenario = _written(config) if recording is None else _changed(recorded_scenario(recording, config.seed), config)
+    size, num_slots = scenario.limits.slots_per_scorer, len(scenario.placement.score)
+    if num_slots % size:
+        raise ValueError(f"cluster.slots_per_scorer = {size} must divide the number of inference slots, {num_slots}")
+    return scenario
 
 
 def _written(config: SimulateConfig) -> Scenario:
@@ -40,10 +46,11 @@ def _written(config: SimulateConfig) -> Scenario:
             receive_s=speeds.receive_s,
         ),
         costs=SwitchCosts(**config.costs.model_dump()),
-        limits=Limits(min_train=cluster.min_train, max_num_seqs=cluster.max_num_seqs),
+        limits=Limits(**{name: getattr(cluster, name) for name in LIMITS}),
         coalesce_s=cluster.coalesce_s,
         score=bool(placement.score),
         on_gpu=cluster.device == "cuda",
+        rules=LayoutRules(asked=replace(DATA_PARALLELISM, seq_len=seq_len), listed=_listed(cluster.layouts)),
     )
     return scenario.at(placement)
 
@@ -56,6 +63,8 @@ def _changed(scenario: Scenario, config: SimulateConfig) -> Scenario:
     if "component_placement" in cluster:
         scenario = scenario.at(place(config.cluster.component_placement))
         scenario = replace(scenario, score=bool(scenario.placement.score))
+    if "layouts" in cluster:
+        scenario = replace(scenario, rules=replace(scenario.rules, listed=_listed(cluster["layouts"])))
     decode = {name.removeprefix("decode_"): value for name, value in speeds.items() if name.startswith("decode_")}
     train = {name.removeprefix("train_"): value for name, value in speeds.items() if name.startswith("train_")}
     if "micro_step_s" in speeds:
@@ -81,6 +90,16 @@ def _work_fields(said: dict[str, Any], lengths: LengthsConfig) -> dict[str, Any]
     """Fields of a `WorkLoad` by the keys of the config."""
     renamed = {"steps": "num_steps", "prompts_per_step": "groups_per_step", "lengths": "draw"}
     return {renamed.get(name, name): _draw(lengths) if name == "lengths" else value for name, value in said.items()}
+
+
+def _listed(texts: Sequence[str]) -> tuple[str, ...]:
+    """The layouts. Raises ValueError for a text of none."""
+    for text in texts:
+        try:
+            parse_sizes(text)
+        except LayoutTextError as error:
+            raise ValueError(f"cluster.layouts: {text!r}: {error}") from error
+    return tuple(texts)
 
 
 def _changed_work(work: WorkLoad, said: dict[str, Any]) -> WorkLoad:

@@ -108,7 +108,7 @@ def other_cases(recording: Recording) -> Iterator[Case]:
         (placement, name, named(name)) for placement in splits(scenario) for name in POLICIES
     ]
     if scenario.limits.may_share:
-        cases.append((collocate(scenario.placement), COLLOCATED, InTurns()))
+        cases.append((collocate(scenario.placement, scenario.rules), COLLOCATED, InTurns()))
     for placement, name, policy in cases:
         there = scenario.at(placement)
         yield Case.of(name, there, recording, simulate(there, policy))

@@ -11,6 +11,7 @@ from typing import Literal
 from ductile.columns import Floats, TokenIds, Versions
 from ductile.core.instances.instances import slots_on
 from ductile.core.instances.routing import predicted_tokens
+from ductile.core.layout.pipeline import PipelineShape
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import SamplesInFlight
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
@@ -79,6 +80,10 @@ class SimTrainer:
     def num_ranks(self) -> int:
         return self._actuator.layout.num_data_parallel
 
+    @property
+    def micro_batches_per_rank(self) -> int:
+        return PipelineShape.of(self._actuator.layout).full_message
+
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
         """Micro-step by micro-step, on the slots that the trainer has at each."""
         actuator, block = self._actuator, self._actuator.scenario.block_tokens
@@ -90,9 +95,9 @@ class SimTrainer:
                 if not actuator.may_train.is_set():
                     continue
                 slots = actuator.layout.slots
-                done, left, longest = _row(left, self.num_ranks, seq_len)
-                shape = actuator.layout.dims.rank_shape
-                seconds = actuator.scenario.speeds.train.seconds(longest * block, self.num_ranks, shape)
+                pipeline, shape = PipelineShape.of(actuator.layout), actuator.layout.dims.rank_shape
+                done, left, tokens = _message(left, self.num_ranks, seq_len, pipeline)
+                seconds = actuator.scenario.speeds.train.seconds(tokens * block, self.num_ranks, shape)
                 actuator.stall(slots, seconds)
                 await actuator.busy("train", slots, seconds)
                 actuator.on_trained(SamplesInFlight(len(done), sum(done)))
@@ -145,8 +150,31 @@ class SimScorer:
         await self._actuator.busy("publish", slots, self._actuator.scenario.speeds.receive_s)
 
 
+def _message(
+    lengths: Sequence[int], num_ranks: int, seq_len: int, pipeline: PipelineShape
+) -> tuple[list[int], list[int], float]:
+    """One micro-step: samples in it, samples left, and tokens of a full message that takes as long. With pp it is
+    several rows, or fewer that packing has split, as long as there are samples for that.
+
+    lengths: descending, in the unit of `seq_len`.
+    """
+    if pipeline.pp == 1:
+        return _row(lengths, num_ranks, seq_len)
+    rows: list[tuple[list[int], int]] = []
+    left = [*lengths]
+    while left:
+        samples, left, longest = _row(left, num_ranks, seq_len)
+        rows.append((samples, longest))
+    in_message = rows[: pipeline.messages(len(rows))[0]]
+    done = [length for samples, _ in in_message for length in samples]
+    per_rank = max(len(in_message), min(pipeline.full_message, len(done) // num_ranks))
+    tokens = sum(longest for _, longest in in_message) * pipeline.stretch(per_rank)
+    return done, [*lengths[len(done) :]], tokens
+
+
 def _row(lengths: Sequence[int], num_ranks: int, seq_len: int) -> tuple[list[int], list[int], int]:
-    """One micro-step: (samples in it, samples left, the fullest rank's). The longest goes first, to the emptiest rank.
+    """A micro-batch for each rank: (samples in it, samples left, the fullest rank's tokens). The longest sample goes
+    first, to the emptiest rank.
 
     lengths: descending, in the unit of `seq_len`.
     """

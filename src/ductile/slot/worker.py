@@ -150,7 +150,13 @@ class Worker:
         module, _, name = self._settings.roles[command.role].partition(":")
         make = importlib.import_module(module).__dict__[name]
         assignment = RoleAssignment(
-            self._settings.slot, command.layout, epoch, self._settings.device, command.rendezvous, command.joining
+            self._settings.slot,
+            command.layout,
+            epoch,
+            self._settings.device,
+            command.rendezvous,
+            command.joining,
+            command.instance,
         )
         self._roles[command.role] = make(command.settings, assignment)
         return Done()

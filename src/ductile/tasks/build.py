@@ -8,7 +8,7 @@ from ductile.roles import Task
 from ductile.tasks.builtin import make_builtin
 from ductile.tasks.jsonl import JsonlDataset
 from ductile.tasks.reasoning_gym import ReasoningGym
-from ductile.tasks.task import TaskError
+from ductile.tasks.task import TaskError, signature_of
 
 
 def build_task(config: TaskConfig) -> Task:
@@ -38,6 +38,10 @@ def _import_task(config: ImportTask) -> Task:
     for method in ("__len__", "messages", "reward"):
         if not callable(getattr(task, method, None)):
             raise TaskError(f"{config.import_path} makes a task without `{method}`; see docs/tasks.md")
+    try:
+        signature_of(task)
+    except TaskError as error:
+        raise TaskError(f"{config.import_path}: {error}") from None
     if len(task) < 1:
         raise TaskError(f"{config.import_path} makes a task of {len(task)} examples")
     return task

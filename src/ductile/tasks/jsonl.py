@@ -8,10 +8,20 @@ from typing import Any
 
 from ductile.config.imports import ImportPathError, import_object
 from ductile.config.orchestrator import JsonlTask
-from ductile.config.reward_signature import IS_A_CLASS, RewardSignature, WrongSignature, reward_signature
+from ductile.config.reward_signature import (
+    FACTS,
+    IS_A_CLASS,
+    RewardSignature,
+    WrongSignature,
+    columns_of,
+    reward_signature,
+)
 from ductile.roles import Task
 from ductile.tasks.rows import Row, conversation, read_rows
 from ductile.tasks.task import TaskError
+
+_OF_EVERY_LINE = frozenset({"prompts", "completions", "completion_ids", *FACTS}) - {"token_ids"}
+"""What a function of lists may ask for besides the line's own values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,8 @@ class JsonlDataset(Task):
         self._weights = config.reward_weights or [1.0] * len(self._reward_paths)
         self._rewards: list[_Reward] = []
         rows = read_rows(config.path)
+        for path in self._reward_paths:
+            _require_columns(path, rows)
         self._rows = [row for _, row in rows]
         system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
         self._messages = [system + conversation(where, row, ends_with="prompt") for where, row in rows]
@@ -65,18 +77,36 @@ class JsonlDataset(Task):
         return _summed(calls)
 
 
+def _require_columns(import_path: str, rows: Sequence[tuple[str, Row]]) -> None:
+    """Raises TaskError when a function of lists asks for what a line lacks, as far as can be seen without running its
+    file."""
+    columns = columns_of(import_path).difference(_OF_EVERY_LINE)
+    for where, row in rows:
+        if missing := sorted(columns.difference(_values(row))):
+            raise TaskError(
+                f"orchestrator.task.reward: {import_path} asks for `{missing[0]}`, and {where} has "
+                f"{', '.join(_values(row)) or 'nothing besides its prompt'}: add it to the line, or give the parameter "
+                f"a default"
+            )
+
+
 def _call(reward: _Reward, row: Row, completion: str, facts: dict[str, Any]) -> Any:
     signature = reward.signature
     if signature.style == "row":
         return reward.function(row, completion, **{name: facts[name] for name in facts if signature.wants(name)})
     as_messages = "messages" in row
-    there = {name: value for name, value in row.items() if name not in ("prompt", "messages", "completion")} | {
+    there = _values(row) | {
         "prompts": row["messages"] if as_messages else row["prompt"],
         "completions": [{"role": "assistant", "content": completion}] if as_messages else completion,
         "completion_ids": list(facts.get("token_ids", ())),
         **{name: value for name, value in facts.items() if name != "token_ids"},
     }
     return reward.function(**{name: [value] for name, value in there.items() if signature.wants(name)})
+
+
+def _values(row: Row) -> dict[str, Any]:
+    """What a function of lists is given of a line under the line's own names."""
+    return {name: value for name, value in row.items() if name not in ("prompt", "messages", "completion")}
 
 
 async def _summed_later(calls: Sequence[tuple[_Reward, Any]]) -> Any:

@@ -1,11 +1,12 @@
-"""Writing the trainer's model as a Hugging Face folder, several slots at once.
+"""Writing the trainer's model as a Hugging Face folder whose files the slots share.
 
     first slot     begins the folder: config, tokenizer, index
     all slots      gather the parameters, one at a time; each slot writes the files that are dealt to it
     first slot     gives the folder its name, if all have written theirs
 
-No slot ever holds more than one whole parameter, and none writes more than its files. A slot that cannot write still
-helps to gather, so that all slots stay in step.
+No slot ever holds more than one whole parameter, and none writes more than its files. That saves memory and no time:
+while one slot writes a parameter, the others wait with the next. A slot that cannot write still helps to gather, so
+that all slots stay in step.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def export_model(trainer: Trainer, path: str, named_dtype: str, max_shard_bytes:
             begin_folder(path, trainer.spec, source, dtype, max_shard_bytes, eos)
 
     def write() -> None:
-        named = trainer.full_weights(dtype)
+        named = trainer.export_weights(dtype)
         try:
             tensors = (tensor for _, tensor in named)
             write_weights(path, trainer.spec, tensors, dtype, max_shard_bytes, slots.index(context.slot), len(slots))

@@ -1,7 +1,7 @@
 """What a trainer's state consists of, under which names, and where each of its numbers lies.
 
     model/<parameter>            the parameters that the optimizer updates
-    exp_avg/<parameter>          what the optimizer keeps beside each parameter (`ductile.trainer.optimizer.state_of`)
+    exp_avg/<parameter>          what the optimizer keeps beside each parameter (`ductile.config.optimizer_state`)
     gradient/<parameter>         what has been accumulated since the last optimizer step, if anything
     step, num_updates, sums      numbers: `ductile.records.TrainProgress`
 
@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from ductile.config.optimizer_state import state_of, supported
 from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.layout import Layout
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -22,7 +23,6 @@ from ductile.core.layout.strategy import model_layout
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.parallel.data import flat_shard, like
-from ductile.trainer.optimizer import state_of, supported
 from ductile.trainer.trainer import Trainer
 
 GRADIENT = "gradient/"
@@ -75,7 +75,7 @@ class StatePlans:
 
     def _make(self, parallel: ParallelLayout, with_gradient: bool) -> Layout:
         """Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short or empty."""
-        parameters = model_layout(self._spec, parallel.mesh, self._dtype, parallel.stages or None)
+        parameters = model_layout(self._spec, parallel, self._dtype)
         state = parameters.kind("model/", self._dtype)
         for kept in self._optimizer_state:
             if kept.layout == "parameter":

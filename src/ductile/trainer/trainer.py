@@ -11,9 +11,10 @@ from math import isfinite, nan, sqrt
 import torch
 from torch import Tensor
 
+from ductile.config.optimizer_state import state_of, supported
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
-from ductile.core.layout.context_parallel import style_violations
+from ductile.core.layout.context_parallel import CpStyle, chosen_style, style_violation
 from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
@@ -32,7 +33,7 @@ from ductile.records import MicroBatch, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
 from ductile.trainer.lr_schedule import learning_rate
-from ductile.trainer.optimizer import make_optimizer, set_num_updates, state_of, supported
+from ductile.trainer.optimizer import make_optimizer, set_num_updates
 
 
 class LossFailed(Exception):
@@ -78,8 +79,9 @@ class Trainer:
 
         self.spec = spec_of(config)
         dims = context.layout.dims
-        if found := style_violations(config.model.cp_style, self.spec.num_heads, dims.cp, dims.tp):
-            raise ValueError(f"trainer.model.{found[0]}")
+        self._cp_style: CpStyle = chosen_style(config.model.cp_style, self.spec, dims.tp, dims.cp)[0]
+        if violation := style_violation(self._cp_style, self.spec.num_heads, dims.cp, dims.tp):
+            raise ValueError(f"trainer.model.{violation.sentence}")
         self.parts = SlotParts.of(self.spec, context.layout, context.slot)
         self.model = self._load() if buffers is None else self._build_over(buffers)
         self._reduction = GradientReduction(self.model, context, config.model.reduce_every == "step")
@@ -109,9 +111,9 @@ class Trainer:
         """How the loss function failed."""
         self._reduction.begin()
         if self._pipeline is None:
-            settings = self.config.model
+            size = self.config.model.head_chunk_tokens
             for batch in batches:
-                scores = score(self.model, batch.packed, self.context, settings.head_chunk_tokens, settings.cp_style)
+                scores = score(self.model, batch.packed, self.context, size, self._cp_style)
                 self._loss_of(batch, *scores, failures).backward()
         else:
             self._run_stages(self._pipeline, batches, failures)
@@ -177,12 +179,14 @@ class Trainer:
         self.optimizer.zero_grad()
         self._sums = {}
 
-    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """`parallel.gathered.gathered_tensors`: what is published."""
+    def publish_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, as the forward pass computes with it: what generators and scorers get. Collective; a
+        tensor is there until the next one (`parallel.gathered.gathered_tensors`)."""
         return gathered_tensors(self.model, self.context, self.precision.compute)
 
-    def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """`parallel.gathered.full_tensors`: what is exported."""
+    def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, in `dtype`, as the optimizer has it: what a model folder is written from. Collective
+        (`parallel.gathered.full_tensors`)."""
         return full_tensors(self.model, self.context, dtype)
 
     def go_on_at(self, step: int, num_updates: int) -> None:
@@ -229,8 +233,8 @@ class Trainer:
         def loss(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
             return self._loss_of(batches[number], logprobs, entropies, failures)
 
-        size, style = self.config.model.head_chunk_tokens, self.config.model.cp_style
-        inputs = [model_inputs(self.spec, batch.packed, self.context, size, style) for batch in batches]
+        size = self.config.model.head_chunk_tokens
+        inputs = [model_inputs(self.spec, batch.packed, self.context, size, self._cp_style) for batch in batches]
         pipeline.run(inputs, loss)
         if not pipeline.has_loss:
             # Sums are added up by their names, of which a loss that nobody here has computed may have some.
@@ -256,7 +260,9 @@ class Trainer:
         for name, values in outputs.metrics.items():
             sums[METRIC + name] = values.detach().sum() if batch.num_trained else torch.zeros(())
         for name, value in sums.items():
-            value = value.to(self.device, torch.float64) * float(self.context.reports)
+            value = value.to(self.device, torch.float64)
+            if not self.context.counts_samples:
+                value = torch.zeros_like(value)  # a product would keep what is not finite
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         return loss
 

@@ -182,7 +182,7 @@ class TrainRole:
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         with self._in_step():
-            yield from self._live.gathered_weights()
+            yield from self._live.publish_weights()
 
     @property
     def _live(self) -> Trainer:

@@ -10,6 +10,8 @@ from ductile.messages.workers import Envelope, Message
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """No message is larger. A token of a `ForwardBackward` takes 7 or 8 bytes, and as many more with a scorer's log-probs,
 so this is some 16 million of them."""
+ENVELOPE_BYTES = 64
+"""No envelope adds more to its body."""
 LONG_TOKENS = 1 << 18
 """Tokens in a message whose encoding takes some milliseconds."""
 LONG_FRAME_BYTES = 1 << 21
@@ -21,13 +23,22 @@ class BadFrame(Exception):
 
 
 def encode(envelope: Envelope) -> bytes:
-    frame = _encoder.encode(envelope)
-    if len(frame) > MAX_FRAME_BYTES:
+    return enclose(envelope.epoch, envelope.seq, encode_body(envelope.body))
+
+
+def encode_body(body: Message) -> msgspec.Raw:
+    """The body of an envelope, for `enclose`. Raises BadFrame for one that is too large."""
+    encoded = _encoder.encode(body)
+    if len(encoded) > MAX_FRAME_BYTES - ENVELOPE_BYTES:
         raise BadFrame(
-            f"{type(envelope.body).__name__} has {len(frame)} bytes on the wire, more than the limit of "
-            f"{MAX_FRAME_BYTES}"
+            f"{type(body).__name__} has {len(encoded)} bytes on the wire, more than the limit of {MAX_FRAME_BYTES}"
         )
-    return frame
+    return msgspec.Raw(encoded)
+
+
+def enclose(epoch: int, seq: int, body: msgspec.Raw) -> bytes:
+    """The frame of an envelope whose body is encoded already."""
+    return _encoder.encode(_Enclosed(epoch, seq, body))
 
 
 def encode_message(message: msgspec.Struct) -> bytes:
@@ -55,6 +66,14 @@ def decode(frame: bytes | memoryview) -> Envelope:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise BadFrame(f"a frame of {len(frame)} bytes is not an Envelope: {error}") from error
+
+
+class _Enclosed(msgspec.Struct):
+    """An `Envelope` as it is written."""
+
+    epoch: int
+    seq: int
+    body: msgspec.Raw
 
 
 def _to_bytes(value: object) -> bytes:

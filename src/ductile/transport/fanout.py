@@ -5,7 +5,7 @@ as the later ones usually follow from it. Of refusals, one that may be asked aga
 first: the others' collective has failed because of it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ductile.messages.workers import Command, Reply
@@ -25,6 +25,18 @@ async def ask_each(
     """All slots' replies, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
     outcomes = await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S)
     return replies_of(mailbox.describe, commands, outcomes, expected)
+
+
+async def ask_in_step(mailbox: Mailbox, slots: Sequence[int], command: Command, timeout_s: float) -> Reply:
+    """Have slots do one thing together; the first one's reply is that of all. Raises SlotLost, Refused or Late: the
+    worst outcome."""
+    if len(slots) == 1:
+        return await mailbox.ask(slots[0], command, timeout_s)
+    outcomes = await mailbox.ask_all(dict.fromkeys(slots, command), timeout_s, AFTER_FAILURE_S)
+    raise_worst(outcomes)
+    first = outcomes[slots[0]]
+    assert not isinstance(first, Failure), "the worst failure has been raised"
+    return first
 
 
 def replies_of(

@@ -24,6 +24,7 @@ from ductile.messages.workers import (
     RoleName,
 )
 from ductile.roles import REFUSALS, Failure, Late, Refused, SlotLost
+from ductile.transport.parcel import Parcel
 
 Outcome = Reply | Failure
 """What became of one command: its reply, or why there is none."""
@@ -48,8 +49,9 @@ def _raise(sentence: str, error: Exception) -> None:
 
 
 class Transport(Protocol):
-    async def post(self, slot: int, envelope: Envelope) -> None:
-        """Take one command to a slot. Raises `SlotLost` when there is no way to it."""
+    async def post(self, slot: int, epoch: int, sequence: int, parcel: Parcel) -> None:
+        """Take one command to a slot, in an `Envelope` with these numbers. Raises `SlotLost` when there is no way to
+        it."""
         ...
 
     def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
@@ -102,28 +104,7 @@ class Mailbox:
     async def ask(self, slot: int, command: Command, deadline_s: float) -> Reply:
         """Send a command and wait for its reply. Raises `SlotLost`, `Late`, or the class of `Refused` that a
         `Failed` names."""
-        if slot in self.lost:
-            raise SlotLost(self.lost[slot])
-        sequence = next(self._sequence)
-        pending = _PendingReply(slot, type(command), asyncio.get_running_loop().create_future())
-        self._pending[sequence] = pending
-        self._roles[slot] = command.roles_after(self.roles(slot))
-        self._show_running(slot)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._transport.post(slot, Envelope(self.epoch, sequence, command))
-                reply = await pending.future
-        except TimeoutError:
-            raise Late(self._late_sentence(slot, command, deadline_s)) from None
-        finally:
-            del self._pending[sequence]
-            self._show_running(slot)
-        if isinstance(reply, Failed):
-            refused = REFUSALS.get(reply.code, Refused)(f"{self.describe(slot)}: {reply.error}")
-            if reply.traceback:
-                refused.add_note(reply.traceback)
-            raise refused
-        return reply
+        return await self._ask(slot, Parcel(command), deadline_s)
 
     async def ask_all(
         self, commands: Mapping[int, Command], deadline_s: float, after_failure_s: float | None = None
@@ -131,9 +112,13 @@ class Mailbox:
         """Ask several slots at once; one outcome each, never an exception.
 
         Commands that run collectives cannot finish without all slots: with `after_failure_s`, the first failure
-        gives the others that long before they count as late.
+        gives the others that long before they count as late. The same command for several slots is encoded once.
         """
-        asked = {asyncio.create_task(self._outcome(slot, c, deadline_s)): slot for slot, c in commands.items()}
+        parcels = {id(command): Parcel(command) for command in commands.values()}
+        asked = {
+            asyncio.create_task(self._outcome(slot, parcels[id(command)], deadline_s)): slot
+            for slot, command in commands.items()
+        }
         waiting = set(asked)
         now_s, give_up_at_s = asyncio.get_running_loop().time, None
         try:
@@ -239,9 +224,34 @@ class Mailbox:
             sentence = f"what {self.describe(slot)} said ({type(event).__name__}) could not be taken in"
             self._on_error(sentence, error)
 
-    async def _outcome(self, slot: int, command: Command, deadline_s: float) -> Outcome:
+    async def _ask(self, slot: int, parcel: Parcel, deadline_s: float) -> Reply:
+        command = parcel.command
+        if slot in self.lost:
+            raise SlotLost(self.lost[slot])
+        sequence = next(self._sequence)
+        pending = _PendingReply(slot, type(command), asyncio.get_running_loop().create_future())
+        self._pending[sequence] = pending
+        self._roles[slot] = command.roles_after(self.roles(slot))
+        self._show_running(slot)
         try:
-            return await self.ask(slot, command, deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._transport.post(slot, self.epoch, sequence, parcel)
+                reply = await pending.future
+        except TimeoutError:
+            raise Late(self._late_sentence(slot, command, deadline_s)) from None
+        finally:
+            del self._pending[sequence]
+            self._show_running(slot)
+        if isinstance(reply, Failed):
+            refused = REFUSALS.get(reply.code, Refused)(f"{self.describe(slot)}: {reply.error}")
+            if reply.traceback:
+                refused.add_note(reply.traceback)
+            raise refused
+        return reply
+
+    async def _outcome(self, slot: int, parcel: Parcel, deadline_s: float) -> Outcome:
+        try:
+            return await self._ask(slot, parcel, deadline_s)
         except Failure as error:
             return error
 

@@ -14,8 +14,9 @@ import zmq
 from ductile.concurrency.background import start_reported
 from ductile.messages.workers import Envelope, Hello
 from ductile.roles import SlotLost
-from ductile.transport.codec import LONG_FRAME_BYTES, BadFrame, decode, encode, is_long
+from ductile.transport.codec import LONG_FRAME_BYTES, BadFrame, decode
 from ductile.transport.frames import FrameRouter
+from ductile.transport.parcel import Parcel
 
 
 class Router:
@@ -40,12 +41,12 @@ class Router:
     def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
         self._receiving = start_reported(self._receive(deliver), "the slots cannot be heard any more", self._on_error)
 
-    async def post(self, slot: int, envelope: Envelope) -> None:
+    async def post(self, slot: int, epoch: int, sequence: int, parcel: Parcel) -> None:
         connection = self._connections.get(slot)
         if connection is None:
             raise SlotLost(f"slot {slot} has not said Hello")
         async with self._posting[slot]:
-            frame = await asyncio.to_thread(encode, envelope) if is_long(envelope.body) else encode(envelope)
+            frame = await parcel.frame(epoch, sequence)
             try:
                 await self._frames.send(connection, frame)
             except zmq.ZMQError as error:

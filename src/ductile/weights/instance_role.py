@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ductile.messages.workers import Done, EndLease, LeaseWeights, Published, Receive
+from ductile.records import Manifest
 from ductile.roles import NotTaken, Refused, RoleAssignment
 from ductile.weights.shared_memory import SharedMemory
 from ductile.weights.weight_transport import WeightTransport, transport_of
@@ -41,13 +42,16 @@ class InstanceRole(ABC):
                 self._has_weights = True
             case LeaseWeights():
                 self.needs_weights(command)
-                version, weights = self.live_weights()
-                return Published(self._leased.lease(version, weights))
+                return Published(self.lease())
             case EndLease():
                 self._leased.close()
             case _:
                 raise Refused(f"slot {self._slot} {self.does}; it cannot execute {type(command).__name__}")
         return Done()
+
+    def lease(self) -> Manifest | None:
+        """Offer the live weights, whole. None on a slot that only helps another one to do so."""
+        return self._leased.lease(*self.live_weights())
 
     def needs_weights(self, command: object) -> None:
         if not self._has_weights:

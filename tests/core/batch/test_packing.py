@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ductile.core.batch.packing import Cost, SampleTooLong, pack, split_by_tokens
+from ductile.core.layout.pipeline import PipelineShape
 from ductile.records import MicroBatch, Sample
 
 SEQ_LEN = 64
@@ -147,6 +148,45 @@ def test_families_keep_to_the_budget_and_to_the_balance(families: list[list[int]
     assert all(micro_batch.num_tokens <= SEQ_LEN for micro_batch in bins)
     apart = [Sample((index, *sample.token_ids[1:]), sample.loss_mask) for index, sample in enumerate(samples)]
     assert len(bins) <= sum(map(len, pack(apart, num_ranks, SEQ_LEN)))  # no micro-batch more for keeping together
+
+
+@given(
+    families=st.lists(st.lists(st.integers(5, SEQ_LEN), min_size=1, max_size=8), max_size=12),
+    num_ranks=st.integers(1, 4),
+    pp=st.integers(2, 4),
+)
+@settings(deadline=None)
+def test_a_pipeline_gets_the_same_samples_and_no_more_than_a_full_message_of_split_ones(families, num_ranks, pp):
+    samples = [sample for prompt, lengths in enumerate(families) for sample in completions(prompt, lengths)]
+    fewest, pipeline = len(pack(samples, num_ranks, SEQ_LEN)[0]), PipelineShape(pp)
+    ranks = pack(samples, num_ranks, SEQ_LEN, Cost(per_micro_batch=0), pipeline)
+    bins = [micro_batch for rank in ranks for micro_batch in rank]
+    assert Counter(sample for micro_batch in bins for sample in micro_batch.samples) == Counter(samples)
+    assert all(micro_batch.num_tokens <= SEQ_LEN for micro_batch in bins)
+    assert len({len(rank) for rank in ranks}) == 1
+    assert fewest <= len(ranks[0])
+    if fewest >= pipeline.full_message:
+        assert ranks == pack(samples, num_ranks, SEQ_LEN)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "num_groups", "per_micro_batch", "expected", "why"),
+    [
+        (100, 100, 8, 0, [1] * 8, "as many as fill the stages, and each prompt with its completions"),
+        (0, 100, 1, 0, [1] * 8, "nothing is shared: one by one"),
+        (1000, 1, 1, 0, [1], "nearly everything is shared, and would be run once for each micro-batch"),
+        (100, 100, 8, 1e4, [8], "launches cost more than waiting"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_few_samples_fill_a_pipeline_where_that_pays(prompt, completion, num_groups, per_micro_batch, expected, why):
+    samples = [
+        Sample((group,) * (prompt + 1) + (9,) * completion, (False,) * (prompt + 1) + (True,) * completion)
+        for group in range(num_groups)
+        for _ in range(8)
+    ]
+    (rank,) = pack(samples, 1, 16_384, Cost(per_micro_batch=per_micro_batch), PipelineShape(2))
+    assert [len(prompts_in(micro_batch)) for micro_batch in rank] == expected
 
 
 def test_parts_for_scorers_have_about_equally_many_tokens() -> None:

@@ -117,6 +117,19 @@ def test_the_rules_free_whole_generators_and_need_none_beside_a_server_that_is_e
     assert {order.target for order in orders if isinstance(order, Migration)} == {"http://there"}
 
 
+def test_a_scorer_that_has_lost_a_slot_for_good_is_none_any_more_and_what_is_left_of_it_trains_on():
+    placement, limits = {"actor": 0, "rollout": 1, "inference": "2-5"}, Limits(slots_per_scorer=2)
+    whole = scene(placement, roles=dict.fromkeys((2, 3, 4, 5), T), limits=limits)
+    back = Rules().decide(whole)
+    assert {order.slot: order.after for order in back.orders} == dict.fromkeys((2, 3, 4, 5), ("score",))
+    assert ids(instances_after(whole, back)) == ["generator-1", "scorer-2-3.1", "scorer-4-5.1"]
+    halved = scene(placement, roles={2: T, 3: NONE, 4: T, 5: T}, limits=limits, to_start=8)
+    halved = replace(halved, slots=tuple(slot for slot in halved.slots if slot.slot != 3))
+    for policy in (Rules(), Model()):
+        orders = policy.decide(halved).orders
+        assert {order.slot: order.after for order in orders if order.slot > 1} == dict.fromkeys((4, 5), ("score",))
+
+
 def test_the_model_moves_whole_generators_and_counts_their_slots():
     roles = {slot: B for slot in range(4)} | {4: G, 5: G}
     running = {name: [300] for name in ("generator-0-1", "generator-2-3", "generator-4-5")}

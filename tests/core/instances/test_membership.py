@@ -115,4 +115,5 @@ def test_layouts_in_words():
     assert describe(ParallelLayout.of((0, 1, 2, 5))) == "slots 0-2,5"
     assert describe(ParallelLayout.of((4,))) == "slot 4"
     assert describe(ParallelLayout.of((2, 0, 1, 3), dp_replicate=2)) == "slots 0-3 in 2 copies"
-    assert describe(ParallelLayout.of(range(8), pp=2, dp_replicate=2, tp=2)) == "slots 0-7 in 2 copies, pp 2, tp 2"
+    mesh = ParallelLayout.of(range(8), pp=2, dp_replicate=2, tp=2)
+    assert describe(mesh) == "slots 0-7 as pp 2 · dp_replicate 2 · tp 2"

@@ -11,7 +11,7 @@ from ductile.core.layout.context_parallel import (
     CpStyle,
     document_multiple,
     num_laid_out,
-    style_violations,
+    style_violation,
     token_multiple,
     tokens_of_slots,
 )
@@ -89,6 +89,6 @@ def test_as_few_tokens_fill_up_as_can_be(style: CpStyle, documents: list[int], c
     ],
 )  # fmt: skip
 def test_what_a_model_can_have(style: CpStyle, num_heads: int, cp: int, tp: int, expected: str | None) -> None:
-    found = style_violations(style, num_heads, cp, tp)
-    assert len(found) == (expected is not None)
-    assert all(sentence.endswith(str(expected)) for sentence in found)
+    violation = style_violation(style, num_heads, cp, tp)
+    assert (violation is None) == (expected is None)
+    assert violation is None or violation.sentence.endswith(str(expected))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.core.layout.heads import Heads, heads_on, share_key_heads
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.parameters import parameters
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import model_layout, tensor_parallel_shapes
@@ -77,10 +77,10 @@ def test_every_query_finds_its_key_on_its_slot(spec: ModelSpec, size: int) -> No
 @given(specs(), sizes)
 def test_the_parts_of_a_slot_lie_as_its_modules_take_them(spec: ModelSpec, size: int) -> None:
     """The dumb twin cuts each weight by hand."""
-    mesh = Mesh.of(range(size), tp=size)
-    layout = model_layout(spec, mesh)
-    for coordinate in mesh.slots:
-        shapes = tensor_parallel_shapes(spec, mesh, coordinate)
+    parallel = ParallelLayout.of(range(size), tp=size)
+    layout = model_layout(spec, parallel)
+    for coordinate in parallel.slots:
+        shapes = tensor_parallel_shapes(spec, parallel, coordinate)
         for parameter in parameters(spec):
             whole = np.arange(np.prod(parameter.shape)).reshape(parameter.shape)
             expected = cut(spec, parameter.name, whole, size, coordinate)

@@ -33,7 +33,7 @@ slots     layers                          of the state
 
 
 def table(num_slots: int, asked: AskedLayout) -> str:
-    return "\n".join(mesh_table(QWEN, layout_for(range(num_slots), LayoutRules(QWEN, asked)), "float32", 2))
+    return "\n".join(mesh_table(QWEN, layout_for(range(num_slots), LayoutRules(QWEN, asked)), 16))
 
 
 def test_few_slots_have_a_row_each_and_many_a_row_a_stage() -> None:
@@ -67,6 +67,6 @@ def test_a_formula_says_which_slot_is_where(layout: ParallelLayout, says: str) -
 def test_shares_are_those_of_the_layout(pp: int, dp: int, tp: int, copies: int, tied: bool) -> None:
     spec = replace(TINY, tie_embeddings=tied)
     layout = ParallelLayout.of(range(pp * dp * tp * copies), pp=pp, tp=tp, dp_replicate=copies)
-    whole = model_layout(spec, layout.mesh, "float32")
+    whole = model_layout(spec, layout, "float32")
     sizes = {slot: sum(size for _, size in whole.buffer_sizes(slot).values()) for slot in layout.slots}
     assert {slot: share.numbers for slot, share in slot_shares(spec, layout).items()} == sizes

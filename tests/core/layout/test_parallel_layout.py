@@ -51,11 +51,11 @@ def test_slots_that_differ_in_pp_cp_or_tp_have_the_same_part_of_a_batch(
     assert layout.deal(parts) == {slot: f"part {rank}" for slot, rank in rank_of.items()}
 
 
-def test_of_slots_with_the_same_samples_one_reports() -> None:
+def test_of_slots_with_the_same_samples_those_of_one_count() -> None:
     layout = ParallelLayout.of(range(32), pp=2, dp_replicate=2, cp=2, tp=2)
-    reporting = [slot for slot in layout.slots if layout.reports(slot)]
-    assert [layout.data_parallel_rank(slot) for slot in reporting] == list(range(layout.num_data_parallel))
-    assert {layout.coordinates(slot)["pp"] for slot in reporting} == {1}, "the last stage has the loss"
+    counting = [slot for slot in layout.slots if layout.counts_samples(slot)]
+    assert [layout.data_parallel_rank(slot) for slot in counting] == list(range(layout.num_data_parallel))
+    assert {layout.coordinates(slot)["pp"] for slot in counting} == {1}, "the last stage has the loss"
 
 
 def test_experts_take_the_innermost_slots_of_dp_shard_cp_and_tp() -> None:

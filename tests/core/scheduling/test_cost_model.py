@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from ductile.core.layout.parallel_layout import ONE_SLOT_RANK, RankShape
 from ductile.core.scheduling.cost import DecodeSpeed, TrainSpeed
 from ductile.core.scheduling.cost_model import PRIORS, WINDOW, CostModel
 
@@ -193,14 +194,13 @@ def test_where_caches_cannot_travel_messages_alone_are_measured():
     assert measured.costs().cache_bytes_per_s == 0
 
 
-TP2, PP2 = (1, 1, 2), (2, 1, 1)
-"""Shapes of a data-parallel rank: pp, cp, tp."""
+TP2, PP2 = RankShape(tp=2), RankShape(pp=2)
 
 
 def test_what_is_not_measured_of_a_rank_of_several_slots_is_assumed():
     train = TrainSpeed(1000)
-    assert [train.rank_speed(shape) for shape in ((1, 1, 1), TP2, PP2)] == pytest.approx([1.0, 2 / 1.05, 2 / 1.1])
-    assert train.rank_speed((2, 2, 4)) == pytest.approx(16 / (1.1 * 1.05 * 1.15))
+    assert [train.rank_speed(shape) for shape in (ONE_SLOT_RANK, TP2, PP2)] == pytest.approx([1.0, 2 / 1.05, 2 * 8 / 9])
+    assert train.rank_speed(RankShape(pp=2, cp=2, tp=4)) == pytest.approx(16 * 8 / 9 / (1.05 * 1.15))
     assert train.seconds(1000, 1, TP2) == pytest.approx(1.05 / 2)
 
 
@@ -208,13 +208,13 @@ def test_ranks_of_several_slots_tell_their_speed_beside_those_of_one():
     measured = CostModel()
     truth = TrainSpeed(800, 0.05, 0.02, rank_speeds=((TP2, 1.2),))
     for tokens in range(100, 900, 50):
-        for ranks, shape in ((4, (1, 1, 1)), (2, TP2), (2, (1, 1, 1))):
+        for ranks, shape in ((4, ONE_SLOT_RANK), (2, TP2), (2, ONE_SLOT_RANK)):
             measured.micro_step(tokens, ranks, truth.seconds(tokens, ranks, shape), shape)
     train = measured.speeds().train
-    for ranks, shape in ((4, (1, 1, 1)), (2, (1, 1, 1)), (2, TP2)):
+    for ranks, shape in ((4, ONE_SLOT_RANK), (2, ONE_SLOT_RANK), (2, TP2)):
         assert train.seconds(500, ranks, shape) == pytest.approx(truth.seconds(500, ranks, shape), rel=0.05)
     assert [shape for shape, _ in train.rank_speeds] == [TP2]
-    assert train.rank_speed(PP2) == pytest.approx(2 / 1.1)
+    assert train.rank_speed(PP2) == pytest.approx(2 * 8 / 9), "the bubble of eight micro-batches"
 
 
 def test_where_only_ranks_of_several_slots_were_seen_what_they_take_is_predicted_all_the_same():
@@ -230,7 +230,7 @@ def test_where_only_ranks_of_several_slots_were_seen_what_they_take_is_predicted
 def test_a_first_micro_step_is_held_against_those_of_its_own_shape():
     measured = CostModel()
     for tokens in range(100, 900, 50):
-        measured.micro_step(tokens, 2, tokens / 1000, (1, 1, 1))
+        measured.micro_step(tokens, 2, tokens / 1000, ONE_SLOT_RANK)
         measured.micro_step(tokens, 2, tokens / 1500, TP2)
     before = measured.costs().resize_s
     measured.first_micro_step(750, 2, 0.9, TP2)

@@ -51,11 +51,23 @@ def test_the_layout_follows_from_the_rules_and_the_number_of_slots():
     state, rules = scene(), LayoutRules(asked=AskedLayout(tp=2), listed=("pp=2,tp=2,dp_shard=1",))
     state = replace(state, trainer=replace(state.trainer, layout=ParallelLayout.of((0, 1), tp=2), rules=rules))
     grow = [RoleChange(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5)]
-    after = {number: Decision(tuple(grow[:number])) for number in (1, 2, 4)}
-    assert [violations(state, decision) for decision in after.values()] == [[], [], []]
+    after = {number: Decision(tuple(grow[:number])) for number in (2, 4)}
+    assert [violations(state, decision) for decision in after.values()] == [[], []]
     layouts = [layout_after(state, decision) for decision in after.values()]
-    expected = [{}, {"pp": 2, "tp": 2}, {"tp": 2}]
+    expected = [{"pp": 2, "tp": 2}, {"tp": 2}]
     assert layouts == [ParallelLayout.of(range(2 + n), **sizes) for n, sizes in zip(after, expected, strict=True)]
+    assert violations(state, Decision(tuple(grow[:1]))) == [
+        "the trainer cannot go on so: 3 slots are no multiple of tp 2, which is asked for; it may have 2 or 4"
+    ]
+
+
+def test_as_many_slots_as_now_are_a_layout_whatever_the_rules_say():
+    state, now = scene(), ParallelLayout.of((0, 1))
+    rules = LayoutRules(asked=AskedLayout(tp=4))
+    state = replace(state, trainer=replace(state.trainer, layout=now, rules=rules))
+    swap = Decision((RoleChange(0, TRAIN, GENERATE), RoleChange(4, GENERATE, TRAIN)))
+    assert violations(state, swap) == []
+    assert layout_after(state, swap) == ParallelLayout.of((1, 4))
 
 
 def test_generators_may_all_go_when_there_is_nothing_to_generate():

@@ -7,7 +7,7 @@ from ductile.core.instances.instances import instance_on
 from ductile.core.instances.placement import Placement
 from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.layout_rules import LayoutRules, layout_for
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.parallel_layout import ParallelLayout, RankShape
 from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.profile import Setting, StepProfile
@@ -59,7 +59,7 @@ def test_a_step_comes_back_from_the_events_of_a_run(tmp_path):
         lengths=(4, 7),
         prompt_tokens=9.5,
         speeds=Speeds(
-            DecodeSpeed(0.01, 0.001), 1e4, TrainSpeed(1e3, 0.02, 0.01, (((1, 1, 2), 1.8),))
+            DecodeSpeed(0.01, 0.001), 1e4, TrainSpeed(1e3, 0.02, 0.01, ((RankShape(tp=2), 1.8),))
         ),  # nobody scores: infinitely fast
         costs=SwitchCosts(resize_s=0.25),
         num_switches=2,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import model_layout
 from ductile.core.transfer.cells import atoms
@@ -26,10 +26,10 @@ TIED = ModelSpec("llama", 30, 16, 24, num_layers=3, num_heads=6, num_kv_heads=3,
     ids=str,
 )
 def test_every_element_has_one_owner_who_holds_it(spec: ModelSpec, axes: dict[str, int]) -> None:
-    mesh = Mesh.of(range(3, 3 + np.prod([*axes.values()])), **axes)
-    for turn, tensor in enumerate(model_layout(spec, mesh)):
+    parallel = ParallelLayout.of(range(3, 3 + np.prod([*axes.values()])), **axes)
+    for turn, tensor in enumerate(model_layout(spec, parallel)):
         num_owners = np.zeros(tensor.shape, np.int64)
-        for slot in mesh.slots:
+        for slot in parallel.slots:
             for box in owned_boxes(atoms(tensor.holdings), slot, turn):
                 num_owners[tuple(map(slice, *box))] += 1
                 tensor.holdings.view(slot, box)  # raises where the slot does not hold all of it
@@ -37,7 +37,7 @@ def test_every_element_has_one_owner_who_holds_it(spec: ModelSpec, axes: dict[st
 
 
 def test_copies_of_a_state_own_about_equally_many_tensors() -> None:
-    layout = model_layout(SPEC, Mesh.of(range(8), dp_replicate=4, dp_shard=2))
+    layout = model_layout(SPEC, ParallelLayout.of(range(8), dp_replicate=4, dp_shard=2))
     num_owned = {
         slot: sum(bool(owned_boxes(atoms(tensor.holdings), slot, turn)) for turn, tensor in enumerate(layout))
         for slot in range(8)

@@ -8,6 +8,7 @@ import pytest
 from ductile.core.layout.holdings import Holdings
 from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import model_layout
@@ -22,9 +23,9 @@ SPEC = ModelSpec("qwen3", 130, 32, 48, num_layers=4, num_heads=8, num_kv_heads=2
 
 
 def state(slots: range, zero: bool = False, spec: ModelSpec = SPEC, **axes: int) -> Layout:
-    mesh = Mesh.of(slots, **axes)
-    params = model_layout(spec, mesh)
-    return params | zero_layout(params, mesh).kind("master.", "float32") if zero else params
+    parallel = ParallelLayout.of(slots, **axes)
+    params = model_layout(spec, parallel)
+    return params | zero_layout(params, parallel.mesh).kind("master.", "float32") if zero else params
 
 
 def run(source: Layout, target: Layout, planner: Planner) -> Plan:

@@ -7,16 +7,21 @@ Samples have very different lengths, and all ranks meet at every micro-batch, so
 3. Completions of one prompt stay together, as a micro-batch runs what its samples share once. Such families, dearest
    first, go to the cheapest micro-batch that has room; then single samples move from the dearest to the cheapest as
    long as that helps. Where families do not fit, samples go one by one.
-4. Micro-batches, dearest first, are dealt out in rows of one a rank: those that run at the same time cost alike, and
+4. Few micro-batches leave a pipeline's slots waiting, many run shared prompts again. Where they would not make a full
+   message, twice as many are tried, four times and so on, and the number is taken with which the slots are done first.
+5. Micro-batches, dearest first, are dealt out in rows of one a rank: those that run at the same time cost alike, and
    the largest come first, so that a job that runs out of memory does so at once.
 
 Any number of ranks works. Where samples do not suffice, a rank gets empty micro-batches: its turn in the collectives.
-The result is a function of the samples and the number of ranks alone.
+The result is a function of the samples, the number of ranks and the pipeline alone.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ductile.columns import TokenIds
+from ductile.core.layout.pipeline import NO_PIPELINE, PipelineShape
 from ductile.records import MicroBatch, Sample
 
 
@@ -31,6 +36,8 @@ class Cost:
     per_pair: float = 1 / 12_288
     """Cost of a pair of tokens, where a token costs 1. A layer of width M takes about 24 M^2 operations a token and 2 M
     a pair (causal), which makes 1/(12 M); the default is that of M = 1024."""
+    per_micro_batch: float = 256
+    """Cost of a micro-batch, however small: its kernels are launched, and its hidden states sent. Assumed."""
 
     def __call__(self, num_tokens: int) -> float:
         return num_tokens + self.per_pair * num_tokens * num_tokens
@@ -53,7 +60,13 @@ class _Bin:
         self.cost -= cost
 
 
-def pack(samples: Sequence[Sample], num_ranks: int, seq_len: int, cost: Cost | None = None) -> list[list[MicroBatch]]:
+def pack(
+    samples: Sequence[Sample],
+    num_ranks: int,
+    seq_len: int,
+    cost: Cost | None = None,
+    pipeline: PipelineShape = NO_PIPELINE,
+) -> list[list[MicroBatch]]:
     """Micro-batches of at most `seq_len` tokens for each rank, equally many on every rank (none without samples).
 
     Raises SampleTooLong when a sample has more than `seq_len` tokens.
@@ -66,15 +79,20 @@ def pack(samples: Sequence[Sample], num_ranks: int, seq_len: int, cost: Cost | N
                 f"sampling's max_tokens"
             )
     dearest_first = sorted(samples, key=len, reverse=True)
-    grouped, apart = _families(dearest_first, seq_len), [[sample] for sample in dearest_first]
-    rows = -(-_num_bins_needed(dearest_first, seq_len) // num_ranks)
-    while True:
-        for families in (grouped, apart):
-            bins = _fill(families, rows * num_ranks, seq_len, cost)
-            if bins is not None:
-                _even_out(bins, cost)
-                return _deal(bins, num_ranks)
-        rows += 1  # the loop ends at the latest when each micro-batch holds one sample
+    prompts = {id(sample): sample.prompt for sample in samples}
+    keys = {which: b"" if prompt is None else prompt.array.tobytes() for which, prompt in prompts.items()}
+    families = _families(dearest_first, keys, seq_len), [[sample] for sample in dearest_first]
+    fewest = -(-_num_bins_needed(dearest_first, seq_len) // num_ranks)
+    numbers = _numbers_of_rows(fewest, min(pipeline.full_message, len(samples) // num_ranks))
+    tries = [_in_rows(rows, families, num_ranks, seq_len, cost) for rows in numbers]
+    if len(tries) == 1:
+        return _deal(tries[0], num_ranks)
+
+    def turns(bins: Sequence[_Bin]) -> float:
+        costs = sorted((_cost_of(each.samples, keys, cost) for each in bins), reverse=True)
+        return sum(costs[::num_ranks]) + pipeline.bubble_turns * costs[0]
+
+    return _deal(min(tries, key=turns), num_ranks)
 
 
 def split_by_tokens(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
@@ -101,21 +119,48 @@ def _num_bins_needed(dearest_first: Sequence[Sample], seq_len: int) -> int:
     return len(rooms)
 
 
-def _families(dearest_first: Sequence[Sample], seq_len: int) -> list[list[Sample]]:
+def _families(dearest_first: Sequence[Sample], keys: Mapping[int, bytes], seq_len: int) -> list[list[Sample]]:
     """Samples with equal tokens before the first trained one, as many of them as a micro-batch holds."""
     families: list[list[Sample]] = []
     open_by_prompt: dict[bytes, list[Sample]] = {}
     for sample in dearest_first:
-        prompt = sample.prompt
-        key = b"" if prompt is None else prompt.array.tobytes()
-        family = None if prompt is None else open_by_prompt.get(key)
+        key = keys[id(sample)]
+        family = open_by_prompt.get(key)
         if family is None or sum(map(len, family)) + len(sample) > seq_len:
             family = list[Sample]()
             families.append(family)
-            if prompt is not None:
+            if key:
                 open_by_prompt[key] = family
         family.append(sample)
     return families
+
+
+def _numbers_of_rows(fewest: int, most: int) -> list[int]:
+    numbers = [fewest]
+    while 0 < numbers[-1] < most:
+        numbers.append(min(2 * numbers[-1], most))
+    return numbers
+
+
+def _in_rows(
+    rows: int, families: Sequence[Sequence[list[Sample]]], num_ranks: int, seq_len: int, cost: Cost
+) -> list[_Bin]:
+    """Balanced bins, so many for each rank, or a few more. families: ways to keep samples together; the first that fits
+    is taken."""
+    while True:
+        for family in families:
+            bins = _fill(family, rows * num_ranks, seq_len, cost)
+            if bins is not None:
+                _even_out(bins, cost)
+                return bins
+        rows += 1  # the loop ends at the latest when each micro-batch holds one sample
+
+
+def _cost_of(samples: Sequence[Sample], keys: Mapping[int, bytes], cost: Cost) -> float:
+    """What a micro-batch of these samples costs, which runs what they share once."""
+    repeated = Counter(keys[id(sample)] for sample in samples)
+    shared = sum((times - 1) * cost(len(key) // TokenIds.dtype.itemsize) for key, times in repeated.items())
+    return cost.per_micro_batch + sum(cost(len(sample)) for sample in samples) - shared
 
 
 def _fill(families: Sequence[list[Sample]], num_bins: int, seq_len: int, cost: Cost) -> list[_Bin] | None:

@@ -37,8 +37,13 @@ class Instance:
     id: InstanceId
     role: Serving
     slots: tuple[int, ...]
-    """Slots that it is on, ascending; what is asked of the instance is asked of the first one. Empty for an external
-    server."""
+    """Slots that it is on, ascending. Empty for an external server."""
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """Slots that are asked what is asked of the instance; the first one's reply is the instance's. All slots of a
+        scorer are asked, as they work in step; for a generator the first one speaks."""
+        return self.slots if self.role == "score" else self.slots[:1]
 
 
 def instance_on(role: Serving, slots: tuple[int, ...], birth: int = 0, restart: int = 0) -> Instance:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ductile.core.instances.placement import many, slots_of
-from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.layout.layout_text import in_words
+from ductile.core.layout.parallel_layout import ONE_SLOT_RANK, ParallelLayout, ResizeOrder
 from ductile.records import TrainProgress
 
 Phase = Literal["assign", "prepare", "freeze", "transfer", "commit", "finalize", "rollback"]
@@ -113,11 +114,11 @@ def total(progress: Mapping[int, TrainProgress]) -> TrainProgress:
 
 
 def describe(layout: ParallelLayout) -> str:
-    """The layout in words: "slots 0-3", "slots 0-7 in 2 copies, pp 2, tp 2"."""
-    dims = layout.dims
-    copies = f" in {dims.dp_replicate} copies" if dims.dp_replicate > 1 else ""
-    others = [f"{axis} {size}" for axis in ("pp", "cp", "tp", "ep") if (size := getattr(dims, axis)) > 1]
-    return ", ".join([slots_of(layout.slots) + copies, *others])
+    """The layout in words: "slots 0-3", "slots 0-3 in 2 copies", "slots 0-7 as pp 2 · dp_shard 2 · tp 2"."""
+    where, dims = slots_of(layout.slots), layout.dims
+    if dims.rank_shape != ONE_SLOT_RANK or dims.ep > 1:
+        return f"{where} as {in_words(dims)}"
+    return f"{where} in {dims.dp_replicate} copies" if dims.dp_replicate > 1 else where
 
 
 def _stop(layout: ParallelLayout, slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> Ruling:

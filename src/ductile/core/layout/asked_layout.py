@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ductile.core.layout.cp_style import CpStyleAsked
+from ductile.core.layout.context_parallel import CpStyleAsked
 from ductile.core.layout.parallel_layout import ParallelDims
 from ductile.core.layout.pipeline import PipelineSchedule
 
@@ -17,7 +17,8 @@ Auto = Literal["auto"]
 
 @dataclass(frozen=True, slots=True)
 class AskedLayout:
-    """The fields are called like the keys of `trainer.model`."""
+    """The fields are called like the keys of `trainer.model`, but for `dp_shard`, which has none: only a whole layout
+    (`ductile.core.layout.layout_text`) says it."""
 
     pp: int | Auto = 1
     dp_replicate: int = 1

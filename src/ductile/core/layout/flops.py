@@ -9,7 +9,8 @@ which is what "model FLOPs utilisation" divides by a device's peak. A multiply-a
                   A pair is a token and one that it sees: causal, inside its own document.
 
 What an implementation computes besides is not counted: the masked half of a square, scores and logits that are made
-again in the backward pass. A prompt that several samples share counts as often as it is run, which is once.
+again in the backward pass. A prompt that several samples share counts once; with cp_style "ring" it is run for each of
+them, so utilisation is understated there.
 """
 
 from collections.abc import Sequence

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ductile.core.layout.layout import ITEM_BYTES
 from ductile.core.layout.parallel_layout import AXES, ParallelLayout
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.stages import contiguous_stages
 from ductile.core.layout.strategy import model_layout
 
 MOST_ROWS = 16
@@ -31,19 +29,18 @@ class SlotShare:
 
 def slot_shares(spec: ModelSpec, layout: ParallelLayout) -> dict[int, SlotShare]:
     """What every slot of the layout has."""
-    stages = layout.stages or contiguous_stages(spec.num_layers, layout.dims.pp)
+    stages = layout.stages_of(spec.num_layers)
     held = dict.fromkeys(layout.slots, 0)
-    for tensor in model_layout(spec, layout.mesh, "float32", stages):
+    for tensor in model_layout(spec, layout, "float32"):
         for slot, _, size in tensor.holdings.sizes:
             held[slot] += size
     names = [_layers(spec, stages, stage, layout.dims.pp) for stage in range(layout.dims.pp)]
     return {slot: SlotShare(names[layout.mesh.coordinate(slot, ("pp",))], held[slot]) for slot in layout.slots}
 
 
-def mesh_table(spec: ModelSpec, layout: ParallelLayout, dtype: str, num_moments: int) -> list[str]:
-    """Lines for people. `dtype` is that of the parameters, the gradient and the moments."""
+def mesh_table(spec: ModelSpec, layout: ParallelLayout, each_bytes: int) -> list[str]:
+    """Lines for people. each_bytes: of a parameter, its gradient and what the optimizer keeps for it."""
     shares = slot_shares(spec, layout)
-    each_bytes = ITEM_BYTES[dtype] * (2 + num_moments)
     if len(layout.slots) == 1:
         return [f"slot {layout.first} has all of the state: {_bytes(spec.num_parameters * each_bytes)}"]
     if len(layout.slots) <= MOST_ROWS:

@@ -22,9 +22,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.stages import contiguous_stages
 
 T = TypeVar("T")
 
@@ -36,9 +37,17 @@ FULLY_SHARDED = ("dp_shard", "cp")
 EXPERTS = ("expert_shard", "ep")
 """Axes of a layer's experts, in the place of dp_shard, cp and tp."""
 
-RankShape = tuple[int, int, int]
-"""Sizes of pp, cp and tp: the slots that work on the samples of one data-parallel rank."""
-ONE_SLOT_RANK: RankShape = (1, 1, 1)
+
+class RankShape(NamedTuple):
+    """Sizes of the axes whose slots work together on the samples of one data-parallel rank. A tuple: it is an array in
+    what a run writes down."""
+
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+
+ONE_SLOT_RANK = RankShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,10 @@ class ParallelDims:
     ep: int = 1
 
     @property
+    def num_slots(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
     def num_data_parallel(self) -> int:
         """Data-parallel ranks: how many parts a batch has at a time."""
         return self.dp_replicate * self.dp_shard
@@ -60,7 +73,7 @@ class ParallelDims:
     @property
     def rank_shape(self) -> RankShape:
         """The slots that work on one data-parallel rank's samples."""
-        return self.pp, self.cp, self.tp
+        return RankShape(self.pp, self.cp, self.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,8 @@ class ParallelLayout:
     """The slots in rank order: the last axis, tp, runs fastest."""
     dims: ParallelDims
     stages: tuple[int, ...] = ()
-    """Stage (coordinate along pp) of each layer; empty: stages have equally many layers that follow each other."""
+    """Stage (coordinate along pp) of each layer, as the planner has them. Empty, as without pp: stages have equally
+    many layers that follow each other; `stages_of` says which."""
 
     def __post_init__(self) -> None:
         if found := list(_violations(self.slots, self.dims, self.stages)):
@@ -102,6 +116,13 @@ class ParallelLayout:
         shards = dims.dp_shard * dims.cp * dims.tp // dims.ep
         axes = (("pp", dims.pp), ("dp_replicate", dims.dp_replicate), ("expert_shard", shards), ("ep", dims.ep))
         return _mesh(axes, self.slots)
+
+    def stages_of(self, num_layers: int) -> tuple[int, ...]:
+        """Stage of each of so many layers. Raises ValueError where the layout has stages of another number of them."""
+        stages = self.stages or contiguous_stages(num_layers, self.dims.pp)
+        if len(stages) != num_layers:
+            raise ValueError(f"stages {stages} do not place {num_layers} layers on {self.dims.pp} stages")
+        return stages
 
     def coordinates(self, slot: int) -> dict[str, int]:
         """The slot's place along each axis."""
@@ -136,7 +157,7 @@ class ParallelLayout:
         """The part of a batch that the slot works on."""
         return self.mesh.coordinate(slot, DATA_PARALLEL)
 
-    def reports(self, slot: int) -> bool:
+    def counts_samples(self, slot: int) -> bool:
         """Whether the slot's sums over samples count. Of slots that have the same samples one's do: the first along cp
         and tp, in the last stage, which has the loss."""
         at = self.coordinates(slot)

@@ -2,13 +2,14 @@
 
 1. Each size that is asked for is held against the model and against the number of slots; every finding says what to
    write instead.
-2. Of the sizes that are left to the planner ("auto") it takes the smallest with which a slot has room and no
-   data-parallel rank is without samples: data parallelism costs least. pp grows last.
+2. Of the sizes that are left to the planner ("auto") it takes those with which a slot has room, where its memory is
+   known, and least time is lost for lack of samples: data-parallel ranks have none, or a pipeline's messages are short
+   and its slots wait. Of equally good ones it takes the smallest, as data parallelism costs least. pp grows last.
 3. Layers are dealt to stages so that these take equally long.
 
     planned = plan_layout(8, AskedLayout(tp="auto", pp=2), spec, num_samples=2)
-    planned.layout.dims        pp 2, tp 2, dp_shard 2
-    planned.reasons["tp"]      "auto: with tp 1 there are 4 data-parallel ranks for 2 samples of an optimizer step"
+    planned.layout.dims        pp 2, tp 4
+    planned.reasons["tp"]      "auto: with tp 2 stages are idle for 50% of the time, as a data-parallel rank has 1 ..."
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.cp_style import CpStyleChosen, chosen_style, token_multiple, why_not
+from ductile.core.layout.context_parallel import CpStyle, StyleViolation, chosen_style, style_violation, token_multiple
 from ductile.core.layout.layout_text import in_words
 from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.pipeline import runs_of_layers
-from ductile.core.layout.slot_memory import USABLE, slot_bytes
+from ductile.core.layout.pipeline import PipelineShape, runs_of_layers
+from ductile.core.layout.slot_memory import SlotMemory
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.stages import balanced_stages, contiguous_stages, head_layers
+from ductile.core.layout.stages import balanced_stages, head_layers
 from ductile.core.layout.tp_sizes import even_tp_sizes, tp_notes, why_not_tp
 
 MOST_AUTO_TP = 8
@@ -30,6 +31,8 @@ MOST_AUTO_TP = 8
 SIZED = ("pp", "dp_replicate", "cp", "tp")
 """Axes that are asked for; `dp_shard` is what they leave."""
 GIB = 2**30
+MUCH_IDLE = 1 / 3
+"""Share of the time for which slots may wait for other stages before that is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,16 @@ class PlannedLayout:
     """What comes of a request: a layout or errors."""
 
     layout: ParallelLayout | None
-    cp_style: CpStyleChosen = "ulysses"
+    cp_style: CpStyle = "ulysses"
     """Style that the trainer has where cp is above 1."""
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     """Why the planner chose what was left to it, by key; "stages" has who has which layers."""
     errors: tuple[LayoutFinding, ...] = ()
     warnings: tuple[LayoutFinding, ...] = ()
+    needed_bytes: int = 0
+    """About what a slot needs; 0 where the memory of slots is not known."""
+    short: str = ""
+    """Sentence that a slot has less; "" where it has enough, or that is not known."""
 
 
 def plan_layout(
@@ -67,38 +74,36 @@ def plan_layout(
     asked: AskedLayout,
     spec: ModelSpec | None = None,
     num_samples: int | None = None,
-    device_bytes: int | None = None,
+    memory: SlotMemory | None = None,
 ) -> PlannedLayout:
     """The layout that is asked for, on these slots or on so many.
 
     Args:
         spec: the model. None: sizes are held against the number of slots alone.
         num_samples: fewest samples of an optimizer step. None: not known.
-        device_bytes: memory of the smallest device. None: taken to suffice.
+        memory: what a slot keeps, and its room. None: not known, and not looked at.
     """
     slots = tuple(range(slots)) if isinstance(slots, int) else tuple(slots)
     if not slots:
         return PlannedLayout(None, errors=(LayoutFinding(("slots",), 0, "are too few: a layout needs at least one"),))
     wrong = list(_below_one(asked))
-    tries = (
-        [] if wrong else [_Try(sized, len(slots), spec, num_samples, device_bytes) for sized in _choices(asked, spec)]
-    )
+    tries = [] if wrong else [_Try(sized, len(slots), spec, num_samples, memory) for sized in _choices(asked, spec)]
     possible = [each for each in tries if not each.errors]
     if not possible:
         return PlannedLayout(None, errors=tuple(wrong or tries[0].errors))
     best = min(possible, key=lambda each: each.shortfall)
     sized, dims = best.sized, best.dims
     style, why = chosen_style(asked.cp_style, spec, dims.tp, dims.cp)
-    reasons = {key: f"auto: {text}" for key, text in _reasons(asked, best, possible)}
+    blind = "" if memory else "; memory was not looked at, as how much a slot has is not known"
+    reasons = {key: f"auto: {text}{blind}" for key, text in _reasons(asked, best, possible)}
     if dims.cp > 1 and asked.cp_style == "auto":
         reasons["cp_style"] = f"auto: {style}, as {why}"
     layout = ParallelLayout(slots, dims)
     if spec is not None and dims.pp > 1:
-        stages = balanced_stages(spec, dims.pp, sized.num_runs)
-        if stages != contiguous_stages(spec.num_layers, dims.pp):
-            layout = replace(layout, stages=stages)
+        layout = replace(layout, stages=balanced_stages(spec, dims.pp, sized.num_runs))
         reasons["stages"] = _layers(spec, layout)
-    return PlannedLayout(layout, style, reasons, warnings=tuple(best.warnings()))
+    needed_bytes, short = best.needed_bytes, best.shortcoming if best.missing_bytes else ""
+    return PlannedLayout(layout, style, reasons, (), tuple(best.warnings()), needed_bytes, short)
 
 
 class _Try:
@@ -110,10 +115,10 @@ class _Try:
         num_slots: int,
         spec: ModelSpec | None,
         num_samples: int | None,
-        device_bytes: int | None,
+        memory: SlotMemory | None,
     ) -> None:
         self.sized, self._num_slots, self._spec = sized, num_slots, spec
-        self._num_samples, self._device_bytes = num_samples, device_bytes
+        self._num_samples, self._memory = num_samples, memory
         self.sizes: dict[str, int] = {axis: int(getattr(sized, axis)) for axis in SIZED}
         self.errors = [*_mesh_errors(num_slots, self.sizes, sized.dp_shard, spec), *_model_errors(sized, spec)]
 
@@ -131,34 +136,66 @@ class _Try:
         return max(0, self.num_ranks - self._num_samples) if self._num_samples else 0
 
     @property
+    def pipeline(self) -> PipelineShape:
+        return PipelineShape(self.sizes["pp"], self.sized.num_runs)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a data-parallel rank that its slots can get at a time: packing makes as many as a full
+        message has, where there are samples for that."""
+        full = self.pipeline.full_message
+        return min(full, -(-self._num_samples // self.num_ranks)) if self._num_samples else full
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time for which slots wait for other stages; some ranks may have a sample more than others."""
+        mean = self._num_samples / self.num_ranks if self._num_samples else self.micro_batches
+        return self.pipeline.bubble(min(self.micro_batches, max(1, mean)))
+
+    @property
+    def idle(self) -> float:
+        """Share of the slots' time that is lost for lack of samples, or to the pipeline's bubble."""
+        return round(1 - (1 - self.idle_ranks / self.num_ranks) * (1 - self.bubble), 6)
+
+    @property
     def missing_bytes(self) -> int:
         """Bytes that a slot would need beyond those that it has."""
-        if self._spec is None or self._device_bytes is None:
-            return 0
-        return max(0, self.needed_bytes - int(USABLE * self._device_bytes))
+        return self._memory.missing(self.needed_bytes) if self._memory else 0
 
     @property
     def needed_bytes(self) -> int:
-        return slot_bytes(self._spec, self.dims, self.sized.seq_len) if self._spec else 0
+        if self._spec is None or self._memory is None:
+            return 0
+        return self._memory.needed(self._spec, self.dims, self.sized.seq_len)
 
     @property
-    def shortfall(self) -> tuple[int, int, int, int]:
+    def shortfall(self) -> tuple[int, float, int, int]:
         """What the choice lacks; then its sizes, the smallest of which are the best."""
-        return self.missing_bytes, self.idle_ranks, self.sizes["pp"], self.sizes["tp"]
+        return self.missing_bytes, self.idle, self.sizes["pp"], self.sizes["tp"]
 
     @property
     def shortcoming(self) -> str:
         """What the choice lacks, in words; "" when it lacks nothing."""
         if self.missing_bytes:
-            room = (self._device_bytes or 0) / GIB
-            return f"a slot would need about {self.needed_bytes / GIB:.0f} GiB of {room:.0f}"
+            return self._needs
         if self.idle_ranks:
             return f"there are {self.num_ranks} data-parallel ranks for {self._samples} of an optimizer step"
+        if self.micro_batches < self.pipeline.full_message:
+            return f"stages are idle for {self.bubble:.0%} of the time, as a data-parallel rank has {self._batches}"
         return ""
+
+    @property
+    def _needs(self) -> str:
+        room_bytes = self._memory.room_bytes if self._memory else 0
+        return f"a slot would need about {_gib(self.needed_bytes)} GiB and has {_gib(room_bytes)} for training"
 
     @property
     def _samples(self) -> str:
         return f"{self._num_samples} sample{'' if self._num_samples == 1 else 's'}"
+
+    @property
+    def _batches(self) -> str:
+        return f"{self.micro_batches} micro-batch{'' if self.micro_batches == 1 else 'es'}"
 
     def warnings(self) -> Iterator[LayoutFinding]:
         sizes = self.sizes
@@ -166,11 +203,11 @@ class _Try:
             for note in tp_notes(self._spec, sizes["tp"]):
                 yield LayoutFinding(("tp",), sizes["tp"], note)
         yield from self._filled_up()
-        if self.missing_bytes:
+        if self._memory and self.needed_bytes > self._memory.room_bytes:
             yield LayoutFinding(
                 ("tp", "pp", "cp", "dp_replicate"),
                 sizes["tp"],
-                f"is with {in_words(self.dims) or 'one slot'} probably too little memory: {self.shortcoming}",
+                f"is with {in_words(self.dims) or 'one slot'} probably too little memory: {self._needs}",
             )
         if self.idle_ranks:
             axis = "dp_replicate" if sizes["dp_replicate"] > 1 else "dp_shard"
@@ -179,15 +216,12 @@ class _Try:
                 f"has {self._samples}: fewer slots do, or a larger tp or cp"
             )
             yield LayoutFinding((axis,), getattr(self.dims, axis), what)
-        elif self._num_samples and self._num_samples < sizes["pp"] * self.num_ranks:
-            pp, most = sizes["pp"], -(-self._num_samples // self.num_ranks)
-            idle = (pp - 1) / (self.sized.num_runs * most + pp - 1)
-            batches = f"{most} micro-batch{'' if most == 1 else 'es'}"
+        elif self.bubble > MUCH_IDLE:
             what = (
-                f"leaves stages idle for at least {idle:.0%} of the time: a data-parallel rank has at most {batches} "
-                f"in an optimizer step, and {pp} stages want {pp} or more"
+                f"leaves stages idle for at least {self.bubble:.0%} of the time: a data-parallel rank has at most "
+                f"{self._batches} in an optimizer step, and {sizes['pp']} stages want {self.pipeline.full_message}"
             )
-            yield LayoutFinding(("pp",), pp, what)
+            yield LayoutFinding(("pp",), sizes["pp"], what)
 
     def _filled_up(self) -> Iterator[LayoutFinding]:
         cp, tp, seq_len = self.sizes["cp"], self.sizes["tp"], self.sized.seq_len
@@ -252,8 +286,9 @@ def _mesh_errors(
         yield LayoutFinding(keys, sizes[axis], what)
         return
     below, above = num_slots - num_slots % product, num_slots + product - num_slots % product
+    beside = " · ".join(f"{axis} {sizes[axis]}" for axis in above_one[:-1])
     what = (
-        f"makes {product} slots with {named}, of which the number of train slots, {num_slots}, is no multiple: train "
+        f"makes {product} slots with {beside}, of which the number of train slots, {num_slots}, is no multiple: train "
         f"on {_listed([size for size in (below, above) if size])} slots, or write smaller sizes"
     )
     yield LayoutFinding(tuple(reversed(above_one)), sizes[above_one[-1]], what)
@@ -269,11 +304,15 @@ def _model_errors(sized: AskedLayout, spec: ModelSpec | None) -> Iterator[Layout
     pp, cp, tp = int(sized.pp), sized.cp, int(sized.tp)
     if spec is not None and (reasons := why_not_tp(spec, tp)):
         yield LayoutFinding(("tp",), tp, f"{' and '.join(reasons)}: write {_listed(even_tp_sizes(spec))}")
-    elif spec is not None and sized.cp_style != "auto":
-        for violation in why_not(sized.cp_style, spec, tp, cp):
-            yield LayoutFinding(("cp_style", "cp", "tp"), sized.cp_style, violation)
+    elif spec is not None and (violation := _wrong_style(sized, spec, cp, tp)):
+        what = f"{violation.what}: {violation.instead}"
+        yield LayoutFinding(("cp_style", "cp", "tp"), sized.cp_style, what)
     if pp > 1:
         yield from _stage_errors(sized, pp, spec)
+
+
+def _wrong_style(sized: AskedLayout, spec: ModelSpec, cp: int, tp: int) -> StyleViolation | None:
+    return None if sized.cp_style == "auto" else style_violation(sized.cp_style, spec.num_heads, cp, tp)
 
 
 def _stage_errors(sized: AskedLayout, pp: int, spec: ModelSpec | None) -> Iterator[LayoutFinding]:
@@ -309,6 +348,10 @@ def _layers(spec: ModelSpec, layout: ParallelLayout) -> str:
     """ "19 and 9 layers, where the output embeddings count as 9.9"."""
     sizes = _listed([len(layers) for layers in runs_of_layers(layout, spec.num_layers)], last="and")
     return f"{sizes} layers, where the output embeddings count as {head_layers(spec):.1f}"
+
+
+def _gib(number_bytes: int) -> str:
+    return f"{number_bytes / GIB:.3g}"
 
 
 def _factors(number: int) -> list[int]:

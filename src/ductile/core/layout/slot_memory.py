@@ -1,35 +1,63 @@
 """About how much memory a slot needs to train in a layout: an estimate, to choose sizes by before anything runs.
 
-Assumed are fp32 parameters, gradients and two moments (16 bytes a parameter); bf16 arithmetic; nothing computed twice;
-one layer's parameters and the embeddings gathered at a time; and `LOGITS` scores of the vocabulary at once.
-
-    activations of a token and layer    what the backward pass reads: the inputs of norms and products, q, k and v, the
-                                        output of attention, gate and up: 4 M + 2 (H + K) D + 3 I numbers
-    1F1B                                the first stage keeps the activations of pp micro-batches
+state           parameters, gradient and what the optimizer keeps, sharded: `SlotMemory.state_bytes` a parameter
+gathered        one layer's parameters and the embeddings at a time, or all of the slot's, where they are kept
+gradients       of all the slot's parameters, where they are reduced once a step
+activations     of a token and layer: what the backward pass reads, which are the inputs of norms and products, q, k
+                and v, the output of attention, gate and up: 4 M + 2 (H + K) D + 3 I numbers. Nothing is computed
+                twice. In 1F1B the first stage keeps those of pp micro-batches
+scores          of the vocabulary, `LOGITS` at a time
 """
+
+from dataclasses import dataclass
 
 from ductile.core.layout.flops import layer_matrix_parameters
 from ductile.core.layout.parallel_layout import ParallelDims
 from ductile.core.layout.spec import ModelSpec
 
-STATE_BYTES = 16
-"""Bytes of a parameter with its gradient and its moments."""
-COMPUTE_BYTES = 2
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS = 2**27
 """Scores that the head makes at a time, in fp32 (`fused_lm_head_token_chunk_size`)."""
 USABLE = 0.9
-"""Share of a device's memory that training may take; the rest goes to the driver, to NCCL and to fragmentation."""
+"""Share of a device's memory that its roles may take; the rest goes to the driver, to NCCL and to fragmentation."""
 
 
-def slot_bytes(spec: ModelSpec, dims: ParallelDims, seq_len: int) -> int:
-    shards = dims.dp_shard * dims.cp
-    layers = -(-spec.num_layers // dims.pp)
-    embeddings = spec.vocab_size * spec.hidden_size
-    held = (spec.num_parameters - embeddings) // dims.pp + embeddings
-    state = held // dims.tp // shards * STATE_BYTES
-    gathered = (layer_matrix_parameters(spec) + embeddings) // dims.tp * COMPUTE_BYTES if shards > 1 else 0
-    heads = spec.num_heads + spec.num_kv_heads
-    numbers = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size
-    tokens = -(-seq_len // (dims.cp * dims.tp))
-    activations = tokens * numbers * layers * dims.pp * COMPUTE_BYTES
-    return state + gathered + activations + LOGITS * 4 // dims.tp
+@dataclass(frozen=True, slots=True)
+class SlotMemory:
+    """What training keeps on a slot, in bytes, and how much memory there is for it."""
+
+    room_bytes: int
+    """Memory that a slot has for training."""
+    state_bytes: int = 16
+    """Bytes of a parameter, its gradient and what the optimizer keeps for it."""
+    compute_bytes: int = 2
+    """Bytes of a number in forward and backward passes."""
+    gradient_bytes: int = 0
+    """Bytes of a number of gradients that each slot keeps whole until the optimizer step; 0 where ranks add them up
+    before."""
+    keeps_gathered: bool = False
+    """Whether gathered parameters are kept until the backward pass; with pp they are always."""
+    least_bytes: int = 0
+    """Bytes that a slot is taken to have in any case: those that the layout needs in which the run begins."""
+
+    def needed(self, spec: ModelSpec, dims: ParallelDims, seq_len: int) -> int:
+        """Bytes that a slot needs in a layout of these sizes."""
+        shards = dims.dp_shard * dims.cp
+        layers = -(-spec.num_layers // dims.pp)
+        embeddings = spec.vocab_size * spec.hidden_size
+        of_slot = ((spec.num_parameters - embeddings) // dims.pp + embeddings) // dims.tp
+        if dims.pp > 1 or self.keeps_gathered:
+            gathered = of_slot
+        else:
+            gathered = (layer_matrix_parameters(spec) + embeddings) // dims.tp
+        copied = gathered * self.compute_bytes if shards > 1 else 0
+        heads = spec.num_heads + spec.num_kv_heads
+        numbers = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size
+        tokens = -(-seq_len // (dims.cp * dims.tp))
+        activations = tokens * numbers * layers * dims.pp * self.compute_bytes
+        state = of_slot // shards * self.state_bytes + of_slot * self.gradient_bytes
+        return state + copied + activations + LOGITS * 4 // dims.tp
+
+    def missing(self, needed_bytes: int) -> int:
+        """Bytes of these that a slot does not have."""
+        return max(0, needed_bytes - max(self.room_bytes, self.least_bytes))

@@ -1,101 +1,103 @@
-"""The layout of a model on a mesh. The names of the axes say what they do:
+"""Says where each parameter of a model lies in a trainer's layout. What the axes do to it:
 
     pp             stages of layers: a slot holds only what belongs to its stage
     dp_replicate   copies
     dp_shard, cp   FSDP2 over both together: chunks of dim 0 of what tp has left. With dp_replicate this is HSDP
     tp             columns, rows or vocabulary; fused tensors by component
 
-Axes of size 1 can be left out, and the order of the axes is free: it says only which slots are neighbours.
-`ductile.core.layout.parallel_layout` has the mesh of a trainer.
+Every parameter has a row in two tables, and a name that has none is refused: `tensor_parallel` says how tp cuts it,
+`_ENDS` to which end of the pipeline it belongs, where it is no layer's. Experts (ep) are in neither yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ductile.core.layout.holdings import Holdings, Shape
 from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.mesh import Mesh
-from ductile.core.layout.parallel_layout import FULLY_SHARDED
+from ductile.core.layout.parallel_layout import FULLY_SHARDED, ParallelLayout
 from ductile.core.layout.parameters import parameters
 from ductile.core.layout.sharding import Shard, local_shape, place
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.stages import contiguous_stages
+
+_ENDS = {"embed.weight": "first", "norm.weight": "last", "lm_head.weight": "last"}
+"""Stage of what belongs to no layer. Tied embeddings are also the last stage's."""
 
 
-def tensor_parallel(spec: ModelSpec, vocab_rows: int) -> dict[str, Shard]:
-    """How tp cuts a parameter, by the last part of its name. `vocab_rows` has the rows of padding, too.
-
-    Parameters that are not here (norms, biases after a row-parallel product) are whole on every tp slot.
-    """
+def tensor_parallel(spec: ModelSpec, vocab_rows: int) -> dict[str, Shard | None]:
+    """How tp cuts a parameter, by the last part of its name; None: it is whole on every tp slot. `vocab_rows` has the
+    rows of padding, too."""
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     vocabulary = Shard("tp", 0, padded=vocab_rows)
     heads = Shard("tp", 0, ((query, spec.num_heads), (key, spec.num_kv_heads), (key, spec.num_kv_heads)))
     gate_and_up = Shard("tp", 0, ((spec.intermediate_size, spec.intermediate_size),) * 2)
     return {
         "embed.weight": vocabulary,
-        "lm_head.weight": vocabulary,
+        "attention_norm.weight": None,
         "attention.qkv_proj.weight": heads,
         "attention.qkv_proj.bias": heads,
+        "attention.q_norm.weight": None,
+        "attention.k_norm.weight": None,
         "attention.o_proj.weight": Shard("tp", 1, ((query, spec.num_heads),)),
+        "attention.o_proj.bias": None,  # added to the sum of the products, once
+        "mlp_norm.weight": None,
         "mlp.gate_up_proj.weight": gate_and_up,
         "mlp.gate_up_proj.bias": gate_and_up,
         "mlp.down_proj.weight": Shard("tp", 1),
+        "mlp.down_proj.bias": None,
+        "norm.weight": None,
+        "lm_head.weight": vocabulary,
     }
 
 
-def model_layout(
-    spec: ModelSpec,
-    mesh: Mesh,
-    dtype: str = "bfloat16",
-    stages: Sequence[int] | None = None,
-    vocab_multiple: int = 1,
-) -> Layout:
-    """All parameters of `spec` on `mesh`.
-
-    `stages[layer]` is the pp stage of each layer (uneven and interleaved ones too); by default stages are contiguous
-    and the first ones have the spare layers. Each tp slot gets equally many vocabulary rows, a multiple of
+def model_layout(spec: ModelSpec, parallel: ParallelLayout, dtype: str = "bfloat16", vocab_multiple: int = 1) -> Layout:
+    """All parameters of `spec` in the layout. Each tp slot gets equally many vocabulary rows, a multiple of
     `vocab_multiple`; the rows past the vocabulary are padding.
+
+    Raises ValueError for a layout with ep above 1, for stages of other layers than the model has, and for a parameter
+    whose place nothing says.
     """
-    if stages is None:
-        stages = contiguous_stages(spec.num_layers, mesh.size(("pp",)))
-    if len(stages) != spec.num_layers or not all(0 <= stage < mesh.size(("pp",)) for stage in stages):
-        raise ValueError(f"stages {tuple(stages)} do not place {spec.num_layers} layers on {mesh.size(('pp',))} stages")
-    splits = tensor_parallel(spec, _vocab_rows(spec, mesh, vocab_multiple))
+    mesh, stages = parallel.mesh, parallel.stages_of(spec.num_layers)
+    if parallel.dims.ep > 1:
+        raise ValueError(f"ep is {parallel.dims.ep}, and where experts lie is not built yet: write ep = 1")
+    splits = tensor_parallel(spec, _vocab_rows(spec, parallel.dims.tp, vocab_multiple))
     known: dict[tuple[Shape, tuple[Shard, ...], tuple[int, ...]], Holdings] = {}
     tensors: list[Tensor] = []
     for parameter in parameters(spec):
-        split = splits.get(_kind(parameter.name))
+        split = _split(parameter.name, splits)
         steps = (*([split] if split else []), Shard(FULLY_SHARDED, 0))
-        what = (parameter.shape, steps, _stages_of(parameter.name, spec, stages, mesh))
+        what = (parameter.shape, steps, _stages_of(parameter.name, spec, stages, parallel.dims.pp))
         if what not in known:
             known[what] = place(parameter.shape, mesh, steps, (("pp", what[2]),))
         tensors.append(Tensor(parameter.name, dtype, known[what]))
-    return Layout(tensors, mesh.slots)
+    return Layout(tensors, parallel.slots)
 
 
-def tensor_parallel_shapes(spec: ModelSpec, mesh: Mesh, slot: int) -> dict[str, Shape]:
+def tensor_parallel_shapes(spec: ModelSpec, parallel: ParallelLayout, slot: int) -> dict[str, Shape]:
     """Shape that tp leaves of each parameter on a slot, before FSDP2 deals out its rows; padding included."""
-    splits = tensor_parallel(spec, _vocab_rows(spec, mesh))
+    splits = tensor_parallel(spec, _vocab_rows(spec, parallel.dims.tp))
     found: dict[str, Shape] = {}
     for parameter in parameters(spec):
-        split = splits.get(_kind(parameter.name))
-        found[parameter.name] = local_shape(parameter.shape, mesh, [split] if split else [], slot)
+        split = _split(parameter.name, splits)
+        found[parameter.name] = local_shape(parameter.shape, parallel.mesh, [split] if split else [], slot)
     return found
 
 
-def _vocab_rows(spec: ModelSpec, mesh: Mesh, multiple: int = 1) -> int:
-    unit = multiple * mesh.size(("tp",))
+def _vocab_rows(spec: ModelSpec, tp: int, multiple: int = 1) -> int:
+    unit = multiple * tp
     return -(-spec.vocab_size // unit) * unit
 
 
-def _kind(name: str) -> str:
-    """`layers.3.mlp.down_proj.weight` -> `mlp.down_proj.weight`"""
-    return name.split(".", 2)[2] if name.startswith("layers.") else name
+def _split(name: str, splits: Mapping[str, Shard | None]) -> Shard | None:
+    kind = name.split(".", 2)[2] if name.startswith("layers.") else name  # layers.3.mlp.down_proj.weight
+    if kind not in splits:
+        raise ValueError(f"nothing says how tp cuts {name}: write {kind!r} in `strategy.tensor_parallel`")
+    return splits[kind]
 
 
-def _stages_of(name: str, spec: ModelSpec, stages: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    last = mesh.size(("pp",)) - 1
+def _stages_of(name: str, spec: ModelSpec, stages: Sequence[int], pp: int) -> tuple[int, ...]:
     if name.startswith("layers."):
         return (stages[int(name.split(".")[1])],)
-    if name == "embed.weight":
-        return (0, last) if spec.tie_embeddings and last else (0,)
-    return (last,)
+    if name not in _ENDS:
+        raise ValueError(f"nothing says which stage has {name}: write it in `strategy._ENDS`")
+    if _ENDS[name] == "last":
+        return (pp - 1,)
+    return (0, pp - 1) if spec.tie_embeddings and pp > 1 else (0,)

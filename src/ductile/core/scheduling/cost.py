@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ductile.core.layout.parallel_layout import ONE_SLOT_RANK, RankShape
+from ductile.core.layout.pipeline import PipelineShape
 from ductile.core.scheduling.arithmetic import least_squares
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
@@ -57,16 +58,18 @@ class DecodeSpeed:
         return DecodeSpeed(parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0))
 
 
-ASSUMED_OVERHEADS = (0.1, 0.05, 0.05)
-"""Share of a rank's speed that each further slot along pp, cp and tp costs, before it is measured. pp: the bubble of
-about ten micro-batches. cp: prime-rl measured 8 % less at cp 2 and no less at cp 4 (ulysses, 8 H200). tp: 5 % less at
-tp 2 and a quarter less at tp 8 is what one machine's links usually leave."""
+ASSUMED_OVERHEADS = {"cp": 0.05, "tp": 0.05}
+"""Share of a rank's speed that each further slot along an axis costs, before it is measured. cp: prime-rl measured
+8 % less at cp 2 and no less at cp 4 (ulysses, 8 H200). tp: 5 % less at tp 2 and a quarter less at tp 8 is what one
+machine's links usually leave."""
 
 
 def assumed_rank_speed(shape: RankShape) -> float:
-    """How many times as fast as one slot the slots of a data-parallel rank are, before it is measured."""
-    lost = (1 + overhead * (size - 1) for size, overhead in zip(shape, ASSUMED_OVERHEADS, strict=True))
-    return prod(shape) / prod(lost)
+    """How many times as fast as one slot the slots of a data-parallel rank are, before it is measured. Of pp they lose
+    the bubble of a full message, with one run of layers a slot."""
+    pipeline, sizes = PipelineShape(shape.pp), shape._asdict()
+    lost = prod(1 + overhead * (sizes[axis] - 1) for axis, overhead in ASSUMED_OVERHEADS.items())
+    return prod(shape) * (1 - pipeline.bubble(pipeline.full_message)) / lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ class TrainSpeed:
         return self.tokens_per_s * num_ranks / (1 + self.overhead * abs(num_ranks - 1)) * rank_speed
 
     def seconds(self, tokens_fullest: float, num_ranks: int, shape: RankShape = ONE_SLOT_RANK) -> float:
-        """Seconds of one micro-step in which the fullest rank has so many tokens."""
+        """Seconds of one micro-step in which the fullest rank has so many tokens, in a full message: others take
+        longer (`PipelineShape.stretch`)."""
         tokens_per_s = self.tokens_per_s * self.rank_speed(shape)
         return self.micro_step_s + tokens_fullest * (1 + self.overhead * (num_ranks - 1)) / tokens_per_s
 

@@ -7,12 +7,12 @@ asked before a decision is carried out, so that a policy with a bug is refused a
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from ductile.core.instances.instances import NOUNS, Instance, InstanceGroups, InstanceId, named, regrouped
 from ductile.core.instances.placement import SPELLED, Role, many, slots_of
-from ductile.core.layout.layout_rules import layout_for
+from ductile.core.layout.layout_rules import NoLayout, layout_for, nearest_allowed
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.state import ClusterState
 
@@ -103,12 +103,19 @@ def instances_after(state: ClusterState, decision: Decision) -> tuple[Instance, 
 
 def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
     """The trainer's layout after the decision, as the layout rules have it for the number of slots: those that stay
-    keep their order, those that join come last. Raises ValueError where no slot is left."""
+    keep their order, those that join come last. As many slots as now always have a layout: that of now, if no other.
+    Raises NoLayout where the rules have none, and ValueError where no slot is left."""
     trainer, roles = state.trainer, roles_after(state, decision)
     before = trainer.layout.slots
     staying = [slot for slot in before if "train" in roles.get(slot, ())]
     joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in before)
-    return layout_for((*staying, *joining), trainer.rules)
+    slots = (*staying, *joining)
+    try:
+        return layout_for(slots, trainer.rules)
+    except NoLayout:
+        if len(slots) != len(before):
+            raise
+        return replace(trainer.layout, slots=slots)
 
 
 def violations(state: ClusterState, decision: Decision) -> list[str]:
@@ -223,6 +230,10 @@ def _wrong_layout(state: ClusterState, decision: Decision) -> Iterator[str]:
         return  # a floor is broken
     try:
         layout = layout_after(state, decision)
+    except NoLayout as error:
+        number = sum("train" in roles for roles in roles_after(state, decision).values())
+        nearest = " or ".join(map(str, nearest_allowed(number, len(state.slots), state.trainer.rules)))
+        yield f"the trainer cannot go on so: {error}{f'; it may have {nearest}' if nearest else ''}"
     except ValueError as error:
         yield f"the trainer cannot go on so: {error}"
     else:

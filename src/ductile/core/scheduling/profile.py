@@ -12,7 +12,7 @@ from ductile.core.instances.instances import Instance, instances_from
 from ductile.core.instances.placement import Placement
 from ductile.core.layout.asked_layout import AskedLayout
 from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
-from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelDims, ParallelLayout
+from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelDims, ParallelLayout, RankShape
 from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.state import Limits, first_instances
@@ -114,7 +114,7 @@ class StepProfile:
         own = _only(StepProfile, fields)
         speeds: dict[str, Any] = dict(own["speeds"])
         train = dict(speeds["train"])
-        rank_speeds = tuple((tuple(shape), speed) for shape, speed in train.pop("rank_speeds", ()))
+        rank_speeds = tuple((RankShape(*shape), speed) for shape, speed in train.pop("rank_speeds", ()))
         speeds |= {
             "decode": DecodeSpeed(**speeds["decode"]),
             "train": TrainSpeed(**train, rank_speeds=rank_speeds),

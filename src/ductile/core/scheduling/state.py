@@ -5,6 +5,7 @@ decide on them, tests write them down by hand.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from ductile.core.instances.instances import (
 from ductile.core.instances.placement import Placement, Role
 from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.pipeline import micro_batches_of_message
+from ductile.core.layout.pipeline import PipelineShape
 from ductile.core.scheduling.cost import Speeds, SwitchCosts
 
 IN_FLIGHT = 2
@@ -173,6 +174,12 @@ def may_share(placement: Placement, *, on_gpu: bool) -> bool:
     return not on_gpu or placement.shares
 
 
+def groups_of(role: Serving, home: Placement, slots: Iterable[int], limits: Limits) -> tuple[tuple[int, ...], ...]:
+    """The groups of slots that an instance of the role may be on, in a run that began with the placement `home` and has
+    these slots now."""
+    return slot_groups(home.of(role), {*home.slots, *slots}, limits.slots_per(role))
+
+
 def first_instances(placement: Placement, limits: Limits) -> tuple[Instance, ...]:
     """The instances that a run with this placement begins with."""
     held = {slot: placement.roles(slot) for slot in placement.slots}
@@ -237,8 +244,14 @@ class ClusterState:
 
     def groups(self, role: Serving) -> tuple[tuple[int, ...], ...]:
         """InstanceGroups of slots that an instance of the role may be on."""
-        slots = {*self.home.slots, *(slot.slot for slot in self.slots)}
-        return slot_groups(self.home.of(role), slots, self.limits.slots_per(role))
+        return groups_of(role, self.home, (slot.slot for slot in self.slots), self.limits)
+
+    @property
+    def scorer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of slots that score by configuration, and are all there."""
+        there = {slot.slot for slot in self.slots}
+        groups = slot_groups(self.home.score, (), self.limits.slots_per_scorer)
+        return tuple(group for group in groups if there.issuperset(group))
 
     def roles(self, slot: int) -> tuple[Role, ...]:
         return next(known.roles for known in self.slots if known.slot == slot)
@@ -262,7 +275,7 @@ class ClusterState:
     @property
     def _micro_step_tokens(self) -> int:
         """Tokens of a data-parallel rank in a full micro-step."""
-        return self.trainer.seq_len * micro_batches_of_message(self.trainer.layout)[0]
+        return self.trainer.seq_len * PipelineShape.of(self.trainer.layout).full_message
 
     @property
     def patience_s(self) -> float:

@@ -7,11 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.instances.instances import Instance, InstanceId, instance_on, slot_groups
+from ductile.core.layout.asked_layout import AskedLayout
+from ductile.core.layout.layout_rules import LayoutRules
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import instances_after, layout_after, roles_after, violations
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
-from ductile.core.scheduling.state import Lengths, Limits, SlotState, TrainerState, Unfinished
+from ductile.core.scheduling.state import Lengths, Limits, SlotState, Unfinished
 from tests.core.scheduling.scenes import scene
 
 SERVER = Instance(InstanceId("http://there"), "generate", ())
@@ -21,12 +24,13 @@ POLICIES += [Model(pre_process=False, wait_before_last_iter=False)]
 
 @st.composite
 def states(draw, at_boundary=None):
-    """Any placement of up to thirteen slots, any roles by now, rollouts anywhere that generates, be it on one slot, on
-    two or on none."""
-    size = draw(st.sampled_from([1, 1, 2]))
+    """Any placement of up to fourteen slots, any roles by now, rollouts anywhere that generates, be it on one slot, on
+    two or on none; a scorer on one slot or two; and a trainer that may have any number of slots, or even ones, or
+    multiples of three."""
+    size, scorer_size = draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1, 1, 2]))
     num_train, num_generate = draw(st.integers(1, 4)), size * draw(st.integers(1, 4))
-    num_score = draw(st.integers(0, 1))
-    bounds = [0, num_train, num_train + num_generate, num_train + num_generate + num_score]
+    num_scorers = draw(st.integers(0, 1))
+    bounds = [0, num_train, num_train + num_generate, num_train + num_generate + num_scorers * scorer_size]
     placement = {
         name: ",".join(map(str, range(first, last)))
         for name, first, last in zip(["actor", "rollout", "inference"], bounds, bounds[1:], strict=False)
@@ -35,20 +39,19 @@ def states(draw, at_boundary=None):
     limits = Limits(
         min_train=draw(st.integers(1, num_train)),
         min_generate=1,
-        min_score=draw(st.integers(0, num_score)),
+        min_score=draw(st.integers(0, num_scorers)),
         max_num_seqs=draw(st.integers(1, 16)),
         may_share=draw(st.booleans()),
         slots_per_generator=size,
+        slots_per_scorer=scorer_size,
     )
     shapes = [("train",), ("generate",), ("generate",)] + ([("train", "generate")] if limits.may_share else [])
     groups = slot_groups(range(num_train, bounds[2]), range(bounds[2]), size)
     roles = dict.fromkeys(range(bounds[2]), ("train",))
     for group in groups:
         roles |= dict.fromkeys(group, draw(st.sampled_from([*shapes, ()])))
-    for slot in range(bounds[2], bounds[-1]):
-        roles[slot] = draw(st.sampled_from([("score",), ("train",)]))
-    if limits.min_score:
-        roles[bounds[2]] = ("score",)
+    scores = bool(limits.min_score) or draw(st.booleans())
+    roles |= dict.fromkeys(range(bounds[2], bounds[-1]), ("score",) if scores else ("train",))
     for group in reversed(groups):
         if sum("train" in held for held in roles.values()) < limits.min_train:
             roles |= dict.fromkeys(group, ("train",))
@@ -60,7 +63,7 @@ def states(draw, at_boundary=None):
     num_rollouts = 64
     ready = draw(st.integers(0, num_rollouts))
     trained = draw(st.integers(0, num_rollouts - 1))
-    return scene(
+    state = scene(
         placement,
         roles=roles,
         running=running,
@@ -75,10 +78,14 @@ def states(draw, at_boundary=None):
         ready=ready,
         ready_tokens=ready * 300,
         to_start=draw(st.integers(0, 64)) if to_generate else 0,
-        to_score=draw(st.integers(0, 3)) if num_score else 0,
+        to_score=draw(st.integers(0, 3)) if num_scorers else 0,
         num_updates=draw(st.integers(1, 4)),
         group_size=2,
     )
+    tp = draw(st.sampled_from([1, 1, 2, 3]))
+    slots = state.trainer.layout.slots
+    layout = ParallelLayout.of(slots, tp=tp if len(slots) % tp == 0 else 1)
+    return replace(state, trainer=replace(state.trainer, layout=layout, rules=LayoutRules(asked=AskedLayout(tp=tp))))
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -123,7 +130,7 @@ def carried_out(state, decision):
         ),
         instances=instances_after(state, decision),
         change=state.change + 1,
-        trainer=TrainerState(layout_after(state, decision), True, decision.hold_training, state.trainer.seq_len),
+        trainer=replace(state.trainer, layout=layout_after(state, decision), held=decision.hold_training),
         unfinished=tuple(
             Unfinished(
                 each.id, targets.get(each.id, each.instance), each.prompt_tokens, each.generated, each.limit, each.group

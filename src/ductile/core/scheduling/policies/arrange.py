@@ -3,6 +3,8 @@
 Slots that train keep their generator beside the trainer's state where there is memory for both, so that the next step
 finds it there: from all generating to some of them training takes migrations alone, and back again nothing.
 
+The other slots train, as many of them as the trainer may have (`train_sizes`); the rest have nothing to do.
+
 A generator takes a whole group of slots (`ClusterState.groups`). Groups are ordered once a decision; every number of
 generators is then a slice of one order and a difference of running sums. External servers generate beside all of them.
 """
@@ -15,6 +17,7 @@ from ductile.core.instances.placement import Role
 from ductile.core.scheduling.cost import context_transfer
 from ductile.core.scheduling.migration import Remaining, generators_on
 from ductile.core.scheduling.state import ClusterState
+from ductile.core.scheduling.train_sizes import TrainSizes
 
 BOTH: tuple[Role, ...] = ("train", "generate")
 
@@ -30,6 +33,9 @@ class Arrangements:
         at_home, free = {*state.home.generate}, {*pool}
         self._state, self._held = state, {slot: held[slot] for slot in pool}
         self.trainers_now = frozenset(trainers).intersection(pool)
+        self._sizes, self._num_other_trainers = TrainSizes(state), len({*trainers} - free)
+        # Slots in the order in which they train: those that do, then those that do nothing.
+        self._train_order = sorted(pool, key=lambda slot: (slot not in rank, bool(held[slot]), rank.get(slot, slot)))
         self.generators_now = frozenset(slot for slot in pool if "generate" in held[slot])
         groups = [group for group in state.groups("generate") if free.issuperset(group)]
         here = {each.id: each.slots for each in state.instances_of("generate") if free.issuperset(each.slots)}
@@ -86,7 +92,11 @@ class Arrangements:
         return frozenset(slot for group in self._order[:count] for slot in group)
 
     def trainers(self, count: int) -> frozenset[int]:
-        return frozenset(self._held).difference(self.generators(count))
+        """The slots that train, when `count` generators generate; none where the trainer may not have so few."""
+        generators = self.generators(count)
+        others = [slot for slot in self._train_order if slot not in generators]
+        number = self._sizes.at_most(len(others) + self._num_other_trainers) - self._num_other_trainers
+        return frozenset(others[: max(0, number)])
 
     def resizes(self, count: int) -> bool:
         return self.trainers(count) != self.trainers_now
@@ -94,9 +104,12 @@ class Arrangements:
     def split(self, count: int) -> Mapping[int, tuple[Role, ...]]:
         """Roles with which `count` generators generate and the other slots train. These have nothing to do with what is
         generated: where new sequences may come up, they give their generators up."""
-        roles: dict[int, tuple[Role, ...]] = dict.fromkeys(self.generators(count), ("generate",))
-        for slot in self.trainers(count):
-            roles[slot] = BOTH if self._keeps and slot in self.generators_now else ("train",)
+        trainers = self.trainers(count)
+        roles: dict[int, tuple[Role, ...]] = dict.fromkeys(self._held, ())
+        roles |= dict.fromkeys(self.generators(count), ("generate",)) | dict.fromkeys(trainers, ("train",))
+        if self._keeps:
+            kept = [group for group in self._order if trainers.issuperset(group) and self._generates(group)]
+            roles |= {slot: BOTH for group in kept for slot in group}
         return roles
 
     def all_generate(self) -> Mapping[int, tuple[Role, ...]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ductile.core.layout.pipeline import micro_batches_of_message
+from ductile.core.layout.pipeline import PipelineShape
 from ductile.core.scheduling.arithmetic import FloatArray, chance_of_any, dot, interpolate, mixed_power, ordered_sum
 from ductile.core.scheduling.cost import context_transfer
 from ductile.core.scheduling.lengths import Survival, histogram
@@ -155,7 +155,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         # Others train while generators take in what has migrated.
         seconds += stalled_s
         stalled_s = np.zeros(num_plans)
-        taken = _taken(state, todo, taken, left / total, rates.num_ranks(stage.trainers))
+        taken = _taken(state, todo, taken, left / total, rates.num_micro_batches(stage.trainers))
         tokens = np.maximum(0.0, seconds - busy_s) * _tokens_per_s(state, todo, rates, stage.trainers)
         trained += np.minimum(np.maximum(0.0, tokens), np.maximum(0.0, taken - trained))
         busy_s = np.maximum(0.0, busy_s - seconds)
@@ -206,7 +206,7 @@ class _Stage:
         change = ~self.second & (left <= plans.until)
         # A slot that joins a trainer at work waits for the end of a micro-step, on average for half of it.
         now = state.trainer.layout
-        tokens = state.trainer.seq_len * micro_batches_of_message(now)[0]
+        tokens = state.trainer.seq_len * PipelineShape.of(now).full_message
         lag_s = state.speeds.train.seconds(tokens, 1, now.dims.rank_shape) / 2
         if change.any():
             paused_s += np.where(change, plans.resize_s + lag_s * (self.trainers > 0) * (plans.resize_s > 0), 0.0)
@@ -233,21 +233,23 @@ class _Stage:
 
 
 def _taken(
-    state: ClusterState, todo: Work, taken: FloatArray, share_left: FloatArray, num_ranks: FloatArray
+    state: ClusterState, todo: Work, taken: FloatArray, share_left: FloatArray, num_micro_batches: FloatArray
 ) -> FloatArray:
     """Tokens that the trainer has taken by now, of those whose groups are whole."""
     whole = mixed_power(np.minimum(np.maximum(0.0, 1.0 - share_left), 1.0), todo.members)
     there = todo.ready_tokens + todo.coming_tokens * whole
-    # It takes all there is, but not before there is a full micro-batch for every rank, or a quarter of the update: on
-    # average, half of that waits.
-    enough = np.minimum(num_ranks * state.trainer.seq_len, todo.batch_tokens / (4 * state.batch.num_updates))
+    # It takes all there is, but not before there is a message of full micro-batches, or a quarter of the update with a
+    # sample for each micro-batch: on average, half of that waits.
+    quarter = np.maximum(todo.batch_tokens / (4 * state.batch.num_updates), num_micro_batches * todo.sample_tokens)
+    enough = np.minimum(num_micro_batches * state.trainer.seq_len, quarter)
     return np.maximum(taken, there - enough / 2)
 
 
 def _tokens_per_s(state: ClusterState, todo: Work, rates: TrainRates, slots: FloatArray) -> FloatArray:
-    """Tokens that a trainer of so many slots takes per second. Its micro-steps have room left that is too small for
-    another sample, and each costs something."""
-    per_s, num_ranks, seq_len = rates.tokens_per_s(slots), rates.num_ranks(slots), float(state.trainer.seq_len)
+    """Tokens that a trainer of so many slots takes per second. Its micro-batches have room left that is too small for
+    another sample, and each message of them costs something."""
+    per_s, num_micro_batches = rates.tokens_per_s(slots), rates.num_micro_batches(slots)
+    seq_len = float(state.trainer.seq_len)
     filled = max(seq_len / 2, seq_len - todo.sample_tokens / 2)
-    micro_step_s = seq_len * num_ranks / np.maximum(per_s, 1e-12) + state.speeds.train.micro_step_s
-    return np.where(per_s > 0, filled * num_ranks / np.maximum(micro_step_s, 1e-12), 0.0)
+    micro_step_s = seq_len * num_micro_batches / np.maximum(per_s, 1e-12) + state.speeds.train.micro_step_s
+    return np.where(per_s > 0, filled * num_micro_batches / np.maximum(micro_step_s, 1e-12), 0.0)

@@ -37,6 +37,7 @@ from ductile.core.scheduling.policies.arrange import Arrangements
 from ductile.core.scheduling.policies.forecast import NEVER, Plans, Work, forecast, work
 from ductile.core.scheduling.state import ClusterState
 from ductile.core.scheduling.train_rates import train_rates
+from ductile.core.scheduling.train_sizes import fitted
 
 FILLS = (NEVER, 2.0, 8.0, 32.0)
 """Sequences that a generator should have at least, in the futures that are compared."""
@@ -92,14 +93,14 @@ class Model:
     ) -> tuple[int, Prediction] | None:
         """The change that pays, if one does."""
         now, external = arrangements.num_generators, arrangements.num_external
-        size, least = state.limits.slots_per_generator, 0 if external else 1
+        least = 0 if external else 1
         counts = [
             count
             for count in _counts(now, least, arrangements.most)
             if count + external >= state.limits.min_generate
-            and num_slots - size * count >= max(1, state.limits.min_train)
+            and len(arrangements.trainers(count)) >= max(1, state.limits.min_train)
         ]
-        changes = [count for count in counts if arrangements.shared or arrangements.resizes(count)]
+        changes = [count for count in counts if arrangements.shared or count != now or arrangements.resizes(count)]
         rows: list[tuple[float, ...]] = []
         first: dict[int, int] = {}
         # The columns are those of `Plans`.
@@ -109,7 +110,7 @@ class Model:
         for count in changes:
             first[count] = len(rows)
             delays_s = arrangements.split_delays_s(count)
-            first_way = count + external, num_slots - size * count
+            first_way = count + external, len(arrangements.trainers(count))
             rows += [(*first_way, np.inf, first_way[0], 0.0, fill, *delays_s) for fill in FILLS]
         more = not arrangements.generators_now.issuperset(arrangements.all_generate())
         if self._may_wait(state) and state.limits.may_share and more:
@@ -170,16 +171,16 @@ class Model:
         trainers = {*state.trainer.layout.slots}
         whole = [each for each in state.instances_of("score") if state.ready.issuperset(each.slots)]
         scorers = slots_on(whole) if state.batch.all_scored else ()
+        generators = state.of("generate") if state.limits.may_share else ()
         idle = [slot for slot in (*pool, *scorers) if slot not in trainers]
+        after = fitted(state, {slot: BOTH if slot in generators else TRAIN for slot in idle})
         tokens, rates = todo.ready_tokens + todo.coming_tokens, train_rates(state)
         cost_s = state.costs.resize_s
         back_s = cost_s if state.batch.steps_left > 1 else 0.0
         stay_s = tokens / rates.tokens_per_s_on(len(trainers))
-        go_s = cost_s + tokens / rates.tokens_per_s_on(len(trainers) + len(idle))
-        if not idle or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
+        go_s = cost_s + tokens / rates.tokens_per_s_on(len(trainers) + len(after))
+        if not after or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
             return Decision()
-        generators = state.of("generate") if state.limits.may_share else ()
-        after: dict[int, tuple[Role, ...]] = {slot: BOTH if slot in generators else TRAIN for slot in idle}
         orders, prediction = change(state, after), Prediction(stay_s, go_s, cost_s)
         why = sentence(orders, "nothing is left to generate", _figures(prediction))
         return Decision(orders, why, prediction=prediction)
@@ -289,8 +290,13 @@ def _recall_scorers(state: ClusterState) -> Decision:
     unscored = state.batch.to_score > 0 and not state.of("score")
     if not unscored and not (state.num_to_generate and state.step_begins):
         return Decision()
-    away = [slot for slot in state.home.score if slot in state.ready and "score" not in state.roles(slot)]
+    whole = [slot for group in state.scorer_groups if state.ready.issuperset(group) for slot in group]
+    away = [slot for slot in whole if "score" not in state.roles(slot)]
     orders = change(state, {slot: state.home.roles(slot) for slot in away})
+    if away and violations(state, Decision(orders)):
+        # The trainer may have no layout on the slots that are left: it goes back to those that it has at home.
+        joined = state.ready.intersection(state.trainer.layout.slots).difference(state.home.train)
+        orders = change(state, {slot: state.home.roles(slot) for slot in sorted(joined.union(away))})
     if not orders or violations(state, Decision(orders)):
         return Decision()
     why = "rollouts wait for their scores" if unscored else "a new batch begins"

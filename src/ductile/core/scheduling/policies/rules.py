@@ -8,6 +8,9 @@ Whenever something has happened in a step that has begun to train, and no resize
    (Where sequences cost time, the tail of generation would pay for every slot that is freed.)
 3. Slots without a role train.
 
+Where the trainer has no layout on so many slots, it gets as many of them as it can have, and the others keep what they
+do (`train_sizes`).
+
 When the next step begins every slot returns to what the configuration gave it. Two further rules, each on request:
 
 - `pre_process`: until half of the step's rollouts are finished, the train slots generate too, and the trainer waits.
@@ -29,6 +32,7 @@ from ductile.core.scheduling.arithmetic import whole_times
 from ductile.core.scheduling.migration import change, remaining_tokens
 from ductile.core.scheduling.orders import Decision, Order, sentence, violations
 from ductile.core.scheduling.state import BatchProgress, ClusterState
+from ductile.core.scheduling.train_sizes import fitted
 
 TRAIN: tuple[Role, ...] = ("train",)
 
@@ -107,8 +111,10 @@ def _awaited(batch: BatchProgress) -> str:
 
 
 def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:
-    """What the configuration gave each slot. One that joined later keeps what it has: it has no other home."""
-    configured = {*state.home.slots}
+    """What the configuration gave each slot. One that joined later keeps what it has: it has no other home. Nor has one
+    that scored with others of which one is gone."""
+    scoring = {slot for group in state.scorer_groups for slot in group}
+    configured = {slot for slot in state.home.slots if slot in scoring or "score" not in state.home.roles(slot)}
     return {slot.slot: state.home.roles(slot.slot) if slot.slot in configured else slot.roles for slot in state.slots}
 
 
@@ -144,11 +150,12 @@ def _cheapest_to_free(state: ClusterState, generators: Sequence[Instance]) -> li
 
 def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
     """The orders that change slots to `roles`, of those slots that may be ordered about; none while others are still
-    needed where they are, because the slots that should take their place are not ready. The slots of one generator
-    change together."""
+    needed where they are, because the slots that should take their place are not ready. The slots of one generator or
+    scorer change together."""
     busy = {slot.slot for slot in state.slots} - state.ready
-    busy |= {slot for group in state.groups("generate") if not busy.isdisjoint(group) for slot in group}
-    moved = {slot: after for slot, after in roles.items() if slot not in busy}
+    groups = (*state.groups("generate"), *state.scorer_groups)
+    busy |= {slot for group in groups if not busy.isdisjoint(group) for slot in group}
+    moved = fitted(state, {slot: after for slot, after in roles.items() if slot not in busy})
     after = {slot.slot: moved.get(slot.slot, slot.roles) for slot in state.slots}
     if state.unfinished and not any("generate" in held for held in after.values()) and not state.num_external:
         return ()

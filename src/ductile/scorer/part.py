@@ -1,0 +1,79 @@
+"""A slot's part of a scorer: of the policy and of the reference, over the groups of the scorer's slots.
+
+The slots of a scorer cut each weight matrix among themselves, as those of the trainer's tp do
+(`ductile.parallel.tensor_parallel`). There is no other axis, and nothing has a gradient.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ductile.config.trainer import TrainerConfig, needs_reference
+from ductile.config.weight_headers import ModelFolderError
+from ductile.core.batch.packing import pack
+from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
+from ductile.model.packed import PackedSamples
+from ductile.model.transformer import Transformer
+from ductile.parallel.gathered import full_tensors
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.parallelize import Precision, build, build_empty
+from ductile.parallel.parts import SlotParts
+from ductile.parallel.scoring import score
+from ductile.records import MicroBatch, Sample
+
+
+class ScorerPart:
+    """All slots of the scorer call the same methods in the same order, but for `parts`."""
+
+    def __init__(self, config: TrainerConfig, context: ParallelContext, device: str, has_weights: bool) -> None:
+        """has_weights: false where the policy's are to come. Raises ModelFolderError, or ValueError where a slot would
+        have no part of something."""
+        if config.model.name is None:
+            raise ModelFolderError("trainer.model.name is not set; it must be a model folder")
+        self.context = context
+        self._config, self._folder, self._device = config, config.model.name, device
+        rounded = Precision.of(config.model, device)
+        self._stored, self._compute = rounded.parameters, rounded.compute
+        # Nothing is updated: what forward passes see is all that is kept.
+        self._precision = Precision(rounded.compute, rounded.compute, rounded.compute)
+        self._spec = read_spec(self._folder, config.model.debug.num_layers)
+        self.parts = SlotParts.of(self._spec, context.layout, context.slot)
+        self.policy = self._load() if has_weights else self._allocate()
+        # The reference is loaded at once: what lies at model.name may be newer later.
+        self._reference: Transformer | None = self._load() if needs_reference(config.loss) else None
+
+    @property
+    def reference(self) -> Transformer:
+        """The weights that the run started from. They are loaded now unless the loss needs them."""
+        if self._reference is None:
+            self._reference = self._load()
+        return self._reference
+
+    def score(self, samples: tuple[Sample, ...], model: Transformer) -> Iterator[tuple[Sample, Tensor]]:
+        """The samples in some order, each with the log-probs of its trained tokens."""
+        (micro_batches,) = pack(samples, num_ranks=1, seq_len=self._config.model.seq_len)
+        for micro_batch in micro_batches:
+            yield from self._score(micro_batch, model)
+
+    @torch.no_grad()
+    def _score(self, micro_batch: MicroBatch, model: Transformer) -> Iterable[tuple[Sample, Tensor]]:
+        packed = PackedSamples.of(micro_batch.samples, self._device)
+        logprobs, _ = score(model, packed, self.context, self._config.model.head_chunk_tokens, "ulysses")
+        of_samples = logprobs.cpu().split([sample.num_trained for sample in micro_batch.samples])
+        return zip(micro_batch.samples, of_samples, strict=True)
+
+    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's whole parameters, gathered one at a time. All slots must run it to its end."""
+        return full_tensors(self.policy, self.context, self._compute)
+
+    def _allocate(self) -> Transformer:
+        return build_empty(self._spec, self.context, self._device, self._precision).requires_grad_(False)
+
+    def _load(self) -> Transformer:
+        config = self._config
+        random = config.model.debug.random_init
+        tensors = random_tensors(self._spec, config.seed) if random else read_tensors(self._folder, self._spec)
+        # Rounded as the trainer rounds: to the optimizer's precision first, then to what forward passes see.
+        stored = ((name, tensor.to(self._stored)) for name, tensor in tensors)
+        return build(self._spec, stored, self.context, self.parts, self._device, self._precision).requires_grad_(False)
