@@ -54,6 +54,8 @@ def mesh(settings: Mapping[str, str] = MappingProxyType({}), stages: tuple[int, 
 
 
 RING, ULYSSES = {"cp_style": "ring"}, {"cp_style": "ulysses"}
+AUTO = {"cp_style": "auto"}
+"""The default: ulysses with 2 slots of cp, and ring with 3, among which 8 heads cannot be dealt."""
 ZERO_BUBBLE = {"pp_schedule": "zero_bubble"}
 ONCE_A_STEP = {"reduce_every": "step"}
 INTERLEAVED = (0, 1, 0, 1)
@@ -111,6 +113,8 @@ MESHES = (
     mesh(RING, dp_replicate=2, cp=2),
     mesh(ULYSSES, dp_shard=2, cp=4),
     mesh(ULYSSES, dp_replicate=2, dp_shard=2, cp=2),
+    mesh(AUTO, cp=2),
+    mesh(AUTO, dp_shard=2, cp=3),
     # two and more of tp, pp and cp
     mesh(RING, cp=2, tp=2),
     mesh(ULYSSES, cp=2, tp=2),
@@ -141,6 +145,8 @@ RESIZES = (
     (mesh(dp_shard=4), mesh(pp=2, tp=2)),
     (mesh(dp_shard=2), mesh(RING, dp_shard=2, cp=2)),
     (mesh(dp_shard=2), mesh(ULYSSES, dp_shard=2, cp=2)),
+    (mesh(AUTO, cp=2), mesh(AUTO, dp_shard=2, cp=3)),
+    (mesh(AUTO, dp_shard=2, cp=3), mesh(AUTO, cp=2)),
     (mesh(pp=2), mesh(dp_shard=2)),
     (mesh(pp=2), mesh(pp=2, stages=INTERLEAVED)),
     (mesh(dp_shard=2), mesh(dp_shard=8)),

@@ -24,7 +24,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from ductile.core.layout.mesh import Mesh
 from ductile.fabric import rendezvous, universe
 from ductile.fabric.backend import SETTINGS, Backend, choose_backend, device_id, tell_devices
-from ductile.fabric.messages import GlooMessages
+from ductile.fabric.send_recv import GlooSendRecv
 from ductile.roles import RoleAssignment
 
 
@@ -59,7 +59,7 @@ class Groups:
         self._store = store
         self._timeout_s = timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._messages: dict[tuple[int, ...], GlooMessages] = {}
+        self._send_recv: dict[tuple[int, ...], GlooSendRecv] = {}
         self._meshes: list[DeviceMesh] = []
         self._num_on_device: dict[tuple[int, ...], int] = {}
 
@@ -82,16 +82,16 @@ class Groups:
             self._groups[key] = self._create(key)
         return self._groups[key]
 
-    def messages(self, members: Sequence[int]) -> dist.ProcessGroup:
+    def send_recv_group(self, members: Sequence[int]) -> dist.ProcessGroup:
         """A made group as `dist.isend` and `dist.irecv` take it."""
         key = tuple(members)
         group = self._groups[key]
         if dist.get_backend(group) != "gloo":
             return group
-        if key not in self._messages:
-            self._messages[key] = GlooMessages(group, partial(timeout_of, group))
-            c10d._world.pg_group_ranks[self._messages[key]] = c10d._world.pg_group_ranks[group]
-        return self._messages[key]
+        if key not in self._send_recv:
+            self._send_recv[key] = GlooSendRecv(group, partial(timeout_of, group))
+            c10d._world.pg_group_ranks[self._send_recv[key]] = c10d._world.pg_group_ranks[group]
+        return self._send_recv[key]
 
     def num_on_device(self, members: Sequence[int]) -> int:
         """Slots of a made group that share this slot's GPU, itself among them; 1 on a CPU."""
@@ -140,9 +140,9 @@ class Groups:
             # A mesh that is kept would keep its group, and with it its sockets.
             mesh._pg_registry.clear()
         self._meshes.clear()
-        for messages in self._messages.values():
-            del c10d._world.pg_group_ranks[messages]
-        self._messages.clear()
+        for group in self._send_recv.values():
+            del c10d._world.pg_group_ranks[group]
+        self._send_recv.clear()
         # What torch remembers of operations on tensors is kept by mesh, and for ever.
         _clear_sharding_prop_cache()
         errors: list[Exception] = []

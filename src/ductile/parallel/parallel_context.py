@@ -41,9 +41,9 @@ class ParallelContext:
         """The group of the slots that differ along these axes alone; collective among them the first time."""
         return self._groups.group(self.layout.group(self._groups.slot, axes))
 
-    def messages(self, *axes: str) -> dist.ProcessGroup:
+    def send_recv_group(self, *axes: str) -> dist.ProcessGroup:
         """`group` as `dist.isend` and `dist.irecv` take it."""
-        return self._groups.messages(self.layout.group(self.slot, axes))
+        return self._groups.send_recv_group(self.layout.group(self.slot, axes))
 
     def _ends(self) -> dist.ProcessGroup | None:
         in_stages = self.layout.group(self.slot, ("pp",))

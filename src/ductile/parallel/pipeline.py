@@ -56,7 +56,7 @@ class Pipeline:
         """`model` has the layers of this slot's runs. `dtype` is that of hidden states."""
         self._model, self._dtype, self._device = model, dtype, device
         self._schedule: PipelineSchedule = schedule
-        self._group = context.messages("pp")
+        self._group = context.send_recv_group("pp")
         self._pp, self._runs = context.layout.dims.pp, _runs_of_slot(model.spec, context.layout, context.slot)
         self._num_runs = self._pp * len(self._runs)
         self.has_loss = self._num_runs - 1 in self._runs
@@ -76,7 +76,7 @@ class Pipeline:
         hidden = [(inputs.num_hidden, self._model.spec.hidden_size) for inputs in micro_batches]
         stages = [
             VirtualStage(
-                _Run(self._model, layers, micro_batches),
+                _ModelPart(self._model, layers, micro_batches),
                 index,
                 self._num_runs,
                 hidden,
@@ -102,8 +102,9 @@ class Pipeline:
         return kind(stages[0], number, loss, scale_grads=False)
 
 
-class _Run(nn.Module):
-    """A run of layers of the slot's model. It is no module of FSDP2's, so torch's schedules leave that alone."""
+class _ModelPart(nn.Module):
+    """A run of layers of the slot's model, as torch's stage calls it. It is no module of FSDP2's, which torch's
+    schedules thus leave alone."""
 
     def __init__(self, model: Transformer, layers: range, micro_batches: Sequence[ModelInputs]) -> None:
         super().__init__()

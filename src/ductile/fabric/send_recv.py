@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class GlooMessages(dist.ProcessGroup):
+class GlooSendRecv(dist.ProcessGroup):
     """The group, for messages alone. Tags do not tell messages of one slot apart: their order does."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: Callable[[], timedelta]) -> None:

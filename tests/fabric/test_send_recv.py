@@ -5,16 +5,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ductile.fabric.groups import Groups
-from ductile.fabric.messages import GlooMessages
+from ductile.fabric.send_recv import GlooSendRecv
 from tests.ranks import run_ranks
 
 
 def around(groups: Groups, members: tuple[int, ...]) -> list[float]:
     """Each slot sends two numbers to the next one, and gets two from the one before."""
     groups.group(members)
-    group = groups.messages(members)
-    assert isinstance(group, GlooMessages)
-    assert groups.messages(members) is group
+    group = groups.send_recv_group(members)
+    assert isinstance(group, GlooSendRecv)
+    assert groups.send_recv_group(members) is group
     here = members.index(groups.slot)
     after, before = members[(here + 1) % len(members)], members[here - 1]
     arriving = [torch.empty(1) for _ in range(2)]
@@ -37,7 +37,7 @@ def wait_in_vain(groups: Groups, members: tuple[int, ...]) -> str:
         groups._store.wait(["done"])
         return ""
     try:
-        dist.irecv(torch.empty(1), members[1], group=groups.messages(members)).wait()
+        dist.irecv(torch.empty(1), members[1], group=groups.send_recv_group(members)).wait()
     except RuntimeError as error:
         return str(error)
     finally:
@@ -53,9 +53,9 @@ def test_a_wait_ends_by_the_timeout_that_was_set_last() -> None:
 
 def make_and_destroy(groups: Groups, members: tuple[int, ...]) -> int:
     groups.group(members)
-    groups.messages(members)
+    groups.send_recv_group(members)
     groups.destroy()
-    return sum(isinstance(group, GlooMessages) for group in distributed_c10d._world.pg_group_ranks)
+    return sum(isinstance(group, GlooSendRecv) for group in distributed_c10d._world.pg_group_ranks)
 
 
 def test_nothing_is_left_of_it() -> None:
