@@ -36,8 +36,8 @@ def outputs_and_gradients(operation: Operation, inputs: Sequence[Tensor]) -> tup
     return *outputs, *torch.autograd.grad(outputs, inputs, upstream)
 
 
-def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return cpu_attention.attend(q, k, v, list(cpu_attention.tiles(TREES, HEADS[0])))
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return cpu_attention.attend(q, k, v, list(cpu_attention.calls(TREES)))
 
 
 def cases() -> list[Any]:
@@ -74,7 +74,7 @@ def cases() -> list[Any]:
         ),
         pytest.param(swiglu.swiglu, plain.swiglu, [draw(40, 64)], id="swiglu"),
         pytest.param(
-            tiled, partial(plain.attention, TREES), [draw(40, num, HEAD_DIM) for num in HEADS], id="attention"
+            fused, partial(plain.attention, TREES), [draw(40, num, HEAD_DIM) for num in HEADS], id="attention"
         ),
     ]
 
@@ -187,7 +187,7 @@ ONE_CALL = "one call a document and layer: "
 @pytest.mark.parametrize(
     ("device", "dtype", "capability", "compiles", "choice"),
     [
-        ("cpu", torch.float32, None, False, "tiles, on a CPU"),
+        ("cpu", torch.float32, None, False, "torch's fused kernel, on a CPU"),
         ("cpu", torch.float32, None, True, ONE_CALL + "torch compiles"),
         (GPU, torch.bfloat16, (9, 0), False, "one variable-length kernel a layer"),
         (GPU, torch.bfloat16, (9, 0), True, ONE_CALL + "torch compiles"),
@@ -207,7 +207,7 @@ def test_which_attention_runs(
     monkeypatch.setattr(dispatch.varlen_attention, "capability_of", lambda device: capability)
     run, said = dispatch.packed_attention(TREES, torch.empty(40, 4, 8, device=device, dtype=dtype))
     assert said == choice
-    kinds = {"tiles": cpu_attention.attend, "one call": plain.attention}
+    kinds = {"torch's fused kernel": cpu_attention.attend, "one call": plain.attention}
     if isinstance(run, partial):
         assert run.func is next(kind for beginning, kind in kinds.items() if choice.startswith(beginning))
     else:
@@ -247,4 +247,4 @@ def test_torch_compiles_packed_attention() -> None:
     inputs = [draw(40, num, HEAD_DIM) for num in HEADS]
     compiled = torch.compile(lambda *qkv: PackedAttention([20, 9], [[10, 1], []])(0, *qkv), backend="eager")
     found = outputs_and_gradients(compiled, inputs)
-    torch.testing.assert_close(found, outputs_and_gradients(tiled, inputs), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(found, outputs_and_gradients(fused, inputs), atol=1e-10, rtol=1e-10)

@@ -54,11 +54,11 @@ tree_lists = st.lists(
 @given(
     trees=tree_lists,
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
-    tile_scores=st.sampled_from([1, 500, 20_000, cpu_attention.TILE_SCORES]),
+    key_rows=st.sampled_from([1, 50, 200, cpu_attention.KEY_ROWS]),
     seed=st.integers(0, 1000),
 )
 def test_equals_its_dumb_twin_forward_and_backward(
-    trees: Trees, heads: tuple[int, int], tile_scores: int, seed: int
+    trees: Trees, heads: tuple[int, int], key_rows: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(stem + sum(branches) for stem, branches in trees)
@@ -69,7 +69,7 @@ def test_equals_its_dumb_twin_forward_and_backward(
     inputs = q, k, v = draw(heads[0]), draw(heads[1]), draw(heads[1])
     attend = PackedAttention([stem for stem, _ in trees], [branches for _, branches in trees])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_attention, "TILE_SCORES", tile_scores)
+        patch.setattr(cpu_attention, "KEY_ROWS", key_rows)
         ours, expected = attend(0, q, k, v), dumb(trees, q, k, v)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     upstream = torch.randn(ours.shape, generator=generator)
@@ -258,7 +258,7 @@ def test_a_batch_says_what_it_has_chosen() -> None:
     packed = PackedAttention([3, 2])
     assert packed.choice == "", "no layer has asked yet"
     packed(0, *(torch.randn(5, 2, 8) for _ in range(3)))
-    assert packed.choice == "tiles, on a CPU"
+    assert packed.choice == "torch's fused kernel, on a CPU"
     elsewhere = PackedAttention([3, 2])
     elsewhere(0, *(torch.randn(5, 2, 8, device="meta") for _ in range(3)))
     assert elsewhere.choice == "one call a document and layer: the kernel is for NVIDIA devices"

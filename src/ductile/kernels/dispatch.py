@@ -6,7 +6,7 @@
 | `add_norm`, `rms_norm` | `norm`: sum, norm and their gradients in one pass | on a CPU, where a gradient is wanted |
 | `split_heads` | `heads`: norm and rotation of all heads in one pass | everywhere |
 | `swiglu` | `swiglu`: gradients go straight to where they belong | everywhere |
-| `packed_attention` | `cpu_attention`: tiles of a core's cache | on a CPU |
+| `packed_attention` | `cpu_attention`: torch's fused kernel, in one piece for a batch | on a CPU |
 | | `varlen_attention`: one kernel for all documents | on a GPU that has the kernel for these heads |
 | `partial_attention` | torch's flash kernels, whose log-sum-exp they give | on a CPU, and on such a GPU |
 
@@ -83,8 +83,8 @@ def packed_attention(trees: Sequence[Tree], q: Tensor) -> tuple[AttentionFunctio
     if is_compiling():
         reason = "torch compiles"
     elif q.device.type == "cpu":
-        tiles = list(cpu_attention.tiles(trees, q.shape[1]))
-        return partial(cpu_attention.attend, tiles=tiles), "tiles, on a CPU"
+        calls = list(cpu_attention.calls(trees))
+        return partial(cpu_attention.attend, calls=calls), "torch's fused kernel, on a CPU"
     else:
         reason = varlen_attention.why_not(q.dtype, q.shape[2], varlen_attention.capability_of(q.device))
         if not reason:

@@ -10,9 +10,8 @@ keys, and sees all of them, or those up to its own place (`causal`).
 S tokens, N chunks of one length, C tokens of each, H query heads, K key/value heads, G = H / K, D head size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ductile.kernels.plain import wide_type
+from ductile.kernels.runs import runs
 
 
 class PartialAttention(Protocol):
@@ -62,7 +62,7 @@ class ChunkedAttention:
     """One call of a kernel for all chunks of equal length that follow each other."""
 
     def __init__(self, lengths: Sequence[int], kernel: BlockKernel) -> None:
-        self._runs = list(_runs(lengths))
+        self._runs = list(runs(lengths))
         self._kernel = kernel
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -159,27 +159,6 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
     """[N, H, C, D] -> [N, K, G, C, D]."""
     return x.unflatten(1, (k.shape[1], -1))
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Tokens `start` to `end`: `num` chunks of one length."""
-
-    start: int
-    end: int
-    num: int
-
-    def heads_first(self, x: Tensor) -> Tensor:
-        """[S, H, ...] -> [N, H, C, ...], in the same memory."""
-        return x[self.start : self.end].unflatten(0, (self.num, -1)).transpose(1, 2)
-
-
-def _runs(lengths: Sequence[int]) -> Iterator[_Run]:
-    start = 0
-    for length, equal in groupby(lengths):
-        num = len(list(equal))
-        yield _Run(start, start + num * length, num)
-        start += num * length
 
 
 def _tokens_first(of_runs: Sequence[Tensor]) -> Tensor:

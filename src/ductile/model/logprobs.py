@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ductile.kernels.blocks import blocks
 from ductile.kernels.dispatch import linear
 
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
@@ -86,12 +87,15 @@ class _ChosenLogprobs(torch.autograd.Function):
         kept = None
         for rows in chunks:
             logits = _logits(hidden, weight, temperatures, rows)
-            log_total = logits.logsumexp(-1, keepdim=True)
-            target_logits[rows] = logits.gather(1, targets[rows, None])[:, 0]
-            log_totals[rows] = log_total[:, 0]
-            probabilities = (logits - log_total).exp_()
-            mean_logits[rows] = logits.mul_(probabilities).sum(-1)
-            kept = probabilities
+            kept = torch.empty_like(logits)
+            in_rows = (targets, target_logits, log_totals, mean_logits)
+            for of_rows, probabilities, target, target_logit, log_total, mean_logit in blocks(
+                logits, kept, *(each[rows, None] for each in in_rows)
+            ):
+                torch.gather(of_rows, 1, target, out=target_logit)
+                torch.logsumexp(of_rows, -1, keepdim=True, out=log_total)
+                torch.sub(of_rows, log_total, out=probabilities).exp_()
+                torch.sum(of_rows.mul_(probabilities), -1, keepdim=True, out=mean_logit)
         kept = kept if len(chunks) == 1 else None
         has_target = None
         if part is not None:
