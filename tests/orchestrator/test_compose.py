@@ -249,7 +249,10 @@ def test_resuming_a_run_without_a_checkpoint_starts_it(tmp_path, folder):
     _, result = rl(config(tmp_path, folder, ckpt__resume_step=-1), folder)
     assert result.summary["steps"] == 3
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert "yet: started from the beginning, and the metrics of its steps are written anew." in (run / "events.jsonl").read_text()
+    assert (
+        "yet: started from the beginning, and the metrics of its steps are written anew."
+        in (run / "events.jsonl").read_text()
+    )
     with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 9; there are? 3"):
         prepare(config(tmp_path, folder, ckpt__resume_step=9))
 
