@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ductile.kernels.runs import Run, runs
+from ductile.kernels.equal_sequences import EqualSequences, equal_sequences
 from ductile.kernels.trees import Tree
 
 KEY_ROWS = 1 << 14
@@ -26,7 +26,7 @@ KEY_ROWS = 1 << 14
 class Call:
     """One call of the kernel: sequences of one length, and the stem that they all see besides themselves."""
 
-    run: Run
+    run: EqualSequences
     stem: slice
     """Rows of the stem; none for sequences that have none."""
 
@@ -52,13 +52,13 @@ class Call:
 def calls(trees: Sequence[Tree]) -> Iterator[Call]:
     for tree in trees:
         stem = slice(tree.start, tree.stem)
-        yield from (Call(run, slice(0, 0)) for run in runs([stem.stop - stem.start], stem.start))
-        for run in runs([end - start for start, end in tree.branches], tree.stem):
+        yield from (Call(run, slice(0, 0)) for run in equal_sequences([stem.stop - stem.start], stem.start))
+        for run in equal_sequences([end - start for start, end in tree.branches], tree.stem):
             num_together = max(1, KEY_ROWS // (run.length + stem.stop - stem.start))
             for first in range(0, run.num, num_together):
                 num = min(num_together, run.num - first)
                 start = run.start + first * run.length
-                yield Call(Run(start, start + num * run.length, num), stem)
+                yield Call(EqualSequences(start, start + num * run.length, num), stem)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call]) -> Tensor:

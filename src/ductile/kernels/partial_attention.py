@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ductile.kernels.equal_sequences import equal_sequences
 from ductile.kernels.plain import wide_type
-from ductile.kernels.runs import runs
 
 
 class PartialAttention(Protocol):
@@ -62,7 +62,7 @@ class ChunkedAttention:
     """One call of a kernel for all chunks of equal length that follow each other."""
 
     def __init__(self, lengths: Sequence[int], kernel: BlockKernel) -> None:
-        self._runs = list(runs(lengths))
+        self._runs = list(equal_sequences(lengths))
         self._kernel = kernel
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,8 @@ def _layout_of_the_rules(slots: Sequence[int], rules: LayoutRules, most: int) ->
 def _chosen(
     asked: AskedLayout, sizes: Mapping[str, int], now: ParallelLayout, machine: Sequence[int], busy: Collection[int]
 ) -> Sequence[int]:
-    """Choose as many slots as the layout names, or about as many as train now without `dp_shard`: those that do first."""
+    """Choose as many slots as the layout names, or without `dp_shard` about as many as train now: first those that do.
+    Raises RequestError."""
     needed = prod(1 if size == "auto" else size for size in (asked.pp, asked.dp_replicate, asked.cp, asked.tp))
     number = needed * (asked.dp_shard or max(1, len(now.slots) // needed))
     if number > len(machine):

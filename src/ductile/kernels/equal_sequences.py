@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EqualSequences:
     """Tokens `start` to `end`: `num` sequences of one length."""
 
     start: int
@@ -25,10 +25,10 @@ class Run:
         return x[self.start : self.end].unflatten(0, (self.num, -1)).transpose(1, 2)
 
 
-def runs(lengths: Sequence[int], start: int = 0) -> Iterator[Run]:
-    """The runs of sequences of these lengths, of which the first begins at `start`; empty ones are in none."""
+def equal_sequences(lengths: Sequence[int], start: int = 0) -> Iterator[EqualSequences]:
+    """Neighbours of one length among sequences of these lengths, of which the first begins at `start`; no empty ones."""
     for length, equal in groupby(lengths):
         num = len(list(equal))
         if length:
-            yield Run(start, start + num * length, num)
+            yield EqualSequences(start, start + num * length, num)
         start += num * length
