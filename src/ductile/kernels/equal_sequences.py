@@ -26,7 +26,7 @@ class EqualSequences:
 
 
 def equal_sequences(lengths: Sequence[int], start: int = 0) -> Iterator[EqualSequences]:
-    """Neighbours of one length among sequences of these lengths, the first of which begins at `start`; none is empty."""
+    """Neighbours of one length among sequences of these lengths; the first begins at `start`, and none is empty."""
     for length, equal in groupby(lengths):
         num = len(list(equal))
         if length:
