@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,8 @@ def hang_up(run: Orchestrator) -> None:
 
 def interrupt_the_whole_group(run: Orchestrator) -> None:
     for pid in processes_with(run.mark):
-        os.kill(pid, signal.SIGINT)
+        with suppress(ProcessLookupError):  # the first ones that hear of it end the others
+            os.kill(pid, signal.SIGINT)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ def show(known: RunStatus) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     status = status_table(known)
     needed = console.measure(status, options=console.options.update(width=MOST_WIDTH)).maximum
-    console.width = max(console.width, needed)  # a terminal that has less breaks the lines
+    if needed > console.width:  # the terminal breaks the lines, and no column is cut
+        console = Console(soft_wrap=True, highlight=False, markup=False, width=needed)
     console.print(status)
 
 
