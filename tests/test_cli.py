@@ -338,21 +338,20 @@ def test_check_says_that_a_checkpoint_has_no_room(
 
 
 def test_check_looks_at_memory_where_the_config_says_how_much_a_device_has(capsys: pytest.CaptureFixture[str]) -> None:
-    """The scores of the vocabulary alone take 512 MiB, which tp divides."""
+    """Most of it is the activations of the model's two layers, which tp divides."""
     auto = [*OF_EIGHT, "--model.pp", "1", "--model.tp", "auto"]
     assert main(auto) == 0
     assert "nothing speaks against it; memory was not looked at, as how much a slot has is" in capsys.readouterr().out
-    memory = ["--cluster.device-memory-gib", "0.5"]
+    memory = ["--cluster.device-memory-gib", "0.003"]
     assert main([*auto, *memory]) == 0
     said = capsys.readouterr().out
-    assert "tp 2: auto: with tp 1 a slot would need about 0.5" in said
-    assert " GiB and has 0.45 for training\n" in said
+    assert "tp 2: auto: with tp 1 a slot would need about 0.00421 GiB and has 0.0027 for training\n" in said
     assert "none on 1,3,5,7\n" in said
     assert main([*OF_EIGHT, *memory]) == 0
     said = capsys.readouterr().err
     assert "note: model.tp = 1 is with pp 2 · dp_shard 4 probably too little memory: a slot would need about 0." in said
     assert main([*OF_EIGHT, *memory, "--cluster.slots-per-device", "2", "--model.tp", "2"]) == 0
-    assert " GiB and has 0.225 for training\n" in capsys.readouterr().err
+    assert " GiB and has 0.00135 for training\n" in capsys.readouterr().err
 
 
 def test_check_notes_ranks_that_would_have_no_work(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,21 +55,25 @@ tree_lists = st.lists(
     trees=tree_lists,
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
     key_rows=st.sampled_from([1, 50, 200, cpu_attention.KEY_ROWS]),
+    mask_elements=st.sampled_from([1, 300, cpu_attention.MASK_ELEMENTS]),
+    heads_last=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_equals_its_dumb_twin_forward_and_backward(
-    trees: Trees, heads: tuple[int, int], key_rows: int, seed: int
+    trees: Trees, heads: tuple[int, int], key_rows: int, mask_elements: int, heads_last: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(stem + sum(branches) for stem, branches in trees)
 
     def draw(num_heads: int) -> Tensor:
-        return torch.randn(num_tokens, num_heads, 8, generator=generator).requires_grad_()
+        drawn = torch.randn(num_tokens, num_heads, 8, generator=generator)
+        return (drawn.mT.contiguous().mT if heads_last else drawn).requires_grad_()
 
     inputs = q, k, v = draw(heads[0]), draw(heads[1]), draw(heads[1])
     attend = PackedAttention([stem for stem, _ in trees], [branches for _, branches in trees])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_attention, "KEY_ROWS", key_rows)
+        patch.setattr(cpu_attention, "MASK_ELEMENTS", mask_elements)
         ours, expected = attend(0, q, k, v), dumb(trees, q, k, v)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     upstream = torch.randn(ours.shape, generator=generator)

@@ -3,7 +3,6 @@
 import time
 import traceback
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -116,7 +115,7 @@ class TrainerResizer:
         asked = request.asked(self._trainer.layout, self.rules)
         resized = await self.resize_to(layout)
         if asked is not None and resized.outcome != "rolled_back":
-            self.rules = replace(self.rules, by_hand=asked.like(layout.dims))
+            self.rules = self.rules.asked_by_hand(asked.like(layout.dims), len(layout.slots))
         return resized
 
     def layout_of(self, request: LayoutRequest) -> ParallelLayout:

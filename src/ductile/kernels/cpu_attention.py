@@ -20,23 +20,37 @@ from ductile.kernels.trees import Tree
 
 KEY_ROWS = 1 << 14
 """Most rows of keys that are put together for one call: 16 MiB for 4 heads of 64 in fp32."""
+MASK_ELEMENTS = 1 << 22
+"""Most elements of a mask: 16 MiB in fp32. Of longer branches some queries are run at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the kernel: sequences of one length, and the stem that they all see besides themselves."""
+    """One call of the kernel: queries of sequences of one length, and the stem that they all see besides
+    themselves."""
 
     run: EqualSequences
     stem: slice
     """Rows of the stem; none for sequences that have none."""
+    first: int
+    last: int
+    """Of each sequence, the queries from `first` to `last` are run."""
 
     @property
     def num_stem(self) -> int:
         return self.stem.stop - self.stem.start
 
+    def queries(self, x: Tensor) -> Tensor:
+        """[T, H, D] -> [N, H, last - first, D], in the same memory."""
+        return self.run.heads_first(x)[:, :, self.first : self.last]
+
+    def own_keys(self, x: Tensor) -> Tensor:
+        """[T, K, D] -> [N, K, last, D], in the same memory."""
+        return self.run.heads_first(x)[:, :, : self.last]
+
     def keys(self, x: Tensor) -> Tensor:
-        """[T, K, D] -> [N, K, P + S, D]: in the same memory where there is no stem."""
-        own = self.run.heads_first(x)
+        """[T, K, D] -> [N, K, P + last, D]: in the same memory where there is no stem."""
+        own = self.own_keys(x)
         if not self.num_stem:
             return own
         return torch.cat((x[self.stem].transpose(0, 1).expand(self.run.num, -1, -1, -1), own), dim=2)
@@ -45,20 +59,29 @@ class Call:
         """What tells the kernel which keys a query sees."""
         if not self.num_stem:
             return {"is_causal": True}
-        beyond = x.new_full((self.run.length, self.num_stem + self.run.length), -torch.inf)
-        return {"is_causal": False, "attn_mask": beyond.triu_(self.num_stem + 1)}
+        beyond = x.new_full((self.last - self.first, self.num_stem + self.last), -torch.inf)
+        return {"is_causal": False, "attn_mask": beyond.triu_(self.num_stem + self.first + 1)}
 
 
 def calls(trees: Sequence[Tree]) -> Iterator[Call]:
     for tree in trees:
         stem = slice(tree.start, tree.stem)
-        yield from (Call(run, slice(0, 0)) for run in equal_sequences([stem.stop - stem.start], stem.start))
+        for run in equal_sequences([stem.stop - stem.start], stem.start):
+            yield Call(run, slice(0, 0), 0, run.length)
         for run in equal_sequences([end - start for start, end in tree.branches], tree.stem):
-            num_together = max(1, KEY_ROWS // (run.length + stem.stop - stem.start))
-            for first in range(0, run.num, num_together):
-                num = min(num_together, run.num - first)
-                start = run.start + first * run.length
-                yield Call(EqualSequences(start, start + num * run.length, num), stem)
+            yield from _of_branches(run, stem)
+
+
+def _of_branches(run: EqualSequences, stem: slice) -> Iterator[Call]:
+    num_keys = run.length + stem.stop - stem.start
+    num_together = max(1, KEY_ROWS // num_keys)
+    num_queries = max(1, min(run.length, MASK_ELEMENTS // num_keys)) if stem.stop > stem.start else run.length
+    for sequence in range(0, run.num, num_together):
+        num = min(num_together, run.num - sequence)
+        start = run.start + sequence * run.length
+        for first in range(0, run.length, num_queries):
+            last = min(first + num_queries, run.length)
+            yield Call(EqualSequences(start, start + num * run.length, num), stem, first, last)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call]) -> Tensor:
@@ -69,12 +92,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call]) -> Tensor:
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call]) -> Tensor:
+        # The kernel reads the numbers of a head one after the other, whatever strides say.
+        q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
         out = q.new_empty(q.shape)
         lses: list[Tensor] = []
         for call in calls:
-            inputs = call.run.heads_first(q), call.keys(k), call.keys(v)
+            inputs = call.queries(q), call.keys(k), call.keys(v)
             of_call, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, **call.sight(q))
-            call.run.heads_first(out).copy_(of_call)
+            call.queries(out).copy_(of_call)
             lses.append(lse)
         ctx.save_for_backward(q, k, v, out, *lses)
         ctx.calls = calls
@@ -85,17 +110,17 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, *lses = ctx.saved_tensors
         grad = grad.contiguous()  # what comes from a sum has one number in memory
-        # Every row is among the own rows of one call, and a stem's come before those of its branches.
-        grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        # Every row is among the queries of one call, and among the keys of one or several.
+        grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
         for call, lse in zip(ctx.calls, lses, strict=True):
-            inputs = call.run.heads_first(grad), call.run.heads_first(q), call.keys(k), call.keys(v)
+            inputs = call.queries(grad), call.queries(q), call.keys(k), call.keys(v)
             of_q, *of_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *inputs, call.run.heads_first(out), lse, 0.0, **call.sight(q)
+                *inputs, call.queries(out), lse, 0.0, **call.sight(q)
             )
-            call.run.heads_first(grad_q).copy_(of_q)
+            call.queries(grad_q).copy_(of_q)
             for total, part in zip((grad_k, grad_v), of_keys, strict=True):
                 of_stem, own = part.tensor_split([call.num_stem], dim=2)
-                call.run.heads_first(total).copy_(own)
+                call.own_keys(total).add_(own)
                 if call.num_stem:
                     total[call.stem].transpose(0, 1).add_(of_stem.sum(0))
         return grad_q, grad_k, grad_v, None

@@ -75,10 +75,13 @@ def test_numbers_of_slots_that_leave_too_little_memory_are_no_layout() -> None:
     whole = LayoutRules(QWEN, AskedLayout(seq_len=1024), memory=few)
     assert [*dims_allowed(8, whole)] == [2, 3, 4, 5, 6, 7, 8]
     with pytest.raises(
-        NoLayout, match=r"1 slot is too few, as it seems: as one slot a slot would need about 10\.4 GiB"
+        NoLayout, match=r"1 slot is too few, as it seems: as one slot a slot would need about 10\.9 GiB"
     ):
         layout_for((0,), whole)
     assert [*dims_allowed(2, whole.beginning_on(1))] == [1, 2], "the run begins so, whatever is estimated"
+    own = whole.asked_by_hand(AskedLayout(), 1)
+    assert layout_for((0,), own).dims == ParallelDims(), "what somebody has asked for is there, and stays"
+    assert [*dims_allowed(2, own)] == [1, 2]
     chosen = replace(whole, asked=AskedLayout(tp="auto", seq_len=8192))
     words = {number: in_words(dims) for number, dims in dims_allowed(8, chosen).items()}
     assert words == {2: "tp 2", 4: "dp_shard 2 · tp 2", 6: "dp_shard 3 · tp 2", 8: "dp_shard 4 · tp 2"}

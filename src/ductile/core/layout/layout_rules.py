@@ -80,6 +80,15 @@ class LayoutRules:
             return self
         return replace(self, memory=replace(self.memory, least_bytes=first.needed_bytes))
 
+    def asked_by_hand(self, asked: AskedLayout, num_slots: int) -> "LayoutRules":
+        """The rules of a trainer that somebody has given a layout on so many slots. A slot is taken to have what it
+        needs there, too."""
+        rules = replace(self, by_hand=asked)
+        if self.memory is None:
+            return rules
+        needed = max(self.memory.least_bytes, _plan(num_slots, rules, asked).needed_bytes)
+        return replace(rules, memory=replace(self.memory, least_bytes=needed))
+
 
 NO_RULES = LayoutRules()
 """Data parallelism on any number of slots."""

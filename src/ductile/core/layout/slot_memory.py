@@ -17,7 +17,9 @@ from ductile.core.layout.spec import ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS = 2**27
-"""Scores that the head makes at a time, in fp32 (`fused_lm_head_token_chunk_size`)."""
+"""Scores that the head of a slot makes at a time (`fused_lm_head_token_chunk_size`)."""
+SCORE_BYTES = 8
+"""Of a score and its probability, in fp32."""
 USABLE = 0.9
 """Share of a device's memory that its roles may take; the rest goes to the driver, to NCCL and to fragmentation."""
 
@@ -56,7 +58,8 @@ class SlotMemory:
         tokens = -(-seq_len // (dims.cp * dims.tp))
         activations = tokens * numbers * layers * dims.pp * self.compute_bytes
         state = of_slot // shards * self.state_bytes + of_slot * self.gradient_bytes
-        return state + copied + activations + LOGITS * 4 // dims.tp
+        scores = min(LOGITS, -(-seq_len // dims.cp) * -(-spec.vocab_size // dims.tp))
+        return state + copied + activations + scores * SCORE_BYTES
 
     def missing(self, needed_bytes: int) -> int:
         """Bytes of these that a slot does not have."""
