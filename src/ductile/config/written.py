@@ -54,8 +54,8 @@ def _folder(config: WritingConfig) -> Iterator[Finding]:
         what = f"has a config.toml that no run wrote, and this one would replace it ({theirs}): give it another name"
         yield Finding(("output_dir",), what)
     elif not config.clean and (found := of_a_run(folder)) is not None:
-        ways = "--resume goes on with it, --clean replaces it, another --output-dir leaves it alone"
-        yield Finding(("output_dir",), f"holds a run already: {ways} (there is {found})")
+        choices = "--resume goes on with it, --clean replaces it, another --output-dir leaves it alone"
+        yield Finding(("output_dir",), f"holds a run already: {choices} (there is {found})")
     elif (found := _of_somebody_else(folder)) is not None:
         does, instead = ("delete", "delete it yourself") if config.clean else ("write to", "move it away")
         what = f"would {does} {found}, but no run has been at work in {folder}: {instead}, or give another output_dir"

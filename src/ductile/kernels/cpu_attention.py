@@ -34,7 +34,7 @@ class Call:
     """Rows of the stem; none for sequences that have none."""
     first: int
     last: int
-    """Of each sequence, the queries from `first` to `last` are run."""
+    """The queries from `first` to `last` are run, of each sequence."""
 
     @property
     def num_stem(self) -> int:

@@ -19,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS = 2**27
 """Scores that the head of a slot makes at a time (`fused_lm_head_token_chunk_size`)."""
 SCORE_BYTES = 8
-"""Of a score and its probability, in fp32."""
+"""Bytes of a score and its probability, in fp32."""
 USABLE = 0.9
 """Share of a device's memory that its roles may take; the rest goes to the driver, to NCCL and to fragmentation."""
 
