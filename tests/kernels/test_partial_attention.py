@@ -80,6 +80,12 @@ def test_blocks_are_put_together_on_a_gpu(num_kv_heads: int, dtype: torch.dtype,
     compare(in_blocks(attention, given), all_at_once(given), tolerance)
 
 
+def test_the_numbers_of_a_head_may_lie_apart_in_memory() -> None:
+    given = [each.mT.contiguous().mT for each in inputs(2, torch.float32)]
+    assert given[0].stride(-1) != 1
+    compare(in_blocks(ChunkedAttention(LENGTHS, CPU_FLASH), given), all_at_once(given), 1e-5)
+
+
 def test_a_block_that_weighs_nothing_changes_nothing() -> None:
     out, lse = torch.randn(2, 1, 4), torch.zeros(2, 1)
     merged = Merged(out.clone(), lse)

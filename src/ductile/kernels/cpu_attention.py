@@ -1,4 +1,4 @@
-"""Packed attention on a CPU: torch's fused kernel, once for every run of sequences of one length.
+"""Packed attention on a CPU: torch's fused kernel, once for a document, and once for all branches of one length.
 
 A document that shares nothing sees itself, causally. A branch of a tree sees its stem as well: the stem's keys are put
 before its own, and a mask says which of those are behind a query. The backward pass is one piece: it puts gradients
@@ -84,6 +84,11 @@ def _of_branches(run: EqualSequences, stem: slice) -> Iterator[Call]:
             yield Call(EqualSequences(start, start + num * run.length, num), stem, first, last)
 
 
+def readable(x: Tensor) -> Tensor:
+    """[..., D] as the kernel reads it: the numbers of a head one after the other, whatever the strides say."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call]) -> Tensor:
     """q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
     return _FusedAttention.apply(q, k, v, calls)  # pyright: ignore
@@ -92,8 +97,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call]) -> Tensor:
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call]) -> Tensor:
-        # The kernel reads the numbers of a head one after the other, whatever strides say.
-        q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
+        q, k, v = map(readable, (q, k, v))
         out = q.new_empty(q.shape)
         lses: list[Tensor] = []
         for call in calls:

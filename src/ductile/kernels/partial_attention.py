@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ductile.kernels.cpu_attention import readable
 from ductile.kernels.equal_sequences import equal_sequences
 from ductile.kernels.plain import wide_type
 
@@ -109,6 +110,7 @@ class VarlenPartialAttention:
 
 
 def _flash_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = map(readable, (q, k, v))
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
@@ -116,7 +118,7 @@ def _flash_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, 0.0, causal)
+    return backward(*map(readable, (grad, q, k, v, out)), lse, 0.0, causal)
 
 
 CPU_FLASH = BlockKernel(_flash_attend, _flash_gradients)
