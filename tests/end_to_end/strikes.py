@@ -47,6 +47,8 @@ class Strike:
     """Counted from when the command is sent."""
     bystander: bool
     """Another slot is struck than the one that is told."""
+    since: str = "Generate"
+    """Commands count from when this one is first sent. Slots get their first roles before they generate."""
 
     @staticmethod
     def of(seed: int) -> "Strike":
@@ -61,7 +63,7 @@ class Strike:
 
     @staticmethod
     def of_resizes(seed: int) -> "Strike":
-        """In any of the resizes of a run, or at its work between two."""
+        """In any of the resizes of a run, or at its work between two: of three runs two have saved before."""
         chance = random.Random(seed)
         return Strike(
             how=chance.choice(("kill", "kill", "stop", "end")),
@@ -69,6 +71,7 @@ class Strike:
             nth=chance.randint(1, NUM_RESIZE_MOMENTS),
             delay_s=LONGEST_DELAY_S * chance.random() ** 4,
             bystander=chance.random() < 0.3,
+            since=chance.choice(("Generate", "SaveState", "SaveState")),
         )
 
 
@@ -85,7 +88,7 @@ class Striker:
     def _on_command(self, slot: int, running: type[Command] | None) -> None:
         command = running.__name__ if running else ""
         before, self._told[slot] = self._told.get(slot, ""), command
-        self._at_work |= command == "Generate"  # slots get their first roles before that
+        self._at_work |= command == self._strike.since
         if self._at_work and command == self._strike.command != before:
             self._num_left -= 1
             if self._num_left == 0:
