@@ -25,6 +25,11 @@ class Failure(Exception):
     retryable: ClassVar[bool] = False
     """The same may be asked again, of another instance or later: nothing that it needs is lost."""
 
+    def __init__(self, text: str = "", slot: int | None = None) -> None:
+        """slot: the one that failed, where it was asked for something."""
+        super().__init__(text)
+        self.slot = slot
+
 
 class SlotLost(Failure):
     """A slot's process is gone. The text is a sentence: which slot, which role, what it did, how it ended."""

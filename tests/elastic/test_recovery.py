@@ -343,6 +343,21 @@ def test_a_scorer_that_is_lost_on_both_of_its_slots_or_does_not_take_its_role_on
         assert sorted(row["slot"] for row in rows if row["kind"] == kind) == [4, 4, 5, 5]
 
 
+def test_a_slot_that_never_takes_its_role_again_takes_no_other_slot_of_its_scorer_with_it(tmp_path):
+    async def story(cluster: Cluster, scoring: Scoring, slots: MemoryCluster, recovery: Recovery):
+        cluster.carrier.fail(5, "error", on=AssignRole, times=99)
+        cluster.slots.kill(5, cluster.mailbox)
+        await asyncio.sleep(60)
+        assert recovery.under_way == frozenset()
+        assert 4 not in cluster.mailbox.lost
+        assert cluster.mailbox.lost[5].endswith("it has been killed")
+        assert slots.num_started == 3, "it alone, for each attempt"
+
+    with_pair(story, tmp_path, max_restarts=3)
+    rows = read_jsonl(tmp_path / "events.jsonl")
+    assert [row["slot"] for row in rows if row["kind"] in ("slot_restarting", "slot_given_back")] == [5, 5]
+
+
 def test_a_scorer_with_a_slot_that_does_not_start_any_more_is_none_any_more(tmp_path):
     async def story(cluster: Cluster, scoring: Scoring, slots: MemoryCluster, recovery: Recovery):
         slots.num_refused = 1

@@ -38,6 +38,15 @@ GIVE_UP_S = 1.0
 VERBS: dict[Serving, str] = {"generate": "generates", "score": "scores"}
 
 
+def _failed(error: Failure | StartFailed, gone: Collection[int], slots: Collection[int]) -> Collection[int]:
+    """Which of the slots that were to come back together are to be started anew at the next attempt: those that were
+    gone, if they did not start; else the one that failed, from which the failures of the others follow, and all where
+    it is none of them."""
+    if isinstance(error, StartFailed):
+        return gone
+    return [slot for slot in slots if slot == error.slot] or slots
+
+
 def pause_s(num_attempts: int) -> float:
     """Seconds before the next attempt to start a slot, after so many in a row."""
     return min(LONGEST_PAUSE_S, 2.0 ** (num_attempts - 1)) if num_attempts else 0.0
@@ -167,7 +176,7 @@ class Recovery:
                     instances = await self._begin(roles, missing)
                 except (Failure, StartFailed) as error:
                     why = str(error)
-                    for each in gone if isinstance(error, StartFailed) else roles:
+                    for each in _failed(error, gone, roles):
                         if not self._cluster.depends_on(each):
                             self._cluster.condemn(each, f"{why}; it has been killed")
                     continue

@@ -51,7 +51,7 @@ async def run_until(
         if working.done() and not working.cancelled() and not failure:
             return working.result()
         if dying.done():
-            raise SlotDied(dying.result()) from failure
+            raise SlotDied(str(dying.result())) from failure
         if failure:
             raise failure
         raise Stopped

@@ -97,8 +97,8 @@ class Saver:
         for sentence in await asyncio.to_thread(self._checkpoints.tidy, progress.step):
             self._record.event(CheckpointRenamed(sentence=sentence))
         num_dropped = self._record.rewind(progress.step if progress.step else -1)
-        later = f"{num_dropped} later step{'' if num_dropped == 1 else 's'}"
         if progress.step:
+            later = f"{num_dropped} later step{'' if num_dropped == 1 else 's'}"
             again = f"; the metrics of {later} are written anew" if num_dropped else ""
             sentence = f"Resumed after step {progress.step}{again}."
             self._record.event(RunResumed(progress.step, sentence=sentence))

@@ -135,7 +135,8 @@ class Mailbox:
                 task.cancel()
         return {
             slot: Late(
-                f"{self.describe(slot)} had not replied to {type(commands[slot]).__name__} when another slot failed"
+                f"{self.describe(slot)} had not replied to {type(commands[slot]).__name__} when another slot failed",
+                slot,
             )
             if task in waiting
             else task.result()
@@ -159,7 +160,7 @@ class Mailbox:
         self.lost[slot] = reason
         for pending in self._pending.values():
             if pending.slot == slot and not pending.future.done():
-                pending.future.set_exception(SlotLost(reason))
+                pending.future.set_exception(SlotLost(reason, slot))
         self._tell(slot, Died(reason))
 
     def welcome(self, slot: int) -> None:
@@ -227,7 +228,7 @@ class Mailbox:
     async def _ask(self, slot: int, parcel: Parcel, deadline_s: float) -> Reply:
         command = parcel.command
         if slot in self.lost:
-            raise SlotLost(self.lost[slot])
+            raise SlotLost(self.lost[slot], slot)
         sequence = next(self._sequence)
         pending = _PendingReply(slot, type(command), asyncio.get_running_loop().create_future())
         self._pending[sequence] = pending
@@ -238,12 +239,12 @@ class Mailbox:
                 await self._transport.post(slot, self.epoch, sequence, parcel)
                 reply = await pending.future
         except TimeoutError:
-            raise Late(self._late_sentence(slot, command, deadline_s)) from None
+            raise Late(self._late_sentence(slot, command, deadline_s), slot) from None
         finally:
             del self._pending[sequence]
             self._show_running(slot)
         if isinstance(reply, Failed):
-            refused = REFUSALS.get(reply.code, Refused)(f"{self.describe(slot)}: {reply.error}")
+            refused = REFUSALS.get(reply.code, Refused)(f"{self.describe(slot)}: {reply.error}", slot)
             if reply.traceback:
                 refused.add_note(reply.traceback)
             raise refused

@@ -40,7 +40,8 @@ class SlotMemory:
     keeps_gathered: bool = False
     """Whether gathered parameters are kept until the backward pass; with pp they are always."""
     least_bytes: int = 0
-    """Bytes that a slot is taken to have in any case: those that the layout needs in which the run begins."""
+    """Bytes that a slot is taken to have in any case: those that the layouts need in which the run begins, and that
+    were asked for by hand."""
 
     def needed(self, spec: ModelSpec, dims: ParallelDims, seq_len: int) -> int:
         """Bytes that a slot needs in a layout of these sizes."""
