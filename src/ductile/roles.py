@@ -5,7 +5,7 @@ Every call either returns or raises a `Failure` within its deadline: `SlotLost` 
 not reply.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -85,6 +85,10 @@ class CustomCodeFailed(Failure):
     code = "custom_code"
 
 
+def _tell_nobody(event: Any) -> None:
+    """Listen to events of a role that has no orchestrator."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoleAssignment:
     """Place where a role runs, as the orchestrator decided it. The constructor argument of every `SlotRole`."""
@@ -102,6 +106,8 @@ class RoleAssignment:
     and `TransferState`, weights with `Receive`), not from disk."""
     instance: str = ""
     """Id of the instance (generate, score), which is not used again in the run; "" for the trainer."""
+    tell: Callable[[Any], None] = _tell_nobody
+    """Tells the orchestrator an event (`ductile.messages.workers.Event`), from any thread."""
 
 
 class TrainerClient(Protocol):

@@ -71,6 +71,7 @@ class Rig:
     def __init__(self, folder, *members: int) -> None:
         self.slots = TrainSlots(ParallelLayout.of(members), NUM_SLOTS)
         self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.respond))
+        self.slots.tell = self.carrier.emit
         mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(mailbox, ParallelLayout.of(members), Deadlines.same(100))
         cluster = MemoryCluster(mailbox, range(NUM_SLOTS))

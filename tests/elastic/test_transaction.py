@@ -23,8 +23,8 @@ from ductile.messages.workers import (
     Freeze,
     Heartbeat,
     Prepare,
-    Ready,
     ReleaseRole,
+    ResizePrepared,
     Rollback,
     TransferState,
     Withdraw,
@@ -54,6 +54,7 @@ class Stage:
     def __init__(self, members: Sequence[int], num_slots: int = 8, keeps_old: bool = True) -> None:
         self.slots = TrainSlots(ParallelLayout.of(members), num_slots)
         self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.respond))
+        self.slots.tell = self.carrier.emit
         self.mailbox = Mailbox(self.carrier, clock)
         self.carrier.on_death.add(self.mailbox.lose)
         self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of(members), Deadlines.same(100))
@@ -82,6 +83,11 @@ class Stage:
     async def train(self, samples: int = 12) -> None:
         await self.trainer.forward_backward([sample(n, 4 + n % 6) for n in range(samples)], SEQ_LEN)
         await self.trainer.optim_step(1.0)
+
+    async def until(self, command: type) -> None:
+        """Returns when a slot has been sent such a command."""
+        while not self.sent(command):  # noqa: ASYNC110 (in virtual time)
+            await asyncio.sleep(0.01)
 
     def sent(self, command: type) -> list[int]:
         return sorted(slot for slot, sent in self.carrier.sent if isinstance(sent, command))
@@ -121,19 +127,18 @@ def test_a_change_in_the_middle_of_a_batch():
     play(story)
 
 
-def test_training_goes_on_until_all_members_are_ready():
+def test_training_goes_on_until_all_members_have_prepared():
     async def story():
         stage = Stage([0, 1])
-        stage.slots.unready = {1: 3}
+        stage.slots.prepare_s = {1: 0.05}
         training = asyncio.create_task(stage.train(60))
         await asyncio.sleep(0.035)
         result = await stage.resize(0)
         assert result.outcome == "resized"
-        assert stage.sent(Ready) == [0, 1, 1, 1, 1]
         asked = [type(command) for slot, command in stage.slots.asked if slot == 1]
         between = asked[asked.index(Prepare) : asked.index(Freeze)]
         assert between.count(ForwardBackward) >= 3
-        assert result.pause_s == pytest.approx(4 * 0.01), "nobody stands still to say that it is not ready"
+        assert result.pause_s == pytest.approx(4 * 0.01), "nobody stands still to prepare"
         await training
         assert stage.slots.trained == [list(range(60))]
         assert stage.slots.wrong == []
@@ -152,7 +157,6 @@ def test_a_micro_step_may_take_longer_than_any_deadline_of_a_change():
         await asyncio.sleep(1)
         result = await stage.resize(0, 1, 2)
         assert (result.outcome, result.reason) == ("resized", "")
-        assert stage.sent(Ready).count(0) > 1, "it was asked in the middle of one"
         await training
         assert stage.killed == []
         assert stage.slots.trained == [list(range(8))]
@@ -161,10 +165,36 @@ def test_a_micro_step_may_take_longer_than_any_deadline_of_a_change():
     play(story)
 
 
-def test_a_member_that_is_never_ready_takes_the_change_back():
+def test_a_change_waits_for_the_micro_steps_that_the_slots_have_and_then_for_one():
+    """Two are with the slots when it is decided; beside the second one they prepare, and no other waits meanwhile."""
+
     async def story():
         stage = Stage([0, 1])
-        stage.slots.unready = {1: 10**6}
+        stage.slots.work_s = lambda number, command: 3.0 if isinstance(command, ForwardBackward) else 0.01
+        stage.slots.prepare_s = {0: 1.0, 1: 2.0}
+        training = asyncio.create_task(stage.train(40))
+        await asyncio.sleep(1)
+        began_s = clock()
+        resizing = asyncio.create_task(stage.resize(0))
+        await stage.until(Prepare)
+        assert clock() - began_s == pytest.approx(2.0 + 3.0, abs=0.1)
+        await stage.until(Commit)
+        assert clock() - began_s == pytest.approx(5.0 + 3.0, abs=0.1)
+        result = await resizing
+        assert clock() - began_s == pytest.approx(8.0, abs=0.1), "no micro-step comes before Finalize"
+        assert result.outcome == "resized"
+        await training
+        assert stage.slots.trained == [list(range(40))]
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_a_member_that_never_prepares_takes_the_change_back():
+    async def story():
+        stage = Stage([0, 1])
+        stage.beat(1)
+        stage.slots.prepare_s = {1: 10**6}
         training = asyncio.create_task(stage.train(60))
         result = await stage.resize(0, 1, 2)
         assert (result.outcome, result.reason) == ("rolled_back", "slot 1 did not prepare within 5 s")
@@ -334,7 +364,7 @@ def test_an_orchestrator_that_was_suspended_kills_nobody():
     play(story)
 
 
-@pytest.mark.parametrize("late", [Ready, Rollback, ReleaseRole])
+@pytest.mark.parametrize("late", [Rollback, ReleaseRole])
 def test_joiners_do_not_hold_up_training(late: type):
     async def story():
         stage = Stage([0, 1])
@@ -376,7 +406,7 @@ def test_once_a_change_is_taken_back_it_judges_no_death():
 def test_a_death_is_the_reason_also_where_what_it_broke_is_heard_of_first():
     async def story():
         stage = Stage([0, 1])
-        stage.carrier.fail(0, "error", on=Ready)
+        stage.slots.cannot = {0: "could not prepare: its peer is gone"}
         resizing = asyncio.create_task(stage.resize(0, 1, 2))
         await asyncio.sleep(0.5)
         stage.mailbox.lose(2, "slot 2 died, as asked")
@@ -386,10 +416,38 @@ def test_a_death_is_the_reason_also_where_what_it_broke_is_heard_of_first():
     play(story)
 
 
-def test_a_joiner_that_dies_after_it_was_ready_is_not_waited_for():
+def test_a_slot_that_cannot_prepare_says_why():
     async def story():
         stage = Stage([0, 1])
-        stage.slots.unready = {0: 10**6}
+        stage.slots.cannot = {2: "could not prepare: there is no memory"}
+        result = await stage.resize(0, 1, 2)
+        assert result.outcome == "rolled_back"
+        assert result.reason == "slot 2 (train) could not prepare: there is no memory"
+        assert stage.with_role() == [0, 1]
+        assert stage.killed == []
+
+    play(story)
+
+
+def test_what_a_slot_says_of_an_earlier_change_is_not_heard():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.prepare_s = {1: 3.0}
+        resizing = asyncio.create_task(stage.resize(0))
+        await asyncio.sleep(1)
+        stage.carrier.emit(1, ResizePrepared(0))
+        await asyncio.sleep(1)
+        assert stage.sent(Freeze) == []
+        assert (await resizing).outcome == "resized"
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_a_joiner_that_dies_after_it_has_prepared_is_not_waited_for():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.prepare_s = {0: 10**6}
         resizing = asyncio.create_task(stage.resize(0, 1, 2))
         await asyncio.sleep(1)
         stage.mailbox.lose(2, "slot 2 died, as asked")
@@ -441,7 +499,7 @@ def test_roles_are_released_once_all_is_prepared_and_a_part_that_is_not_does_not
         async def release(self, asked: Release) -> list[str]:
             assert asked is release
             assert stages[0].sent(Prepare) == [0, 1, 2]
-            assert stages[0].sent(Ready)
+            assert all(stages[0].slots.slots[slot].prepared for slot in (0, 1, 2))
             assert stages[0].sent(Freeze) == []
             return ["generator-2 goes on generating"]
 

@@ -25,7 +25,6 @@ MOMENTS = (
     "LeaseWeights",
     "ReleaseRole",
     "Prepare",
-    "Ready",
     "Freeze",
     "TransferState",
     "Commit",

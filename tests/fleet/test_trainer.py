@@ -56,6 +56,25 @@ def test_the_next_micro_step_waits_in_the_slot_and_no_more():
     play(story)
 
 
+def test_no_micro_step_waits_in_the_slot_while_a_change_is_under_way():
+    async def story():
+        slots, carrier, trainer = make(ParallelLayout.of((0,)))
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(8)], SEQ_LEN))
+        await asyncio.sleep(0.005)
+        with trainer.expecting_change():
+            await asyncio.sleep(0.02)  # the two that it has end
+            for _ in range(3):
+                asked = len(slots.asked)
+                await asyncio.sleep(0.01)
+                assert len(carrier.sent) == asked + 2, "one has ended, and the next one came"
+        await asyncio.sleep(0.01)
+        assert len(carrier.sent) == len(slots.asked) + IN_FLIGHT
+        await training
+        assert clock() == pytest.approx(8 * 0.01)
+
+    play(story)
+
+
 def test_the_time_in_which_a_micro_step_waits_in_the_slot_is_none_of_its_own():
     async def story():
         slots, _, trainer = make(ParallelLayout.of((0,)))

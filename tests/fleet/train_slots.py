@@ -15,6 +15,7 @@ from ductile.messages.workers import (
     Command,
     Commit,
     Done,
+    Event,
     Failed,
     Finalize,
     ForwardBackward,
@@ -25,10 +26,9 @@ from ductile.messages.workers import (
     Prepare,
     Publish,
     Published,
-    Readiness,
-    Ready,
     ReleaseRole,
     Reply,
+    ResizePrepared,
     Rollback,
     SlotPhase,
     StateTransferred,
@@ -73,7 +73,7 @@ class Slot:
     """Between `Commit` and `Finalize`."""
     holds: bool = False
     change: ResizeOrder | None = None
-    asked_whether_ready: int = 0
+    prepared: bool = False
     frozen: bool = False
     committed: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -93,8 +93,12 @@ class TrainSlots:
         self.phases: dict[SlotPhase, float] = {"transfer": 0.01}
         """What each slot says of its work for a change, and which of it was beside training."""
         self.beside: tuple[SlotPhase, ...] = ()
-        self.unready: dict[int, int] = {}
-        """Slot to how often it says that it has not prepared yet."""
+        self.prepare_s: dict[int, float] = {}
+        """Slot to how many seconds it takes to prepare; none unless it is named here."""
+        self.cannot: dict[int, str] = {}
+        """Slot to why it cannot prepare."""
+        self.tell: Callable[[int, Event], None] = lambda number, event: None
+        """Told what slots say unasked: `MemoryTransport.emit`."""
         self.asked: list[tuple[int, Command]] = []
         """As they were executed."""
         self.work_s: Callable[[int, Command], float] = lambda number, command: 0.01
@@ -136,13 +140,12 @@ class TrainSlots:
                 assert slot.change is None or slot.committed, "is in another change"
                 slot.old, slot.committed = None, False
                 assert (slot.live is None) == (slot.number not in change.before.slots)
-                slot.change, slot.asked_whether_ready = change, 0
-            case Ready(epoch):
-                self._expect(slot, epoch)
-                slot.asked_whether_ready += 1
-                return Readiness(slot.asked_whether_ready > self.unready.get(slot.number, 0))
+                slot.change, slot.prepared = change, False
+                asyncio.get_running_loop().call_later(
+                    self.prepare_s.get(slot.number, 0.0), self._ends_preparing, slot, change
+                )
             case Freeze(epoch):
-                assert slot.asked_whether_ready > self.unready.get(slot.number, 0), "is not ready"
+                assert slot.prepared, "is not prepared"
                 self._expect(slot, epoch)
                 slot.frozen = True
                 return Frozen(b"other" if self.spoil.get(slot.number) == "plan" else b"plan", self._progress(slot))
@@ -170,6 +173,11 @@ class TrainSlots:
             case Withdraw():
                 assert slot.holds, "does not hold the role"
         return Done()
+
+    def _ends_preparing(self, slot: Slot, change: ResizeOrder) -> None:
+        if slot.change is change:
+            slot.prepared = slot.number not in self.cannot
+            self.tell(slot.number, ResizePrepared(change.epoch, self.cannot.get(slot.number, "")))
 
     def _expect(self, slot: Slot, epoch: int) -> ResizeOrder:
         assert slot.change is not None, "knows of no change"

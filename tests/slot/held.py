@@ -22,8 +22,7 @@ from ductile.messages.workers import (
     Frozen,
     OptimStep,
     Prepare,
-    Readiness,
-    Ready,
+    ResizePrepared,
     Rollback,
     StateTransferred,
     Stepped,
@@ -63,7 +62,7 @@ class TrainEcho:
 
     def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         self._has_state, self._step, self._change = not place.joining, 0, ResizeOrder
-        self._slot = place.slot
+        self._slot, self._tell = place.slot, place.tell
 
     def handle(self, command: Any) -> Any:
         match command:
@@ -75,8 +74,7 @@ class TrainEcho:
                 return Stepped(StepReport(self._step, 0.0, 0.0, 0.0, 1))
             case Prepare(change):
                 self._change, self._had_state = change, self._has_state
-            case Ready():
-                return Readiness(True)
+                self._tell(ResizePrepared(change.epoch))
             case Freeze(with_gradient=with_gradient):
                 progress = TrainProgress(self._step, self._step, with_gradient) if self._has_state else None
                 return Frozen(b"plan", progress)

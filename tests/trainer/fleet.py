@@ -9,7 +9,7 @@ It is the dumb twin of `ductile.elastic.transaction`: every step goes to everybo
 """
 
 import pickle
-import time
+import queue
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,13 +29,14 @@ from ductile.messages.workers import (
     Frozen,
     OptimStep,
     Prepare,
-    Ready,
+    ResizePrepared,
     Rollback,
     StateTransferred,
     TransferState,
 )
 from ductile.records import Sample, StepReport, TrainProgress
 from ductile.roles import RoleAssignment
+from ductile.trainer.prepare import ResizeFailed
 from ductile.trainer.worker import TrainRole
 from tests.ranks import start, stop
 
@@ -171,14 +172,12 @@ class Fleet:
     def step(self, step: str, change: ResizeOrder, progress: TrainProgress | None = None) -> dict[int, Any]:
         return self.ask(dict.fromkeys(change.slots, self.command(step, change, progress)))
 
-    def until_ready(self, change: ResizeOrder) -> None:
-        waiting = set(change.slots)
-        deadline = time.monotonic() + DEADLINE_S
-        while waiting:
-            assert time.monotonic() < deadline
-            said = self.ask(dict.fromkeys(waiting, Ready(change.epoch)))
-            waiting = {slot for slot, answer in said.items() if not answer.ready}
-            time.sleep(0.002)
+    def until_prepared(self, change: ResizeOrder) -> None:
+        """Raises SlotFailed when a slot cannot prepare."""
+        for slot in change.slots:
+            self.post(slot, "prepared", change.epoch)
+        for slot in change.slots:
+            self.answer(slot)
 
     def total(self, change: ResizeOrder, frozen: Mapping[int, Frozen]) -> TrainProgress:
         """All made the same plan; their sums are added up."""
@@ -201,7 +200,7 @@ class Fleet:
         change = self.prepare_change(after)
         self.assign_joining([slot for slot in change.joiners if slot not in self.idle])
         self.step("prepare", change)
-        self.until_ready(change)
+        self.until_prepared(change)
         progress = self.total(change, self.step("freeze", change))
         when_frozen()
         moved: dict[int, StateTransferred] = self.step("transfer", change, progress)
@@ -220,6 +219,7 @@ class Fleet:
 
 def _serve(pipe: Connection, slot: int, device: str, address: str) -> None:
     role: TrainRole | None = None
+    told: queue.Queue[ResizePrepared] = queue.Queue()
     while True:
         try:
             verb, *what = pickle.loads(pipe.recv_bytes())  # noqa: S301 (our own parent)
@@ -229,10 +229,15 @@ def _serve(pipe: Connection, slot: int, device: str, address: str) -> None:
             answer = None
             if verb == "assign":
                 settings, layout, epoch, joining = what
-                role = TrainRole(settings, RoleAssignment(slot, layout, epoch, device, address, joining))
+                role = TrainRole(settings, RoleAssignment(slot, layout, epoch, device, address, joining, tell=told.put))
             elif verb == "release":
                 role.close()
                 role = None
+            elif verb == "prepared":
+                while (event := told.get(timeout=DEADLINE_S)).epoch != what[0]:
+                    pass
+                if event.error:
+                    raise ResizeFailed(event.error)
             elif verb == "call":
                 answer = what[0](role, *what[1])
             else:

@@ -102,6 +102,7 @@ def test_an_order_says_who_joins_who_leaves_and_what_a_death_costs() -> None:
 def fleet() -> tuple[TrainSlots, MemoryTransport, Mailbox, RemoteTrainer]:
     slots = TrainSlots(BEFORE, 40)
     transport = MemoryTransport(dict.fromkeys(slots.slots, slots.respond))
+    slots.tell = transport.emit
     mailbox = Mailbox(transport, clock)
     return slots, transport, mailbox, RemoteTrainer(mailbox, BEFORE, Deadlines.same(100))
 

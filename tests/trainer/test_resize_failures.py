@@ -153,7 +153,7 @@ def test_a_build_that_fails_in_the_pause_keeps_nobody_waiting(settings: dict[str
         fleet.call((victim,), run_out_of_memory)
         change = fleet.prepare_change(ParallelLayout.of((2, 1, 0)))
         fleet.step("prepare", change)
-        fleet.until_ready(change)
+        fleet.until_prepared(change)
         progress = fleet.total(change, fleet.step("freeze", change))
         sockets = fleet.call((victim,), num_sockets)
         for slot in change.slots:

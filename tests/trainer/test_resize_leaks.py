@@ -85,7 +85,7 @@ def test_changes_that_are_taken_back_leave_nothing_behind(tmp_path: Path, when: 
             fleet.ask(dict.fromkeys(told, Prepare(change)))
             # What is left of groups that were caught half made is closed with the next ones: the last are whole.
             if when == "ready" or (when == "soon" and round == NUM_TAKEN_BACK - 1):
-                fleet.until_ready(change)
+                fleet.until_prepared(change)
             elif when == "soon":
                 time.sleep(0.006 * round)  # at once, or while they make groups, or near it
             fleet.roll_back(change)

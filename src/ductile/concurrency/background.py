@@ -18,13 +18,14 @@ def start(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     return task
 
 
-async def finish(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which goes on to its end when the caller is cancelled.
+async def finish(work: "Coroutine[Any, Any, T] | asyncio.Task[T]") -> T:
+    """The result of `work`, which goes on to its end when the caller is cancelled. A task that has begun is one of
+    `start`.
 
     What `work` raises after that is dropped: the caller has ended for a reason of its own, and asyncio is not to print
     a traceback about it.
     """
-    working = start(work)
+    working = work if isinstance(work, asyncio.Task) else start(work)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:

@@ -26,7 +26,6 @@ from ductile.messages.workers import (
     OptimStep,
     Prepare,
     Publish,
-    Ready,
     Receive,
     ReleaseRole,
     Rollback,
@@ -43,7 +42,7 @@ ACTIVITIES: dict[type[Command], Activity] = {
     Score: "score",
     **dict.fromkeys((Publish, Receive, Withdraw, SaveState, LoadState, ExportModel), "publish"),
     **dict.fromkeys((AssignRole, ReleaseRole, MigrateOut, Forget, LeaseWeights, EndLease), "switch"),
-    **dict.fromkeys((Prepare, Ready, Freeze, TransferState, Commit, Rollback, Finalize), "switch"),
+    **dict.fromkeys((Prepare, Freeze, TransferState, Commit, Rollback, Finalize), "switch"),
 }
 
 

@@ -128,7 +128,8 @@ class LiveActuator:
         self._activity.changing([move.slot for move in moves])
 
     async def release(self, release: Release) -> list[str]:
-        return await self._fleet.release(release)
+        with self._trainer.expecting_change():  # its slots may be among those that are told
+            return await self._fleet.release(release)
 
     async def admit(self, instance: Instance) -> None:
         pool = self._fleet.pools.get(instance.role)
@@ -137,7 +138,8 @@ class LiveActuator:
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
         began_s = self.now_s
         try:
-            await self._fleet.admit(instance)
+            with self._trainer.expecting_change():
+                await self._fleet.admit(instance)
         except Failure as error:
             # Whether the run can go on without a lost slot is decided elsewhere (`Cluster.depends_on`).
             raise NotDone(str(error)) from error

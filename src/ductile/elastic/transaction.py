@@ -2,13 +2,12 @@
 
     AssignRole      joiners build what needs no state          training goes on
     Prepare         groups, skeleton, buffers, plan            training goes on; old slots are told at a boundary; all
-                                                               prepare beside what they do, and are asked meanwhile
-                                                               whether they are ready
+                                                               prepare beside what they do, and say when they have
     (release)       joiners' other roles (`Fleet.release`)     ┐
     Freeze          all say their plan's key and progress      │
     TransferState   all say what they sent and received        ├ the pause, at a boundary
     Commit          the new state is the state                 ┘
-    Finalize        memory for taking back is freed            training goes on
+    Finalize        memory for taking back is freed            training goes on after it, slot by slot
     ReleaseRole     slots that left give the role up           training goes on
 
 Each is a fan-out with a deadline and one outcome a slot. `ductile.core.instances.membership` says what becomes of a bad
@@ -23,7 +22,8 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from ductile.concurrency.background import finish
+from ductile.concurrency.background import finish, start
+from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.core.instances.membership import (
     Phase,
@@ -50,10 +50,9 @@ from ductile.messages.workers import (
     Freeze,
     Frozen,
     Prepare,
-    Readiness,
-    Ready,
     ReleaseRole,
     Reply,
+    ResizePrepared,
     Rollback,
     SlotPhase,
     StateTransferred,
@@ -62,15 +61,11 @@ from ductile.messages.workers import (
 from ductile.observe import timed
 from ductile.roles import Late, Refused, SlotLost
 from ductile.transport.fanout import AFTER_FAILURE_S
-from ductile.transport.mailbox import Mailbox, Outcome
+from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
 GRACE_S = 1.0
 """Seconds that slots have beyond the deadline of a step, which they know, too, to say that they waited in vain for
 another slot."""
-
-READY_S, READY_SHARE = 0.02, 0.1
-"""Time between two polls of whether slots are ready: seconds at least, and a share of how long it has taken so far. A
-slot that trains replies between two micro-steps."""
 
 LOOK_S, NUM_LOOKS = 0.1, 25
 """Seconds between two looks for a sign of life from slots that are late, and number of looks: 2.5 s in all, while
@@ -97,8 +92,8 @@ class ResizeOptions:
     keeps_old: bool = True
     """The old state stays whole until `Finalize`; see `ductile.core.instances.membership.judge`."""
     patience_s: float = 600.0
-    """Seconds for what a slot must do in any case, behind other work that it is busy with: roll back, give the role up.
-    A slot in the middle of a micro-step has as long to prepare."""
+    """Seconds for what a slot must do in any case, behind other work that it is busy with: roll back, give the role
+    up."""
 
 
 class _Unfinished(Exception):
@@ -135,6 +130,9 @@ class Transaction:
         self._seconds: dict[str, float] = {}
         self._pause_s = 0.0
         self._moved: dict[int, StateTransferred] = {}
+        self._prepared: dict[int, str] = {}
+        """Slots that have said how preparing ended, with why they cannot take part; "" where they can."""
+        self._heard = ChangeSignal()
         self._judging = True
         self._with_role = set(self.order.before.slots)
         """Slots that are known to hold the role."""
@@ -149,15 +147,19 @@ class Transaction:
 
         Whatever else comes out of it, being cancelled included, the trainer is as it was.
         """
+        forget = self._mailbox.subscribe(self._on_event)
         try:
-            await self._assign()
-            async with self._as_before_unless_done():
-                await self._prepare()
-            async with self._boundary(), self._as_before_unless_done():
-                await self._release_roles()
-                await self._freeze_and_transfer()
-                await self._step("commit", Commit(self.order.epoch), Done)
-                self._trainer.go_on_in(self.order.after, self.order.epoch)
+            with self._trainer.expecting_change():
+                await self._assign()
+                async with self._as_before_unless_done():
+                    await self._prepare()
+                async with self._boundary(), self._as_before_unless_done():
+                    await self._release_roles()
+                    await self._freeze_and_transfer()
+                    await self._step("commit", Commit(self.order.epoch), Done)
+                    self._trainer.go_on_in(self.order.after, self.order.epoch)
+                    # It goes out before the next micro-step does, and is done before it.
+                    finishing = start(self._finish())
         except SlotLost:
             raise
         except BaseException as error:
@@ -166,7 +168,9 @@ class Transaction:
             if not isinstance(error, _Unfinished):
                 raise
             return self._result("rolled_back", str(error))
-        return await finish(self._finish())
+        finally:
+            forget()
+        return await finish(finishing)
 
     async def _finish(self) -> Resized:
         self._judging = False
@@ -196,32 +200,37 @@ class Transaction:
                 outcomes = await self._ask(dict.fromkeys(self.order.before.slots, prepare))
                 await self._judge("prepare", outcomes)
             await self._judge("prepare", await self._ask(dict.fromkeys(self.order.joiners, prepare)))
-            await self._until_ready()
+            await self._until_prepared()
 
-    async def _until_ready(self) -> None:
-        """Wait until all slots have prepared. If they were frozen earlier, the trainer would stand still meanwhile."""
-        unready, began_s = set(self.order.slots), self._clock()
-        while unready:
-            unready, late = await self._unready(unready)
-            waited_s = self._clock() - began_s
-            for slots, patience_s in ((unready - late, self._options.timeout_s), (late, self._options.patience_s)):
-                if slots and waited_s > patience_s:
-                    first = self._mailbox.describe(min(slots))
-                    self._rule_on_violation("prepare", f"{first} did not prepare within {said(patience_s)}")
-            if unready:
-                await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
+    async def _until_prepared(self) -> None:
+        """Wait until all slots have prepared. If they were frozen earlier, the trainer would stand still meanwhile. A
+        slot of the change that dies, also one that had prepared, is judged at once."""
+        slots, lost, describe_slot = self.order.slots, self._mailbox.lost, self._mailbox.describe
 
-    async def _unready(self, slots: Collection[int]) -> tuple[set[int], set[int]]:
-        """Those of `slots` that have not prepared yet, and old slots among them that are in the middle of a micro-step
-        and have not replied. A slot of the change that has died, also one that had prepared, is judged at once."""
-        gone = [slot for slot in self.order.slots if slot in self._mailbox.lost]
-        outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.order.epoch)))
-        late = {slot for slot in self.order.before.slots if isinstance(outcomes.get(slot), Late)}
-        silent = await self._kill_silent({slot: str(outcomes[slot]) for slot in late})
-        late -= silent.keys()
-        heard = {slot: said for slot, said in outcomes.items() if slot not in late}
-        await self._judge("prepare", heard | silent)
-        return {slot for slot in slots if not (isinstance(said := outcomes[slot], Readiness) and said.ready)}, late
+        def is_known() -> bool:
+            bad = not lost.keys().isdisjoint(slots) or any(self._prepared.values())
+            return bad or len(self._prepared) == len(slots)
+
+        outcomes: dict[int, Outcome] = {}
+        try:
+            await self._heard.wait_for(is_known, self._options.timeout_s + GRACE_S)
+        except TimeoutError:
+            late = f"did not prepare within {said(self._options.timeout_s)}"
+            for slot in {*slots}.difference(self._prepared):
+                outcomes[slot] = Late(f"{describe_slot(slot)} {late}", slot)
+        for slot in slots:
+            if slot in lost:
+                outcomes[slot] = SlotLost(lost[slot], slot)
+            elif why := self._prepared.get(slot):
+                outcomes[slot] = Refused(f"{describe_slot(slot)} {why}", slot)
+        await self._judge("prepare", outcomes)
+
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
+        if isinstance(event, ResizePrepared) and event.epoch == self.order.epoch and slot in self.order.slots:
+            self._prepared[slot] = event.error
+            self._heard.notify_all()
+        elif isinstance(event, Died):
+            self._heard.notify_all()
 
     async def _release_roles(self) -> None:
         """Release what must be released before the freeze. What cannot be stays as it is, and the resize goes on."""

@@ -1,16 +1,16 @@
 """The trainer behind its Protocol: every command goes to all slots of its layout, one command at a time.
 
-Samples go out in micro-steps, the next one already waiting in the slot, so that no slot waits for the orchestrator. A
-micro-step is one micro-batch a data-parallel rank, or with pp about as many as fill the pipeline
-(`ductile.core.layout.pipeline`). Between two of them the trainer may change its layout (`ductile.elastic.transaction`):
-what has not gone out by then is packed anew, for the ranks that there are then. All other commands come between two,
-too.
+Samples go out in micro-steps. The next one is already waiting in the slot, so that no slot waits for the orchestrator;
+but while a change is under way none is, so that the change need not wait for it. A micro-step is one micro-batch a
+data-parallel rank, or with pp about as many as fill the pipeline (`ductile.core.layout.pipeline`). Between two of them
+the trainer may change its layout (`ductile.elastic.transaction`): what has not gone out by then is packed anew, for the
+ranks that there are then. All other commands come between two, too.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -98,6 +98,8 @@ class RemoteTrainer:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         """Changes and commands that wait for the next boundary."""
+        self._num_expecting = 0
+        """Changes under way whose messages should not wait for long (`expecting_change`)."""
         self.is_held = False
         """No micro-step begins; those in flight end."""
         self._given: list[_Given] = []
@@ -238,6 +240,15 @@ class RemoteTrainer:
         finally:
             self._turn.release()
 
+    @contextmanager
+    def expecting_change(self) -> Generator[None]:
+        """Have no micro-step wait in the slots meanwhile: the next boundary is where the one that runs ends."""
+        self._num_expecting += 1
+        try:
+            yield
+        finally:
+            self._num_expecting -= 1
+
     def lose(self, error: SlotLost) -> None:
         """There is no trainer any more: every later call raises `error`."""
         self._end = error
@@ -297,7 +308,8 @@ class RemoteTrainer:
         in_flight: deque[tuple[MicroStep, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
         try:
             while True:
-                while steps and len(in_flight) < IN_FLIGHT and not self._num_waiting and not self.is_held:
+                limit = 0 if self._num_waiting or self.is_held else 1 if self._num_expecting else IN_FLIGHT
+                while steps and len(in_flight) < limit:
                     step = steps.popleft()
                     deadline_s = self._deadlines.command_s + len(in_flight) * self._deadlines.command_s
                     in_flight.append((step, asyncio.create_task(self._micro_step(step, deadline_s))))

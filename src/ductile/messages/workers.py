@@ -137,21 +137,15 @@ class ExportModel(Message):
 #     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Finalize      or, after any but the last, Rollback
 #
 # Each goes to all slots of both layouts, and the next one only when all have replied to the one before; `Freeze`
-# only when all are `Ready`, or it would wait for them. Until `Finalize` every slot still has what it had, so that a
-# change can be taken back.
+# only when all have said `ResizePrepared`, or it would wait for them. Until `Finalize` every slot still has what it
+# had, so that a change can be taken back.
 
 
 class Prepare(Message):
     """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Reply: `Done` at once: the
-    slot prepares in the background, and says when it is asked whether it is `Ready`."""
+    slot prepares in the background, and a `ResizePrepared` event says when it has, or that it cannot."""
 
     order: ResizeOrder
-
-
-class Ready(Message):
-    """Has this slot prepared? May be asked as often as one likes. Reply: `Readiness`, or `Failed` if it cannot."""
-
-    epoch: int
 
 
 class Freeze(Message):
@@ -290,10 +284,6 @@ class Surveyed(Message):
     peak_source: Literal["known", "measured"] | None = None
 
 
-class Readiness(Message):
-    ready: bool
-
-
 class Frozen(Message):
     plan_key: bytes
     """Key of the plan that the slot made: all slots must have made the same plan before the first byte moves."""
@@ -350,6 +340,14 @@ class Heartbeat(Message):
     busy_for_s: float
 
 
+class ResizePrepared(Message):
+    """What `Prepare` began has ended. The thread that did it says so, whatever the main thread is at."""
+
+    epoch: int
+    error: str = ""
+    """Why the slot cannot take part in the change, without a full stop; "" when it can."""
+
+
 class Finished(Message):
     generations: tuple[Generation, ...]
 
@@ -377,7 +375,7 @@ class EngineStats(Message):
 
 TrainCommand = (
     ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
-    | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Finalize
+    | Prepare | Freeze | TransferState | Commit | Rollback | Finalize
 )  # fmt: skip
 Command = (
     AssignRole | ReleaseRole | Ping | Stop | Survey | TrainCommand
@@ -385,9 +383,9 @@ Command = (
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed
-    | ForwardBackwardDone | Stepped | Readiness | Frozen | StateTransferred | Published | Scores | MigratedOut
+    | ForwardBackwardDone | Stepped | Frozen | StateTransferred | Published | Scores | MigratedOut
 )  # fmt: skip
-Event = Hello | Heartbeat | Finished | EngineStats
+Event = Hello | Heartbeat | ResizePrepared | Finished | EngineStats
 
 
 class Envelope(msgspec.Struct, frozen=True):

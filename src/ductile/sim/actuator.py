@@ -156,9 +156,10 @@ class SimulatedActuator:
 
     async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
         before, after = self.layout.slots, layout.slots
-        await self._micro_steps_pass(IN_FLIGHT)  # before its slots are told
+        for _ in range(IN_FLIGHT):  # before its slots are told
+            async with self.boundary:
+                pass
         await asyncio.sleep(self.scenario.costs.prepare_s)
-        await self._micro_steps_pass(1)  # before they say that they are ready
         async with self.boundary:
             await self.release(release)
             await self._switch({*before, *after}, self.scenario.costs.resize_s)
@@ -166,12 +167,6 @@ class SimulatedActuator:
             self.assign({slot: without("train", self.roles[slot]) for slot in {*before} - {*after}})
             self.assign({slot: in_order_of_roles(*self.roles[slot], "train") for slot in {*after} - {*before}})
         return []
-
-    async def _micro_steps_pass(self, count: int) -> None:
-        """Messages to slots that train wait for those that were sent before; where no slot trains, they do not wait."""
-        for _ in range(count):
-            async with self.boundary:
-                pass
 
     async def _switch(self, slots: Collection[int], seconds: float) -> None:
         if seconds > 0:

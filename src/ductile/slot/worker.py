@@ -10,6 +10,7 @@ import queue
 import sys
 import traceback
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -157,6 +158,7 @@ class Worker:
             command.rendezvous,
             command.joining,
             command.instance,
+            partial(self._link.send, 0),
         )
         self._roles[command.role] = make(command.settings, assignment)
         return Done()

@@ -22,6 +22,7 @@ from torch import Tensor
 from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.parallel_layout import ResizeOrder
 from ductile.core.transfer.plan import Plan
+from ductile.error_text import error_text
 from ductile.fabric import pages, rendezvous
 from ductile.fabric.backend import device_id, why_not_beside
 from ductile.fabric.barrier import AbortableBarrier
@@ -31,7 +32,7 @@ from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.groups import Groups, names_of
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
-from ductile.messages.workers import SlotPhase
+from ductile.messages.workers import ResizePrepared, SlotPhase
 from ductile.observe import timed
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
@@ -144,14 +145,6 @@ class Preparation:
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"prepare {self._order.epoch}", daemon=True).start()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether there is a result. Raises `ResizeFailed` when the thread ended without one."""
-        if not self._done.is_set():
-            return False
-        self.result(0.0)
-        return True
-
     def result(self, timeout_s: float) -> Planned:
         """What was planned. Raises `ResizeFailed` when there is no result in time, or at all."""
         if not self._done.wait(timeout_s):
@@ -208,6 +201,8 @@ class Preparation:
             with self._turn():
                 planned, connected = self._prepare()
         except Exception as error:
+            if not self._unwanted:
+                traceback.print_exception(error)
             traceback.clear_frames(error.__traceback__)  # they hold groups, and would keep their sockets open
             self._error = error
             self._old = {}
@@ -216,6 +211,8 @@ class Preparation:
                 self._planned, self._connected = planned, connected
                 planned = connected = None
             self._done.set()
+        why = f"could not prepare: {error_text(self._error)}" if self._error else ""
+        self._assignment.tell(ResizePrepared(self._order.epoch, why))
         _abort(planned, connected)
 
     @contextmanager

@@ -58,11 +58,6 @@ class Resize:
         """Begin, beside what the main thread does, which may be another role's work."""
         self._preparation.start()
 
-    @property
-    def is_ready(self) -> bool:
-        """Raises `ResizeFailed` when it will never be."""
-        return self._preparation.is_done
-
     def freeze(self, with_gradient: bool) -> Frozen:
         planned = self._preparation.result(self._config.resize.timeout_s)
         if torch.device(self._device).type == "cuda":

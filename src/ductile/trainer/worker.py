@@ -25,8 +25,6 @@ from ductile.messages.workers import (
     Prepare,
     Publish,
     Published,
-    Readiness,
-    Ready,
     Rollback,
     SaveState,
     Stepped,
@@ -99,8 +97,6 @@ class TrainRole:
                     export_model(self._live, path, dtype)
             case Prepare(order=order):
                 self._prepare(order)
-            case Ready(epoch=epoch):
-                return Readiness(self._change(epoch).is_ready)
             case Freeze(epoch=epoch, with_gradient=with_gradient):
                 if self._instance is not None and self._instance.trainer is not None:
                     with self._in_step():  # whatever else this slot has to say of the change: the others sum, too

@@ -25,8 +25,8 @@ from ductile.core.layout.pipeline import PipelineShape
 from ductile.core.scheduling.cost import Speeds, SwitchCosts
 
 IN_FLIGHT = 2
-"""Micro-steps that the trainer's slots have at once: one that runs and one that waits. More would only make a change
-wait for longer."""
+"""Micro-steps that the trainer's slots have at once: one that runs and one that waits, but none while a change is under
+way. More would only make the next change wait for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +285,11 @@ class ClusterState:
 
     @property
     def resize_wait_s(self) -> float:
-        """Seconds from the decision until the trainer's slots can change: messages wait for the micro-steps that were
-        sent before, on average for half of the one that runs, and the slots say once more that they are ready."""
+        """Seconds from the decision until the trainer's slots can change: they hear of it behind the micro-steps that
+        were sent before, of the first of which half is left on average; when they have prepared, half of another one is
+        left."""
         tokens = self.trainer.layout.num_data_parallel * self._micro_step_tokens
-        micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / tokens)
+        micro_steps = 0.0 if self.trainer.held else min(float(IN_FLIGHT), self.batch.ready_tokens / tokens)
         return micro_steps * self.micro_step_s + self.costs.prepare_s
 
     @property
