@@ -80,7 +80,7 @@ class Rig:
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
         self.told = Told()
         self.generators = SimpleNamespace()
-        fleet = Fleet(self.trainer, self.generators, None, {})
+        fleet = Fleet(self.trainer, self.generators, None, {"generate": {}})
         self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS, fleet)
         self.recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace()
         accounting = SimpleNamespace(batch=lambda pending, num_queued: None)
@@ -187,6 +187,33 @@ def test_while_the_resize_is_finalized_the_first_micro_step_is_there_already(tol
         kinds = (await training).split()
         assert [kind for kind in kinds if kind != "o2" and kind != "o3"] == ["F2", "F3"]
         assert kinds.index("F3") == kinds.index("o3") - 1
+
+    told_on(story, 0, 1)
+
+
+@pytest.mark.parametrize("part", ["admit", "release"])
+def test_a_slot_that_trains_hears_of_another_role_after_the_micro_step_that_it_is_at(told_on, part: str):
+    async def story(rig: Rig) -> None:
+        under_way, over = asyncio.Event(), asyncio.Event()
+
+        async def takes_long(*about: object) -> bool:
+            under_way.set()
+            await over.wait()
+            return True
+
+        rig.generators.admit = rig.generators.dismiss = takes_long
+        rig.generators.version, rig.generators.unfinished = 0, lambda: ()
+        training = asyncio.create_task(rig.train(20))
+        await asyncio.sleep(0.005)
+        begin = rig.stage.admit(generator(1)) if part == "admit" else rig.stage.release(Release((), (generator(1),)))
+        changing = asyncio.create_task(begin)
+        await under_way.wait()
+        await asyncio.sleep(0.03)
+        with_slots = len(rig.carrier.sent) - len(rig.slots.asked)
+        over.set()
+        await changing
+        assert with_slots == 2, "one micro-step of two slots"
+        await training
 
     told_on(story, 0, 1)
 
