@@ -250,7 +250,8 @@ def test_what_is_prepared_in_the_pause_is_not_a_cost_twice(told_on, device, besi
         await rig.resize(0, 1, 2)
         (resized,) = (row for row in read_jsonl(rig.record.folder / "events.jsonl") if row["kind"] == "resized")
         assert rig.told.fixed_costs["prepare"] == prepared_s
-        assert rig.told.fixed_costs["resize"] == pytest.approx(resized["pause_s"] + taken_s)
+        stood_s = resized["pause_s"] + resized["seconds"]["finalize"]
+        assert rig.told.fixed_costs["resize"] == pytest.approx(stood_s + taken_s)
 
     told_on(story, 0, 1)
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.elastic.transaction import ResizeOptions, Transaction
+from ductile.core.scheduling.state import IN_FLIGHT
+from ductile.elastic.transaction import GRACE_S, ResizeOptions, Transaction
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized
@@ -22,6 +23,7 @@ from ductile.messages.workers import (
     ForwardBackwardDone,
     Freeze,
     Heartbeat,
+    OptimStep,
     Prepare,
     ReleaseRole,
     ResizePrepared,
@@ -84,6 +86,11 @@ class Stage:
         await self.trainer.forward_backward([sample(n, 4 + n % 6) for n in range(samples)], SEQ_LEN)
         await self.trainer.optim_step(1.0)
 
+    @property
+    def listeners(self) -> int:
+        """Of what slots say, beside those that the test has."""
+        return len(self.mailbox._listeners)
+
     async def until(self, command: type) -> None:
         """Returns when a slot has been sent such a command."""
         while not self.sent(command):  # noqa: ASYNC110 (in virtual time)
@@ -110,6 +117,7 @@ def test_a_change_in_the_middle_of_a_batch():
         assert list(result.seconds) == ["assign", "prepare", "freeze", "transfer", "commit", "finalize"]
         assert result.pause_s == pytest.approx(4 * 0.01), "the reply to Prepare; Freeze, TransferState and Commit"
         assert (stage.trainer.layout, stage.mailbox.epoch) == (ParallelLayout.of((1, 2, 3)), 1)
+        assert stage.listeners == 0
         assert not training.done()
         await training
         assert stage.slots.trained == [list(range(40))]
@@ -186,6 +194,19 @@ def test_a_change_waits_for_the_micro_steps_that_the_slots_have_and_then_for_one
         await training
         assert stage.slots.trained == [list(range(40))]
         assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_finalize_comes_before_a_command_that_waited_for_the_change():
+    async def story():
+        stage = Stage([0, 1])
+        resizing = asyncio.create_task(stage.resize(0))
+        await stage.until(Freeze)
+        stepping = asyncio.create_task(stage.trainer.optim_step(1.0))
+        await asyncio.gather(resizing, stepping)
+        asked = [type(command) for slot, command in stage.carrier.sent if slot == 0]
+        assert asked[asked.index(Commit) :] == [Commit, Finalize, OptimStep]
 
     play(story)
 
@@ -424,6 +445,52 @@ def test_a_slot_that_cannot_prepare_says_why():
         assert result.outcome == "rolled_back"
         assert result.reason == "slot 2 (train) could not prepare: there is no memory"
         assert stage.with_role() == [0, 1]
+        assert stage.killed == []
+        asked = len(stage.carrier.sent)
+        training = asyncio.create_task(stage.train(40))
+        await asyncio.sleep(0.015)
+        assert len(stage.carrier.sent) - asked == 2 * (IN_FLIGHT + 1), "two micro-steps are in flight again"
+        await training
+
+    play(story)
+
+
+def test_a_slot_that_cannot_prepare_is_not_waited_out():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.cannot, stage.slots.prepare_s = {0: "could not prepare: its peer is gone"}, {1: 4.5}
+        result = await stage.resize(0, 1, 2)
+        assert (result.outcome, result.reason) == ("rolled_back", "slot 0 could not prepare: its peer is gone")
+        assert result.seconds["prepare"] < 4
+        assert stage.killed == []
+
+    play(story)
+
+
+def test_a_slot_that_failed_because_of_another_is_not_the_only_one_that_is_heard():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.cannot = {0: "could not prepare: slot 2 does not go on", 2: "could not prepare: no memory"}
+        stage.slots.prepare_s = {2: 0.02}
+        result = await stage.resize(0, 1, 2)
+        assert result.reason == "slot 0 could not prepare: slot 2 does not go on (and 1 more)"
+
+    play(story)
+
+
+def test_what_was_said_in_time_counts_though_it_is_read_after_the_deadline():
+    """As after this process was suspended: what has come is read in the turn of the loop in which the wait ends."""
+
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.prepare_s = dict.fromkeys((0, 1, 2), 10**6)
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await stage.until(Prepare)
+        await asyncio.sleep(stage.terms.timeout_s + GRACE_S + 0.05)
+        for slot in (0, 1, 2):
+            stage.slots.slots[slot].prepared = True
+            stage.carrier.emit(slot, ResizePrepared(1))
+        assert (await resizing).outcome == "resized"
         assert stage.killed == []
 
     play(story)

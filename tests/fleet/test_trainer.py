@@ -75,6 +75,36 @@ def test_no_micro_step_waits_in_the_slot_while_a_change_is_under_way():
     play(story)
 
 
+def test_a_change_that_is_cancelled_as_its_turn_comes_does_not_hold_training():
+    """The wait for its turn ends in the turn of the loop in which the last micro-step in flight is heard to have
+    ended."""
+
+    async def story():
+        slots, _, trainer = make(ParallelLayout.of((0,)))
+
+        async def change():
+            async with trainer.boundary():
+                raise AssertionError("it was cancelled")
+
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(8)], SEQ_LEN))
+        await asyncio.sleep(0.005)
+        changing, ended = asyncio.create_task(change()), []
+        await asyncio.sleep(0)
+
+        def on_micro_step(done: object) -> None:
+            ended.append(done)
+            if len(ended) == 2:
+                changing.cancel()
+
+        trainer.on_micro_step.add(on_micro_step)
+        await training
+        assert len(ended) == 8
+        assert changing.cancelled()
+        assert slots.wrong == []
+
+    play(story)
+
+
 def test_the_time_in_which_a_micro_step_waits_in_the_slot_is_none_of_its_own():
     async def story():
         slots, _, trainer = make(ParallelLayout.of((0,)))

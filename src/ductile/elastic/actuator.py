@@ -153,9 +153,10 @@ class LiveActuator:
         if resized.outcome == "rolled_back":
             raise NotDone("; ".join([*resized.not_released, resized.sentence.rstrip(".")]))
         if resized.outcome == "resized":
-            # What was done in the pause is in its seconds already.
+            # What was done in the pause is in its seconds already; training goes on after `Finalize`.
             beside = {phase: resized.slot_seconds.get(phase, 0.0) for phase in resized.beside}
-            self._measured.took("resize", resized.pause_s + self._taken_s(beside, layout))
+            stood_s = resized.pause_s + resized.seconds.get("finalize", 0.0)
+            self._measured.took("resize", stood_s + self._taken_s(beside, layout))
             # The slots' own work: how long messages wait for micro-steps depends on how long those are.
             self._measured.took("prepare", sum(beside.values()))
         return list(resized.not_released)

@@ -18,7 +18,7 @@ killed; one that is only slow is not.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -205,24 +205,29 @@ class Transaction:
     async def _until_prepared(self) -> None:
         """Wait until all slots have prepared. If they were frozen earlier, the trainer would stand still meanwhile. A
         slot of the change that dies, also one that had prepared, is judged at once."""
-        slots, lost, describe_slot = self.order.slots, self._mailbox.lost, self._mailbox.describe
+        slots, lost, outcomes = self.order.slots, self._mailbox.lost, dict[int, Outcome]()
 
-        def is_known() -> bool:
-            bad = not lost.keys().isdisjoint(slots) or any(self._prepared.values())
-            return bad or len(self._prepared) == len(slots)
+        def all_have_said() -> bool:
+            return all(slot in self._prepared or slot in lost for slot in slots)
 
-        outcomes: dict[int, Outcome] = {}
+        def is_decided() -> bool:
+            return not lost.keys().isdisjoint(slots) or any(self._prepared.values()) or all_have_said()
+
         try:
-            await self._heard.wait_for(is_known, self._options.timeout_s + GRACE_S)
+            await self._heard.wait_for(is_decided, self._options.timeout_s + GRACE_S)
+            if any(self._prepared.values()):  # another slot's failure may be the cause of the first that is heard of
+                with suppress(TimeoutError):
+                    await self._heard.wait_for(all_have_said, AFTER_FAILURE_S)
         except TimeoutError:
+            await asyncio.sleep(LOOK_S)  # what was said in time is read first, also if this process was suspended
             late = f"did not prepare within {said(self._options.timeout_s)}"
             for slot in {*slots}.difference(self._prepared):
-                outcomes[slot] = Late(f"{describe_slot(slot)} {late}", slot)
+                outcomes[slot] = Late(f"{self._mailbox.describe(slot)} {late}", slot)
         for slot in slots:
             if slot in lost:
                 outcomes[slot] = SlotLost(lost[slot], slot)
             elif why := self._prepared.get(slot):
-                outcomes[slot] = Refused(f"{describe_slot(slot)} {why}", slot)
+                outcomes[slot] = Refused(f"{self._mailbox.describe(slot)} {why}", slot)
         await self._judge("prepare", outcomes)
 
     def _on_event(self, slot: int, event: SlotEvent) -> None:

@@ -146,6 +146,9 @@ class RemoteTrainer:
         try:
             while packed_for is None or steps:
                 await self._released(given)
+                # Nothing else here suspends while a change that waited for its turn is being cancelled, which would
+                # then never come to say so.
+                await asyncio.sleep(0)
                 async with self._turn:
                     self._check()
                     if packed_for != self.layout:

@@ -12,7 +12,7 @@ lies over them, are left to the main thread, which makes them in the pause (`Pre
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -201,19 +201,20 @@ class Preparation:
             with self._turn():
                 planned, connected = self._prepare()
         except Exception as error:
-            if not self._unwanted:
-                traceback.print_exception(error)
-            traceback.clear_frames(error.__traceback__)  # they hold groups, and would keep their sockets open
             self._error = error
             self._old = {}
+            if not self._unwanted:
+                with suppress(OSError):  # the log may be on the disk that is full
+                    traceback.print_exception(error)
+            traceback.clear_frames(error.__traceback__)  # they hold groups, and would keep their sockets open
         with self._lock:
             if not self._unwanted:
                 self._planned, self._connected = planned, connected
                 planned = connected = None
             self._done.set()
+        _abort(planned, connected)
         why = f"could not prepare: {error_text(self._error)}" if self._error else ""
         self._assignment.tell(ResizePrepared(self._order.epoch, why))
-        _abort(planned, connected)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
