@@ -86,7 +86,7 @@ class CustomCodeFailed(Failure):
 
 
 def _tell_nobody(event: Any) -> None:
-    """Listen to events of a role that has no orchestrator."""
+    """Drop an event of a role that works without an orchestrator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from ductile.core.layout.pipeline import PipelineShape
 from ductile.core.scheduling.cost import Speeds, SwitchCosts
 
 IN_FLIGHT = 2
-"""Micro-steps that the trainer's slots have at once: one that runs and one that waits, but none while a change is under
-way. More would only make the next change wait for longer."""
+"""Micro-steps that the trainer's slots have at once: one that runs and one that waits; while a change is under way only
+the first. More would only make the next change wait for longer."""
 
 
 @dataclass(frozen=True, slots=True)
