@@ -6,6 +6,7 @@ is exact; a policy that reckons with them asks for more than the difference of t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf, prod
 from statistics import fmean
 from typing import TypeVar
@@ -64,6 +65,7 @@ ASSUMED_OVERHEADS = {"cp": 0.05, "tp": 0.05}
 machine's links usually leave."""
 
 
+@cache
 def assumed_rank_speed(shape: RankShape) -> float:
     """How many times as fast as one slot the slots of a data-parallel rank are, before it is measured. Of pp they lose
     the bubble of a full message, with one run of layers a slot."""

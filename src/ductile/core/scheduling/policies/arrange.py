@@ -68,6 +68,9 @@ class Arrangements:
         # migrated.
         self.shared = bool(sharing) and (state.batch.to_start > 0 or any(context[group] for group in sharing))
         self._carried_s = context_transfer(1.0, state.speeds, state.costs).seconds
+        self._resize_wait_s, self._patience_s = state.resize_wait_s, state.patience_s
+        self._trainers: dict[int, frozenset[int]] = {}
+        """The slots that train, by the number of generators."""
         several_turns = any(rollout.num_turns for rollout in state.unfinished)
         self._keeps = state.limits.may_share and not state.batch.to_start and not several_turns
 
@@ -93,10 +96,12 @@ class Arrangements:
 
     def trainers(self, count: int) -> frozenset[int]:
         """The slots that train, when `count` generators generate; none where the trainer may not have so few."""
-        generators = self.generators(count)
-        others = [slot for slot in self._train_order if slot not in generators]
-        number = self._sizes.at_most(len(others) + self._num_other_trainers) - self._num_other_trainers
-        return frozenset(others[: max(0, number)])
+        if count not in self._trainers:
+            generators = self.generators(count)
+            others = [slot for slot in self._train_order if slot not in generators]
+            number = self._sizes.at_most(len(others) + self._num_other_trainers) - self._num_other_trainers
+            self._trainers[count] = frozenset(others[: max(0, number)])
+        return self._trainers[count]
 
     def resizes(self, count: int) -> bool:
         return self.trainers(count) != self.trainers_now
@@ -128,7 +133,7 @@ class Arrangements:
         new = sum(not self._generates(group) for group in generators)
         # A slot that leaves the trainer waits for the resize before it generates.
         stopped = sum(not self.trainers_now.isdisjoint(group) for group in generators)
-        left_s = self._state.resize_wait_s + resize_s
+        left_s = self._resize_wait_s + resize_s
         generate_s = self._joining_s(costs.assign_s, new, count) + self._joining_s(left_s, stopped, count)
         return resize_s, generate_s + self._migrating_s(self.moved_context(count), count)
 
@@ -155,5 +160,5 @@ class Arrangements:
         share = new / max(1, count + self.num_external)
         if self._state.unfinished or not new:
             return seconds * share
-        wait_s = min(seconds, self._state.patience_s)
+        wait_s = min(seconds, self._patience_s)
         return wait_s + (seconds - wait_s) * share

@@ -82,7 +82,7 @@ class Rules:
         # Generators that cannot be ordered about, such as external servers, go on, and count.
         num_others = len(state.instances_of("generate")) - len(generators)
         surplus = len(generators) - max(0, needed - num_others)
-        freed = _cheapest_to_free(state, generators)[: max(0, surplus)]
+        freed = _cheapest_to_free(state, generators)[:surplus] if surplus > 0 else []
         roles = dict.fromkeys(slots_on(freed), TRAIN)
         if not to_generate and state.batch.all_scored:
             roles |= {slot: TRAIN for slot in state.of("score") if slot in may_move}
@@ -114,8 +114,9 @@ def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:
     """What the configuration gave each slot. One that joined later keeps what it has: it has no other home. Nor has one
     that scored with others of which one is gone."""
     scoring = {slot for group in state.scorer_groups for slot in group}
-    configured = {slot for slot in state.home.slots if slot in scoring or "score" not in state.home.roles(slot)}
-    return {slot.slot: state.home.roles(slot.slot) if slot.slot in configured else slot.roles for slot in state.slots}
+    configured = {slot: state.home.roles(slot) for slot in state.home.slots}
+    home = {slot: roles for slot, roles in configured.items() if slot in scoring or "score" not in roles}
+    return {slot.slot: home.get(slot.slot, slot.roles) for slot in state.slots}
 
 
 def _can_share(state: ClusterState, home: Mapping[int, tuple[Role, ...]]) -> list[int]:
@@ -152,11 +153,15 @@ def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple
     """The orders that change slots to `roles`, of those slots that may be ordered about; none while others are still
     needed where they are, because the slots that should take their place are not ready. The slots of one generator or
     scorer change together."""
-    busy = {slot.slot for slot in state.slots} - state.ready
+    held = {slot.slot: slot.roles for slot in state.slots}
+    changing = {slot: after for slot, after in roles.items() if after != held[slot]}
+    if not changing:
+        return ()
+    busy = held.keys() - state.ready
     groups = (*state.groups("generate"), *state.scorer_groups)
     busy |= {slot for group in groups if not busy.isdisjoint(group) for slot in group}
-    moved = fitted(state, {slot: after for slot, after in roles.items() if slot not in busy})
-    after = {slot.slot: moved.get(slot.slot, slot.roles) for slot in state.slots}
+    moved = fitted(state, {slot: after for slot, after in changing.items() if slot not in busy})
+    after = held | moved
     if state.unfinished and not any("generate" in held for held in after.values()) and not state.num_external:
         return ()
     orders = change(state, moved)
