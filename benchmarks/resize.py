@@ -136,7 +136,7 @@ async def resize(live: Live, after: ParallelLayout, inside: bool) -> dict[str, A
         "transfer_s": slots["transfer"],
         "rebuild_s": slots["rebuild"],
         "commit_s": result.seconds["commit"],
-        "settle_s": result.seconds["finalize"],
+        "finalize_s": result.seconds["finalize"],
         "first_step_s": first_step_s,
     }
 
@@ -229,9 +229,9 @@ def slots_of(layout: ParallelLayout) -> str:
 def line(row: dict[str, Any]) -> str:
     before, after = (",".join(map(str, row[end])) for end in ("before", "after"))
     where = "in a batch" if row["in_a_batch"] else "between"
-    phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in ("freeze", "bind", "transfer", "rebuild", "commit"))
-    names = ("carrier", "plan", "groups", "build", "load", "settle")
-    beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in names)
+    inside = ("freeze", "bind", "transfer", "rebuild", "commit", "finalize")
+    phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in inside)
+    beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in ("carrier", "plan", "groups", "build", "load"))
     steps = f"first step {row['first_step_s']:.2f}"
     moved = f"{row['moved_bytes'] / 2**20:6.0f} MiB"
     return (

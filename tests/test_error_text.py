@@ -42,6 +42,12 @@ def test_the_line_of_whoever_wrote_it_is_named(function, said):
     assert error_with_place(caught(function)).endswith(said)
 
 
+def test_half_a_character_can_be_written_and_sent():
+    said = error_text(OSError("no such file: caf\udce9"))
+    assert said == "OSError: no such file: caf\\udce9"
+    assert said.encode()
+
+
 def test_a_mistake_of_ours_is_only_named_where_it_may_be_one():
     error = caught(lambda: observe.write_json(Path("x"), {1: object()}))
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # without the lines of this file

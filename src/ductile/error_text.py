@@ -5,13 +5,16 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from ductile.surrogates import escaped
+
 _LIBRARIES = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")})
 _OURS = Path(__file__).resolve().parent
 
 
 def error_text(error: BaseException) -> str:
-    """ "KeyError: 'solution'"; only its name where it says nothing."""
-    return f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+    """ "KeyError: 'solution'"; only its name where it says nothing. Half characters, as a path may have them, are
+    escaped."""
+    return escaped(f"{type(error).__name__}{f': {error}' if str(error) else ''}")
 
 
 def error_with_place(error: BaseException, ours: bool = False) -> str:

@@ -85,8 +85,9 @@ class CustomCodeFailed(Failure):
     code = "custom_code"
 
 
-def _tell_nobody(event: Any) -> None:
-    """Drop an event of a role that works without an orchestrator."""
+def _has_nobody(event: Any) -> None:
+    """Raises RuntimeError: an event that nobody hears is one that somebody waits for."""
+    raise RuntimeError(f"nobody hears {event}: this role was given no `tell`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,9 @@ class RoleAssignment:
     and `TransferState`, weights with `Receive`), not from disk."""
     instance: str = ""
     """Id of the instance (generate, score), which is not used again in the run; "" for the trainer."""
-    tell: Callable[[Any], None] = _tell_nobody
-    """Tells the orchestrator an event (`ductile.messages.workers.Event`), from any thread."""
+    tell: Callable[[Any], None] = _has_nobody
+    """Tells the orchestrator an event (`ductile.messages.workers.Event`), from any thread. Only a train role, which
+    prepares resizes in a thread of its own, needs it."""
 
 
 class TrainerClient(Protocol):
@@ -211,7 +213,8 @@ class SlotRole(Protocol):
         ...
 
     def step(self) -> list[Any]:
-        """Do one short piece of own work (an engine step) and return the events it caused."""
+        """Do one short piece of own work (an engine step) and return the events it caused. A thread that the role has
+        started uses `RoleAssignment.tell`."""
         ...
 
     def close(self) -> None:

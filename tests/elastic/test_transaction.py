@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.state import IN_FLIGHT
-from ductile.elastic.transaction import GRACE_S, ResizeOptions, Transaction
+from ductile.elastic.transaction import CAUSES_S, GRACE_S, LOOK_S, NUM_LOOKS, ResizeOptions, Transaction
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized
@@ -24,9 +24,9 @@ from ductile.messages.workers import (
     Freeze,
     Heartbeat,
     OptimStep,
+    PreparationEnded,
     Prepare,
     ReleaseRole,
-    ResizePrepared,
     Rollback,
     TransferState,
     Withdraw,
@@ -115,7 +115,7 @@ def test_a_change_in_the_middle_of_a_batch():
         assert result.carrier == "memory, as there is nothing else"
         assert (result.slot_seconds, result.beside) == ({"transfer": 0.01, "plan": 0.02}, ("plan",))
         assert list(result.seconds) == ["assign", "prepare", "freeze", "transfer", "commit", "finalize"]
-        assert result.pause_s == pytest.approx(4 * 0.01), "the reply to Prepare; Freeze, TransferState and Commit"
+        assert result.pause_s == pytest.approx(5 * 0.01), "the reply to Prepare; Freeze to Finalize"
         assert (stage.trainer.layout, stage.mailbox.epoch) == (ParallelLayout.of((1, 2, 3)), 1)
         assert stage.listeners == 0
         assert not training.done()
@@ -146,7 +146,7 @@ def test_training_goes_on_until_all_members_have_prepared():
         asked = [type(command) for slot, command in stage.slots.asked if slot == 1]
         between = asked[asked.index(Prepare) : asked.index(Freeze)]
         assert between.count(ForwardBackward) >= 3
-        assert result.pause_s == pytest.approx(4 * 0.01), "nobody stands still to prepare"
+        assert result.pause_s == pytest.approx(5 * 0.01), "nobody stands still to prepare"
         await training
         assert stage.slots.trained == [list(range(60))]
         assert stage.slots.wrong == []
@@ -240,13 +240,17 @@ def test_a_slot_that_left_comes_back():
     play(story)
 
 
-def test_finalizing_does_not_hold_up_training():
+def test_training_stands_still_until_those_that_go_on_have_finalized_and_not_for_a_leaver():
     async def story():
         stage = Stage([0, 1])
-        stage.slots.work_s = lambda number, command: 2.0 if isinstance(command, Finalize) and number == 0 else 0.01
+        seconds = {0: 4.0, 2: 0.5}
+        stage.slots.work_s = lambda number, command: (
+            seconds.get(number, 0.01) if isinstance(command, Finalize) else 0.01
+        )
         training = asyncio.create_task(stage.train(40))
         result = await stage.resize(1, 2)
-        assert result.pause_s < 0.1
+        assert result.pause_s == pytest.approx(4 * 0.01 + 0.5)
+        assert result.seconds["finalize"] == pytest.approx(0.5)
         assert any(isinstance(c, ForwardBackward) and slot == 2 for slot, c in stage.slots.asked)
         await training
 
@@ -443,7 +447,7 @@ def test_a_slot_that_cannot_prepare_says_why():
         stage.slots.cannot = {2: "could not prepare: there is no memory"}
         result = await stage.resize(0, 1, 2)
         assert result.outcome == "rolled_back"
-        assert result.reason == "slot 2 (train) could not prepare: there is no memory"
+        assert result.reason == "slot 2 (train): could not prepare: there is no memory"
         assert stage.with_role() == [0, 1]
         assert stage.killed == []
         asked = len(stage.carrier.sent)
@@ -458,11 +462,38 @@ def test_a_slot_that_cannot_prepare_says_why():
 def test_a_slot_that_cannot_prepare_is_not_waited_out():
     async def story():
         stage = Stage([0, 1])
-        stage.slots.cannot, stage.slots.prepare_s = {0: "could not prepare: its peer is gone"}, {1: 4.5}
+        stage.beat(1)
+        stage.slots.cannot, stage.slots.prepare_s = {0: "could not prepare: its peer is gone"}, {1: 10**6}
         result = await stage.resize(0, 1, 2)
-        assert (result.outcome, result.reason) == ("rolled_back", "slot 0 could not prepare: its peer is gone")
-        assert result.seconds["prepare"] < 4
+        assert (result.outcome, result.reason) == ("rolled_back", "slot 0: could not prepare: its peer is gone")
+        assert result.seconds["prepare"] < stage.terms.timeout_s
         assert stage.killed == []
+
+    play(story)
+
+
+@pytest.mark.parametrize("stopped", [1, 2], ids=["one that trains", "a joiner"])
+def test_a_stopped_slot_is_found_though_those_that_wait_for_it_speak_first(stopped: int):
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.cannot = {0: f"could not prepare: slots [{stopped}] did not reply within 5 s"}
+        stage.slots.prepare_s = {0: stage.terms.timeout_s, stopped: 10**6}
+        began_s = clock()
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await stage.until(Prepare)
+        await asyncio.sleep(0.1)
+        stage.slots.work_s = lambda number, command: 10**6 if number == stopped else 0.01
+        if stopped == 1:
+            with pytest.raises(SlotLost, match="slot 1 did not prepare, and has been killed; slot 1 held"):
+                await resizing
+        else:
+            result = await resizing
+            assert (result.outcome, result.reason) == (
+                "rolled_back",
+                "slot 2 (train) did not prepare, and has been killed (and 1 more)",
+            )
+        assert stage.killed == [stopped]
+        assert clock() - began_s < stage.terms.timeout_s + CAUSES_S + LOOK_S * NUM_LOOKS + 0.5
 
     play(story)
 
@@ -473,7 +504,11 @@ def test_a_slot_that_failed_because_of_another_is_not_the_only_one_that_is_heard
         stage.slots.cannot = {0: "could not prepare: slot 2 does not go on", 2: "could not prepare: no memory"}
         stage.slots.prepare_s = {2: 0.02}
         result = await stage.resize(0, 1, 2)
-        assert result.reason == "slot 0 could not prepare: slot 2 does not go on (and 1 more)"
+        slot_0, slot_2 = (
+            "slot 0: could not prepare: slot 2 does not go on",
+            "slot 2 (train): could not prepare: no memory",
+        )
+        assert result.reason == f"{slot_0}; {slot_2}"
 
     play(story)
 
@@ -489,7 +524,7 @@ def test_what_was_said_in_time_counts_though_it_is_read_after_the_deadline():
         await asyncio.sleep(stage.terms.timeout_s + GRACE_S + 0.05)
         for slot in (0, 1, 2):
             stage.slots.slots[slot].prepared = True
-            stage.carrier.emit(slot, ResizePrepared(1))
+            stage.carrier.emit(slot, PreparationEnded(1))
         assert (await resizing).outcome == "resized"
         assert stage.killed == []
 
@@ -502,7 +537,7 @@ def test_what_a_slot_says_of_an_earlier_change_is_not_heard():
         stage.slots.prepare_s = {1: 3.0}
         resizing = asyncio.create_task(stage.resize(0))
         await asyncio.sleep(1)
-        stage.carrier.emit(1, ResizePrepared(0))
+        stage.carrier.emit(1, PreparationEnded(0))
         await asyncio.sleep(1)
         assert stage.sent(Freeze) == []
         assert (await resizing).outcome == "resized"

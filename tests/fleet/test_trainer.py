@@ -75,6 +75,20 @@ def test_no_micro_step_waits_in_the_slot_while_a_change_is_under_way():
     play(story)
 
 
+def test_of_two_changes_under_way_the_one_that_ends_first_leaves_the_other_expected():
+    async def story():
+        slots, carrier, trainer = make(ParallelLayout.of((0,)))
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(8)], SEQ_LEN))
+        with trainer.expecting_change():
+            with trainer.expecting_change():
+                await asyncio.sleep(0.025)
+            await asyncio.sleep(0.02)
+            assert len(carrier.sent) == len(slots.asked) + 1
+        await training
+
+    play(story)
+
+
 def test_a_change_that_is_cancelled_as_its_turn_comes_does_not_hold_training():
     """The wait for its turn ends in the turn of the loop in which the last micro-step in flight is heard to have
     ended."""

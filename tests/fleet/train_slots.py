@@ -23,12 +23,12 @@ from ductile.messages.workers import (
     Freeze,
     Frozen,
     OptimStep,
+    PreparationEnded,
     Prepare,
     Publish,
     Published,
     ReleaseRole,
     Reply,
-    ResizePrepared,
     Rollback,
     SlotPhase,
     StateTransferred,
@@ -177,7 +177,8 @@ class TrainSlots:
     def _ends_preparing(self, slot: Slot, change: ResizeOrder) -> None:
         if slot.change is change:
             slot.prepared = slot.number not in self.cannot
-            self.tell(slot.number, ResizePrepared(change.epoch, self.cannot.get(slot.number, "")))
+            why = self.cannot.get(slot.number)
+            self.tell(slot.number, PreparationEnded(change.epoch, Failed(why) if why else None))
 
     def _expect(self, slot: Slot, epoch: int) -> ResizeOrder:
         assert slot.change is not None, "knows of no change"

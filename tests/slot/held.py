@@ -21,8 +21,8 @@ from ductile.messages.workers import (
     Freeze,
     Frozen,
     OptimStep,
+    PreparationEnded,
     Prepare,
-    ResizePrepared,
     Rollback,
     StateTransferred,
     Stepped,
@@ -74,7 +74,7 @@ class TrainEcho:
                 return Stepped(StepReport(self._step, 0.0, 0.0, 0.0, 1))
             case Prepare(change):
                 self._change, self._had_state = change, self._has_state
-                self._tell(ResizePrepared(change.epoch))
+                self._tell(PreparationEnded(change.epoch))
             case Freeze(with_gradient=with_gradient):
                 progress = TrainProgress(self._step, self._step, with_gradient) if self._has_state else None
                 return Frozen(b"plan", progress)

@@ -28,8 +28,8 @@ from ductile.messages.workers import (
     Freeze,
     Frozen,
     OptimStep,
+    PreparationEnded,
     Prepare,
-    ResizePrepared,
     Rollback,
     StateTransferred,
     TransferState,
@@ -217,9 +217,21 @@ class Fleet:
         return moved
 
 
+def _prepared(
+    told: "queue.Queue[PreparationEnded]", ended: dict[int, PreparationEnded], epoch: int
+) -> PreparationEnded:
+    """What the slot has said of the change, or says in time: it is frozen only then."""
+    while epoch not in ended:
+        event = told.get(timeout=DEADLINE_S)
+        ended[event.epoch] = event
+    return ended[epoch]
+
+
 def _serve(pipe: Connection, slot: int, device: str, address: str) -> None:
     role: TrainRole | None = None
-    told: queue.Queue[ResizePrepared] = queue.Queue()
+    told: queue.Queue[PreparationEnded] = queue.Queue()
+    ended: dict[int, PreparationEnded] = {}
+    begun: set[int] = set()
     while True:
         try:
             verb, *what = pickle.loads(pipe.recv_bytes())  # noqa: S301 (our own parent)
@@ -234,14 +246,16 @@ def _serve(pipe: Connection, slot: int, device: str, address: str) -> None:
                 role.close()
                 role = None
             elif verb == "prepared":
-                while (event := told.get(timeout=DEADLINE_S)).epoch != what[0]:
-                    pass
-                if event.error:
-                    raise ResizeFailed(event.error)
+                if failure := _prepared(told, ended, what[0]).failure:
+                    raise ResizeFailed(failure.error)
             elif verb == "call":
                 answer = what[0](role, *what[1])
             else:
+                if isinstance(what[0], Freeze) and what[0].epoch in begun:
+                    _prepared(told, ended, what[0].epoch)
                 answer = role.handle(*what)
+                if isinstance(what[0], Prepare):
+                    begun.add(what[0].order.epoch)
             pipe.send_bytes(pickle.dumps((True, answer)))
         except Exception:
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

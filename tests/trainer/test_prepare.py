@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
-from ductile.messages.workers import ResizePrepared
-from ductile.roles import RoleAssignment
+from ductile.messages.workers import PreparationEnded
+from ductile.roles import OutOfMemory, RoleAssignment
 from ductile.trainer.prepare import Preparation, ResizeFailed
 
 EPOCH = 7
@@ -23,7 +23,7 @@ def runs_out(preparation: Preparation) -> None:
 
 @pytest.mark.parametrize("log", ["/dev/full", "a file"])
 def test_it_says_why_also_where_its_log_is_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str):
-    told: queue.Queue[ResizePrepared] = queue.Queue()
+    told: queue.Queue[PreparationEnded] = queue.Queue()
     order = ResizeOrder(EPOCH, ParallelLayout.of((0,)), ParallelLayout.of((0, 1)))
     place = RoleAssignment(0, order.after, EPOCH, "cpu", tell=told.put)
     config = SimpleNamespace(resize=SimpleNamespace(timeout_s=1.0))
@@ -36,8 +36,10 @@ def test_it_says_why_also_where_its_log_is_on_a_full_disk(tmp_path: Path, monkey
         event = told.get(timeout=WITHIN_S)
         monkeypatch.undo()
     assert event.epoch == EPOCH
-    assert event.error == "could not prepare: MemoryError: no room for the new trainer"
+    assert event.failure is not None
+    assert event.failure.error == "could not prepare: MemoryError: no room for the new trainer"
+    assert event.failure.code == OutOfMemory.code
     with pytest.raises(ResizeFailed, match="no room for the new trainer"):
-        preparation.result(0.0)
+        preparation.result()
     if log == "a file":
         assert "runs_out" in written.read_text(), "the traceback is in the log"

@@ -128,8 +128,7 @@ class LiveActuator:
         self._activity.changing([move.slot for move in moves])
 
     async def release(self, release: Release) -> list[str]:
-        with self._trainer.expecting_change():  # its slots may be among those that are told
-            return await self._fleet.release(release)
+        return await self._fleet.release(release)
 
     async def admit(self, instance: Instance) -> None:
         pool = self._fleet.pools.get(instance.role)
@@ -138,8 +137,7 @@ class LiveActuator:
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
         began_s = self.now_s
         try:
-            with self._trainer.expecting_change():
-                await self._fleet.admit(instance)
+            await self._fleet.admit(instance)
         except Failure as error:
             # Whether the run can go on without a lost slot is decided elsewhere (`Cluster.depends_on`).
             raise NotDone(str(error)) from error
@@ -153,10 +151,9 @@ class LiveActuator:
         if resized.outcome == "rolled_back":
             raise NotDone("; ".join([*resized.not_released, resized.sentence.rstrip(".")]))
         if resized.outcome == "resized":
-            # What was done in the pause is in its seconds already; training goes on after `Finalize`.
+            # What was done in the pause is in its seconds already.
             beside = {phase: resized.slot_seconds.get(phase, 0.0) for phase in resized.beside}
-            stood_s = resized.pause_s + resized.seconds.get("finalize", 0.0)
-            self._measured.took("resize", stood_s + self._taken_s(beside, layout))
+            self._measured.took("resize", resized.pause_s + self._taken_s(beside, layout))
             # The slots' own work: how long messages wait for micro-steps depends on how long those are.
             self._measured.took("prepare", sum(beside.values()))
         return list(resized.not_released)

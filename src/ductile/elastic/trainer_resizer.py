@@ -129,7 +129,7 @@ class TrainerResizer:
 
     @property
     def under_way(self) -> str:
-        """ "move, to slots 0-3"; "" when no change is."""
+        """ "transfer, to slots 0-3"; "" when no change is."""
         if self._target is None:
             return ""
         phase = self._transaction.phase if self._transaction else "start"

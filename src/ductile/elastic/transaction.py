@@ -6,8 +6,8 @@
     (release)       joiners' other roles (`Fleet.release`)     ┐
     Freeze          all say their plan's key and progress      │
     TransferState   all say what they sent and received        ├ the pause, at a boundary
-    Commit          the new state is the state                 ┘
-    Finalize        memory for taking back is freed            training goes on after it, slot by slot
+    Commit          the new state is the state                 │
+    Finalize        memory for taking back is freed            ┘ of slots that left: training goes on
     ReleaseRole     slots that left give the role up           training goes on
 
 Each is a fan-out with a deadline and one outcome a slot. `ductile.core.instances.membership` says what becomes of a bad
@@ -49,10 +49,10 @@ from ductile.messages.workers import (
     Finalize,
     Freeze,
     Frozen,
+    PreparationEnded,
     Prepare,
     ReleaseRole,
     Reply,
-    ResizePrepared,
     Rollback,
     SlotPhase,
     StateTransferred,
@@ -74,6 +74,9 @@ not seconds: had this process itself been suspended, the heartbeats of that time
 
 DEATH_LOOKS = 10
 """Looks for a death that explains another slot's failure: 1 s in all."""
+
+CAUSES_S = 2.0
+"""Seconds in which other slots may say why they cannot prepare, once one of them has: theirs may be the cause."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -130,22 +133,24 @@ class Transaction:
         self._seconds: dict[str, float] = {}
         self._pause_s = 0.0
         self._moved: dict[int, StateTransferred] = {}
-        self._prepared: dict[int, str] = {}
-        """Slots that have said how preparing ended, with why they cannot take part; "" where they can."""
+        self._preparations: dict[int, Refused | None] = {}
+        """Slots whose preparing has ended, with why they cannot take part; None where they can."""
         self._heard = ChangeSignal()
-        self._judging = True
+        self._is_over = False
+        """The change is committed or taken back."""
         self._with_role = set(self.order.before.slots)
         """Slots that are known to hold the role."""
 
     def judges(self, slot: int) -> bool:
         """Whether this transaction rules on what the slot's death means. It does not after the change is committed or
         taken back: joiners and leavers may still give roles up, and the slots that train are needed as ever."""
-        return self._judging and slot in self.order.slots
+        return not self._is_over and slot in self.order.slots
 
     async def run(self) -> Resized:
         """Raises SlotLost when there is no trainer any more; its sentence says what was lost.
 
-        Whatever else comes out of it, being cancelled included, the trainer is as it was.
+        A caller that is cancelled, or gets another error, has the trainer as it was; after the commit, in its new
+        layout, and what is left of the change is done all the same.
         """
         forget = self._mailbox.subscribe(self._on_event)
         try:
@@ -153,33 +158,46 @@ class Transaction:
                 await self._assign()
                 async with self._as_before_unless_done():
                     await self._prepare()
-                async with self._boundary(), self._as_before_unless_done():
-                    await self._release_roles()
-                    await self._freeze_and_transfer()
-                    await self._step("commit", Commit(self.order.epoch), Done)
+                async with self._boundary():
+                    async with self._as_before_unless_done():
+                        await self._release_other_roles()
+                        await self._freeze_and_transfer()
+                        await self._step("commit", Commit(self.order.epoch), Done)
                     self._trainer.go_on_in(self.order.after, self.order.epoch)
-                    # It goes out before the next micro-step does, and is done before it.
-                    finishing = start(self._finish())
+                    self._is_over = True
+                    leaving = start(self._leave())
+                    # Before the next micro-step, which would otherwise find the slots at it.
+                    await finish(self._finalize())
+            await finish(leaving)
+            return self._result("resized")
         except SlotLost:
             raise
         except BaseException as error:
-            self._judging = False
+            if self._is_over:
+                raise
+            self._is_over = True
             await finish(self._dismiss_joiners())
             if not isinstance(error, _Unfinished):
                 raise
             return self._result("rolled_back", str(error))
         finally:
             forget()
-        return await finish(finishing)
 
-    async def _finish(self) -> Resized:
-        self._judging = False
+    async def _finalize(self) -> None:
+        """Have the slots that train on free what taking back would need."""
+        with self._timed("finalize"):
+            outcomes = await self._ask(dict.fromkeys(self.order.after.slots, Finalize(self.order.epoch)))
         try:
-            await self._step("finalize", Finalize(self.order.epoch), Done)
+            await self._judge("finalize", outcomes)
         except _Unfinished as unfinished:
             raise self._lost(str(unfinished)) from None
-        await self._release(self.order.leavers, self._options.leave_s)
-        return self._result("resized")
+
+    async def _leave(self) -> None:
+        """Have the slots that left free it, too, and give the role up. Training does not wait for them."""
+        leavers = self.order.leavers
+        outcomes = await self._ask(dict.fromkeys(leavers, Finalize(self.order.epoch)))
+        await self._kill_silent(_late(outcomes))
+        await self._release_train_role(leavers, self._options.leave_s)
 
     async def _assign(self) -> None:
         """Have joiners take the role. Only they hear of this: should it fail, there is nothing to take back."""
@@ -207,37 +225,42 @@ class Transaction:
         slot of the change that dies, also one that had prepared, is judged at once."""
         slots, lost, outcomes = self.order.slots, self._mailbox.lost, dict[int, Outcome]()
 
+        def unheard() -> list[int]:
+            return [slot for slot in slots if slot not in self._preparations and slot not in lost]
+
         def all_have_said() -> bool:
-            return all(slot in self._prepared or slot in lost for slot in slots)
+            return not unheard()
 
         def is_decided() -> bool:
-            return not lost.keys().isdisjoint(slots) or any(self._prepared.values()) or all_have_said()
+            return not lost.keys().isdisjoint(slots) or any(self._preparations.values()) or all_have_said()
 
         try:
             await self._heard.wait_for(is_decided, self._options.timeout_s + GRACE_S)
-            if any(self._prepared.values()):  # another slot's failure may be the cause of the first that is heard of
+            if any(self._preparations.values()):
                 with suppress(TimeoutError):
-                    await self._heard.wait_for(all_have_said, AFTER_FAILURE_S)
+                    await self._heard.wait_for(all_have_said, CAUSES_S)
+                # Slots that have waited in vain for a stopped one say so before it is late here.
+                awaited = {slot: f"{self._mailbox.describe(slot)} did not prepare" for slot in unheard()}
+                outcomes |= await self._kill_silent(awaited)
         except TimeoutError:
             await asyncio.sleep(LOOK_S)  # what was said in time is read first, also if this process was suspended
             late = f"did not prepare within {said(self._options.timeout_s)}"
-            for slot in {*slots}.difference(self._prepared):
-                outcomes[slot] = Late(f"{self._mailbox.describe(slot)} {late}", slot)
+            outcomes |= {slot: Late(f"{self._mailbox.describe(slot)} {late}", slot) for slot in unheard()}
         for slot in slots:
             if slot in lost:
                 outcomes[slot] = SlotLost(lost[slot], slot)
-            elif why := self._prepared.get(slot):
-                outcomes[slot] = Refused(f"{self._mailbox.describe(slot)} {why}", slot)
+            elif refused := self._preparations.get(slot):
+                outcomes[slot] = refused
         await self._judge("prepare", outcomes)
 
     def _on_event(self, slot: int, event: SlotEvent) -> None:
-        if isinstance(event, ResizePrepared) and event.epoch == self.order.epoch and slot in self.order.slots:
-            self._prepared[slot] = event.error
+        if isinstance(event, PreparationEnded) and event.epoch == self.order.epoch and slot in self.order.slots:
+            self._preparations[slot] = self._mailbox.refused(slot, event.failure) if event.failure else None
             self._heard.notify_all()
         elif isinstance(event, Died):
             self._heard.notify_all()
 
-    async def _release_roles(self) -> None:
+    async def _release_other_roles(self) -> None:
         """Release what must be released before the freeze. What cannot be stays as it is, and the resize goes on."""
         if self._fleet and self._release_first:
             self._not_released = tuple(await self._fleet.release(self._release_first))
@@ -294,9 +317,9 @@ class Transaction:
 
     async def _dismiss_joiners(self) -> None:
         await self._ask_until_done(self.order.joiners, Rollback(self.order.epoch))
-        await self._release(self.order.joiners, leave_s=0.0)
+        await self._release_train_role(self.order.joiners, leave_s=0.0)
 
-    async def _release(self, slots: Sequence[int], leave_s: float) -> None:
+    async def _release_train_role(self, slots: Sequence[int], leave_s: float) -> None:
         """Have slots that are not in the trainer give the role up."""
         for slot in slots:
             await self._trainer.has_withdrawn(slot, leave_s)
@@ -334,8 +357,9 @@ class Transaction:
         return outcomes | gone
 
     async def _judge(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
-        late = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Late)}
-        dead = await self._kill_silent(late)
+        """Rule on the outcomes of a step, once it is known which slots are dead: of late ones those that stay silent,
+        which are killed, and those whose deaths other slots hear of first. That takes up to 3.5 s."""
+        dead = await self._kill_silent(_late(outcomes))
         if any(isinstance(outcome, Refused) for outcome in outcomes.values()):
             dead |= await self._late_deaths()
         self._rule_on(phase, {**outcomes, **dead})
@@ -415,3 +439,7 @@ class Transaction:
             return f"Trainer stays on {before} and not {after}: {reason}."
         num_bytes = sum(moved.num_bytes for moved in self._moved.values())
         return f"Trainer resized from {before} to {after} in {self._pause_s:.2f} s: {num_bytes / 2**20:.1f} MiB moved."
+
+
+def _late(outcomes: Mapping[int, Outcome]) -> dict[int, str]:
+    return {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Late)}

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from ductile.concurrency.listeners import Listeners
@@ -50,6 +51,11 @@ class Fleet:
         No slot may have the live version any more: the last one was lost while the trainer was between two optimizer
         steps of a batch. Then its weights of this moment go live in their place, or it would wait for work for ever.
         """
+        trains = not {*instance.slots}.isdisjoint(self.trainer.layout.slots)
+        with self.trainer.expecting_change() if trains else nullcontext():
+            await self._admit(instance)
+
+    async def _admit(self, instance: Instance) -> None:
         pool = self.pools[instance.role]
         takes_work = await pool.admit(instance, self.settings[instance.role])
         version = pool.version
@@ -66,6 +72,10 @@ class Fleet:
     async def release(self, release: Release) -> list[str]:
         """Have the rollouts migrate, and then the instances end. Returns a sentence, without its full stop, for each
         part that was not done."""
+        with self.trainer.expecting_change():  # its slots may be among the instances'
+            return await self._release(release)
+
+    async def _release(self, release: Release) -> list[str]:
         failures = list[str]()
         if release.migrations:
             try:

@@ -145,9 +145,10 @@ class RemoteTrainer:
         self._given.append(given)
         try:
             while packed_for is None or steps:
-                await self._released(given)
-                # Nothing else here suspends while a change that waited for its turn is being cancelled, which would
-                # then never come to say so.
+                await self._until_not_held(given)
+                # A change that waits for a boundary and is cancelled counts in `_num_waiting` until its task has run.
+                # `_micro_steps` returns at once till then, and a free lock does not suspend: without this line, the
+                # loop here would keep that task from ever running.
                 await asyncio.sleep(0)
                 async with self._turn:
                     self._check()
@@ -281,7 +282,7 @@ class RemoteTrainer:
         if self._end is not None:
             raise self._end
 
-    async def _released(self, given: _Given) -> None:
+    async def _until_not_held(self, given: _Given) -> None:
         try:
             await self._changed.wait_for(lambda: not self.is_held or self._end is not None, self._deadlines.patience_s)
         except TimeoutError:

@@ -54,6 +54,11 @@ def peak_memory(device: str | torch.device) -> PeakMemory:
     return PeakMemory(_resident_bytes(), None)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that there is no room, on the device or in this process."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def _measure(device: torch.device, arithmetic: Arithmetic) -> float | None:
     """Operations a second; None where a GPU has no room for the matrices. Their memory is given back, and no peak of
     what comes after."""

@@ -137,13 +137,13 @@ class ExportModel(Message):
 #     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Finalize      or, after any but the last, Rollback
 #
 # Each goes to all slots of both layouts, and the next one only when all have replied to the one before; `Freeze`
-# only when all have said `ResizePrepared`, or it would wait for them. Until `Finalize` every slot still has what it
-# had, so that a change can be taken back.
+# only when all have said `PreparationEnded`, or it would wait for them. Until `Finalize` every slot still has what it
+# had, so that a change can be taken back; with `trainer.resize.memory = "streaming"` until bytes move.
 
 
 class Prepare(Message):
     """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Reply: `Done` at once: the
-    slot prepares in the background, and a `ResizePrepared` event says when it has, or that it cannot."""
+    slot prepares in the background, and a `PreparationEnded` event says when it has, or that it cannot."""
 
     order: ResizeOrder
 
@@ -340,12 +340,12 @@ class Heartbeat(Message):
     busy_for_s: float
 
 
-class ResizePrepared(Message):
+class PreparationEnded(Message):
     """What `Prepare` began has ended. The thread that did it says so, whatever the main thread is at."""
 
     epoch: int
-    error: str = ""
-    """Why the slot cannot take part in the change, without a full stop; "" when it can."""
+    failure: Failed | None = None
+    """Why the slot cannot take part in the change; None when it can."""
 
 
 class Finished(Message):
@@ -385,7 +385,7 @@ Reply = (
     Done | Failed | Surveyed
     | ForwardBackwardDone | Stepped | Frozen | StateTransferred | Published | Scores | MigratedOut
 )  # fmt: skip
-Event = Hello | Heartbeat | ResizePrepared | Finished | EngineStats
+Event = Hello | Heartbeat | PreparationEnded | Finished | EngineStats
 
 
 class Envelope(msgspec.Struct, frozen=True):

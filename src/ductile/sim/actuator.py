@@ -156,7 +156,7 @@ class SimulatedActuator:
 
     async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
         before, after = self.layout.slots, layout.slots
-        for _ in range(IN_FLIGHT):  # before its slots are told
+        for _ in range(IN_FLIGHT):  # its slots hear of it behind the micro-steps that they have
             async with self.boundary:
                 pass
         await asyncio.sleep(self.scenario.costs.prepare_s)

@@ -20,7 +20,7 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 
 class Link:
-    """Connects the main thread, which calls the methods, with the orchestrator.
+    """Connects the slot with the orchestrator. The main thread calls the methods; any thread may call `send`.
 
     When the slot's owner on this host ends, the orchestrator or its agent, so does this process, at once, whatever the
     main thread does.

@@ -18,7 +18,7 @@ import torch
 
 from ductile.core.layout.peak import Arithmetic
 from ductile.error_text import error_text
-from ductile.kernels.device import name_of, peak_memory, peak_of
+from ductile.kernels.device import is_out_of_memory, name_of, peak_memory, peak_of
 from ductile.messages.workers import (
     AssignRole,
     Command,
@@ -42,7 +42,7 @@ from ductile.messages.workers import (
 from ductile.roles import Failure, OutOfMemory, Refused, RoleAssignment, SlotRole, StaleEpoch, StateKept
 from ductile.slot.forkserver import Say
 from ductile.slot.link import Link
-from ductile.surrogates import ESCAPED
+from ductile.surrogates import ESCAPED, escaped
 from ductile.transport.codec import BadFrame
 
 
@@ -96,7 +96,7 @@ class Worker:
             except Exception as error:
                 with suppress(OSError):  # the log may be on the disk that is full
                     traceback.print_exc()
-                reply = Failed(f"{name} failed: {_sentence(error)}", traceback.format_exc(), _code(error))
+                reply = Failed(f"{name} failed: {_sentence(error)}", escaped(traceback.format_exc()), _code(error))
         try:
             self._link.send(envelope.seq, reply)
         except BadFrame as error:
@@ -182,13 +182,15 @@ def survey(device: str, measure: Arithmetic | None) -> Surveyed:
 
 
 def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, StateKept) else error_text(error)  # that one has its cause's name already
+    return (
+        escaped(str(error)) if isinstance(error, StateKept) else error_text(error)
+    )  # that one has its cause's name already
 
 
 def _code(error: Exception) -> str:
     if isinstance(error, Failure):
         return error.code
-    return (OutOfMemory if isinstance(error, MemoryError | torch.OutOfMemoryError) else Refused).code
+    return (OutOfMemory if is_out_of_memory(error) else Refused).code
 
 
 def main(arguments: dict[str, Any], say: Say) -> None:

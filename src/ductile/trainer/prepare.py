@@ -32,10 +32,11 @@ from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.groups import Groups, names_of
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
-from ductile.messages.workers import ResizePrepared, SlotPhase
+from ductile.kernels.device import is_out_of_memory
+from ductile.messages.workers import Failed, PreparationEnded, SlotPhase
 from ductile.observe import timed
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.roles import RoleAssignment
+from ductile.roles import OutOfMemory, Refused, RoleAssignment
 from ductile.trainer.state import StatePlans, named_state, parts_of
 from ductile.trainer.trainer import Trainer
 
@@ -145,12 +146,12 @@ class Preparation:
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"prepare {self._order.epoch}", daemon=True).start()
 
-    def result(self, timeout_s: float) -> Planned:
-        """What was planned. Raises `ResizeFailed` when there is no result in time, or at all."""
-        if not self._done.wait(timeout_s):
-            raise ResizeFailed(f"this slot has not been able to prepare within {timeout_s:g} s")
+    def result(self) -> Planned:
+        """What was planned. Raises `ResizeFailed` when there is no result, or not yet."""
+        if not self._done.is_set():
+            raise ResizeFailed("this slot has not prepared yet")
         if self._error is not None:
-            raise ResizeFailed(f"this slot could not prepare: {self._error}") from self._error
+            raise ResizeFailed(f"this slot {_why(self._error)}") from self._error
         if self._planned is None:
             raise ResizeFailed("this change has been taken back")
         return self._planned
@@ -158,7 +159,7 @@ class Preparation:
     def connected(self) -> Connected:
         """The groups and what lies over them, made now if the thread has left that to the pause: then collective over
         the change."""
-        planned = self.result(0.0)
+        planned = self.result()
         if self._connected is None:
             try:
                 self._connected = self._connect(planned)
@@ -171,7 +172,7 @@ class Preparation:
 
     def finish(self) -> TrainerPart | None:
         """Destroy all but what comes after, and return that."""
-        planned, connected = self.result(0.0), self.connected()
+        planned, connected = self.result(), self.connected()
         connected.clear()
         planned.transfer_groups.abort()  # all have what they wanted, and one that leaves may have died since
         planned.barrier.leave()
@@ -213,8 +214,7 @@ class Preparation:
                 planned = connected = None
             self._done.set()
         _abort(planned, connected)
-        why = f"could not prepare: {error_text(self._error)}" if self._error else ""
-        self._assignment.tell(ResizePrepared(self._order.epoch, why))
+        self._assignment.tell(PreparationEnded(self._order.epoch, _failed(self._error) if self._error else None))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -337,6 +337,15 @@ class Preparation:
             connected.transfers[with_gradient] = Transfer(
                 plan, self._assignment.slot, None, room, connected.carrier, fingerprints(self._config)
             )
+
+
+def _failed(error: Exception) -> Failed:
+    """Its traceback is in the slot's log."""
+    return Failed(_why(error), code=(OutOfMemory if is_out_of_memory(error) else Refused).code)
+
+
+def _why(error: Exception) -> str:
+    return f"could not prepare: {error_text(error)}"
 
 
 def _abort(planned: Planned | None, connected: Connected | None) -> None:

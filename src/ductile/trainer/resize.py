@@ -59,7 +59,7 @@ class Resize:
         self._preparation.start()
 
     def freeze(self, with_gradient: bool) -> Frozen:
-        planned = self._preparation.result(self._config.resize.timeout_s)
+        planned = self._preparation.result()
         if torch.device(self._device).type == "cuda":
             # A slot that only gives its part in a gather, for a publish or a checkpoint, is done when that is queued.
             # Once all slots are frozen, no collective runs.
@@ -78,7 +78,7 @@ class Resize:
     def transfer_state(self, progress: TrainProgress) -> StateTransferred:
         """Fill the new trainer. Raises `TransferFailed` when bytes do not arrive, and after that the old one is whole,
         unless the state was streamed."""
-        planned, plan = self._preparation.result(0.0), self._plan
+        planned, plan = self._preparation.result(), self._plan
         if plan is None:
             raise ResizeFailed("nothing can move before everybody is frozen")
         seconds, carrier = planned.seconds, planned.reason

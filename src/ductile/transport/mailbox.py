@@ -244,11 +244,15 @@ class Mailbox:
             del self._pending[sequence]
             self._show_running(slot)
         if isinstance(reply, Failed):
-            refused = REFUSALS.get(reply.code, Refused)(f"{self.describe(slot)}: {reply.error}", slot)
-            if reply.traceback:
-                refused.add_note(reply.traceback)
-            raise refused
+            raise self.refused(slot, reply)
         return reply
+
+    def refused(self, slot: int, failed: Failed) -> Refused:
+        """What a slot says of a failure, as the class that its code names."""
+        refused = REFUSALS.get(failed.code, Refused)(f"{self.describe(slot)}: {failed.error}", slot)
+        if failed.traceback:
+            refused.add_note(failed.traceback)
+        return refused
 
     async def _outcome(self, slot: int, parcel: Parcel, deadline_s: float) -> Outcome:
         try:

@@ -26,6 +26,8 @@ GROW = ResizeOrder(5, ParallelLayout.of((0, 1)), ParallelLayout.of((1, 2, 3)))
         ("prepare", [], [], "proceed", ""),
         ("assign", [2], [], "rollback", "2 is dead"),
         ("prepare", [3], [2], "rollback", "3 is dead (and 1 more)"),
+        ("prepare", [], [0, 3], "rollback", "0 failed; 3 failed"),
+        ("prepare", [], [0, 1, 2, 3], "rollback", "0 failed; 1 failed; 2 failed (and 1 more)"),
         ("freeze", [], [0], "rollback", "0 failed"),
         ("transfer", [1], [2], "stop", "1 is dead; slot 1 held 1 of 2 parts of the trainer's state"),
         ("transfer", [0], [], "stop", "0 is dead; slot 0 held 1 of 2 parts of the trainer's state"),

@@ -1,7 +1,7 @@
 """What becomes of a resize when something happens in the middle of it.
 
-Until `Finalize` every slot still has what it had, so as long as all slots of a layout are well, that layout can
-go on with the state as it was frozen. Hence one rule:
+Until `Finalize` every slot still has what it had (in streaming mode: until bytes move), so as long as all slots of a
+layout are well, that layout can go on with the state as it was frozen. Hence one rule:
 
 - before all slots have voted for the new state, only the old layout can go on;
 - afterwards the new layout goes on if its slots are well, else the old one;
@@ -33,6 +33,9 @@ class Ruling:
 
 
 PROCEED = Ruling("proceed", "")
+
+MOST_REASONS = 3
+"""Number of slots' reasons that one ruling repeats. When a collective fails, its slots seldom say more than that."""
 
 
 def judge(
@@ -129,12 +132,13 @@ def _stop(layout: ParallelLayout, slots: Collection[int], dead: Mapping[int, str
 
 
 def _reasons(slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> str:
-    """The first of the slots' sentences, of a death if there is one: the others' failures usually follow from it."""
-    reasons = [dead[slot] for slot in sorted(slots) if slot in dead]
-    reasons += [failed[slot] for slot in sorted(slots) if slot not in dead]
-    sentences = list(dict.fromkeys(reasons))
-    more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
-    return sentences[0].rstrip(".") + more
+    """What the slots say; of a death alone if there is one, as the others' failures usually follow from it."""
+    deaths = [dead[slot] for slot in sorted(slots) if slot in dead]
+    failures = [failed[slot] for slot in sorted(slots) if slot not in dead]
+    sentences = list(dict.fromkeys(sentence.rstrip(".") for sentence in (*deaths, *failures)))
+    repeated = sentences[: 1 if deaths else MOST_REASONS]
+    num_more = len(sentences) - len(repeated)
+    return "; ".join(repeated) + (f" (and {num_more} more)" if num_more else "")
 
 
 def _far(progress: TrainProgress) -> tuple[int, int, bool]:

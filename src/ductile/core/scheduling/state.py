@@ -243,7 +243,7 @@ class ClusterState:
         return sum(not each.slots for each in self.instances_of("generate"))
 
     def groups(self, role: Serving) -> tuple[tuple[int, ...], ...]:
-        """InstanceGroups of slots that an instance of the role may be on."""
+        """Groups of slots that an instance of the role may be on."""
         return groups_of(role, self.home, (slot.slot for slot in self.slots), self.limits)
 
     @property
@@ -289,7 +289,9 @@ class ClusterState:
         were sent before, of the first of which half is left on average; when they have prepared, half of another one is
         left."""
         tokens = self.trainer.layout.num_data_parallel * self._micro_step_tokens
-        micro_steps = 0.0 if self.trainer.held else min(float(IN_FLIGHT), self.batch.ready_tokens / tokens)
+        until_told, until_the_boundary = IN_FLIGHT - 0.5, 0.5
+        most = until_told + until_the_boundary
+        micro_steps = 0.0 if self.trainer.held else min(most, self.batch.ready_tokens / tokens)
         return micro_steps * self.micro_step_s + self.costs.prepare_s
 
     @property

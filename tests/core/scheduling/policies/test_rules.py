@@ -4,8 +4,9 @@ import pytest
 
 from ductile.core.scheduling.cost import DecodeSpeed
 from ductile.core.scheduling.orders import roles_after, violations
-from ductile.core.scheduling.policies.rules import Rules
-from tests.core.scheduling.scenes import SPEEDS, id_on, scene
+from ductile.core.scheduling.policies.rules import Home, Rules
+from ductile.core.scheduling.state import IN_FLIGHT, Limits
+from tests.core.scheduling.scenes import COSTS, SPEEDS, id_on, scene
 
 
 def kept(state, decision):
@@ -45,6 +46,20 @@ def test_a_generator_takes_on_what_does_not_double_its_decode_step(per_sequence_
 def test_rollouts_that_have_not_started_need_generators_too():
     state = scene(running={2: [9]}, trained=10, to_start=9)
     assert len(kept(state, Rules().decide(state))["generate"]) == 2
+
+
+def test_with_fewer_generators_than_the_rollouts_need_none_is_freed():
+    state = scene({"actor": "0-1", "rollout": "2-3"}, running={2: [9] * 8, 3: [9] * 8}, trained=10, to_start=40)
+    assert Rules().decide(state).orders == ()
+
+
+def test_a_slot_of_a_scorer_that_has_lost_its_other_one_keeps_what_it_does():
+    placement = {"actor": 0, "rollout": 1, "inference": "2-3"}
+    limits = Limits(max_num_seqs=8, slots_per_scorer=2)
+    whole = scene(placement, roles={2: ("train",), 3: ("train",)}, limits=limits, to_start=64)
+    assert roles_after(whole, Home().decide(whole))[2] == ("score",)
+    lacking = replace(whole, slots=whole.slots[:3])
+    assert roles_after(lacking, Home().decide(lacking))[2] == ("train",)
 
 
 def test_what_it_says_is_what_it_does():
@@ -88,6 +103,14 @@ def test_everybody_goes_home_late_when_a_change_was_still_under_way_at_the_end_o
     assert not decision.hold_training, "training has begun"
 
 
+@pytest.mark.parametrize(("ready", "held", "micro_steps"), [(64, False, IN_FLIGHT), (0, False, 0), (64, True, 0)])
+def test_a_resize_waits_for_the_micro_steps_that_the_slots_have(ready, held, micro_steps):
+    """Told behind one and a half of two, on average; prepared in the middle of another one."""
+    costs = replace(COSTS, prepare_s=0.7)
+    state = scene(trained=0, ready=ready, ready_tokens=ready * 1000, held=held, costs=costs)
+    assert state.resize_wait_s == pytest.approx(micro_steps * state.micro_step_s + 0.7)
+
+
 def test_nothing_happens_inside_a_micro_step():
     state = scene(running={}, trained=10, at_boundary=False)
     assert Rules().decide(state).orders == ()
@@ -114,8 +137,6 @@ def test_train_slots_generate_until_half_of_the_step_is_finished():
 
 
 def test_without_memory_for_both_nothing_is_lent():
-    from ductile.core.scheduling.state import Limits
-
     state = scene(trained=0, to_start=64, limits=Limits(may_share=False))
     decision = Rules(pre_process=True).decide(state)
     assert decision.orders == ()

@@ -162,7 +162,7 @@ def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple
     busy |= {slot for group in groups if not busy.isdisjoint(group) for slot in group}
     moved = fitted(state, {slot: after for slot, after in changing.items() if slot not in busy})
     after = held | moved
-    if state.unfinished and not any("generate" in held for held in after.values()) and not state.num_external:
+    if state.unfinished and not any("generate" in then for then in after.values()) and not state.num_external:
         return ()
     orders = change(state, moved)
     return () if violations(state, Decision(orders)) else orders
