@@ -14,12 +14,29 @@ from wording import change, less, listed, markdown, percent, prose, span, two_di
 PEERS = {"dcp": "DCP", "dtensor": "DTensor", "mcore": "megatron-core"}
 
 
+def resized() -> Any:
+    """`results/resize.json`, with `Finalize` (`settle_s`) in the pause also where it was measured apart."""
+    found = result("resize")
+    rows = [row | {"pause_s": row["pause_s"] + row.get("settle_s", 0.0)} for row in found["resizes"]]
+    pause_s = statistics.median(row["pause_s"] for row in rows)
+    between_s = statistics.median(row["pause_s"] for row in rows if not row["in_a_batch"])
+    restart_s = found["median_restart_s"]
+    return found | {
+        "resizes": rows,
+        "median_pause_s": pause_s,
+        "ratio_vs_restart": restart_s["on disk"] / pause_s,
+        "ratio_vs_restart_in_memory": restart_s["in memory"] / pause_s,
+        "ratio_between_batches": restart_s["on disk"] / between_s,
+    }
+
+
 # -- README
 
 
 def readme() -> str:
     sources = ("generate", "grpo_step", "elastic", "reshard", "resize", "plan")
-    generate, grpo, elastic, reshard, resize, plan = map(result, sources)
+    generate, grpo, elastic, reshard, _, plan = map(result, sources)
+    resize = resized()
     step_s, moving = grpo["median_step_s"], [row for row in reshard["pairs"] if row["wire_bytes"]]
     best = min((name for name in step_s if name.startswith("ductile")), key=lambda name: step_s[name])
     slots, cold_ms = ([row[key] for row in plan["speed"]] for key in ("num_slots", "cold_ms"))
@@ -153,7 +170,7 @@ def train_step() -> str:
 
 
 def resize() -> str:
-    found = result("resize")
+    found = resized()
     by_change: dict[str, dict[bool, Any]] = {}
     for each in found["resizes"]:
         before, after = (",".join(map(str, each[side])) for side in ("before", "after"))

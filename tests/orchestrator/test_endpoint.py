@@ -100,7 +100,7 @@ def test_a_run_is_asked_and_replies(tmp_path: Path):
         Run(tmp_path).status()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "processes.log").touch()
-    with pytest.raises(Unfit, match=r"no run is at work in .*: it is still starting, .* see .*processes.log"):
+    with pytest.raises(Unfit, match=r"no run is at work in .*, and nothing is recorded of it yet: .*processes.log"):
         Run(tmp_path).status()
 
 
@@ -302,7 +302,7 @@ def test_a_resize_is_told_as_its_user_sees_it(outcome: Any, what: str):
     result = Resized(
         outcome, "Said.", 2, layout, layout, pause_s=0.214, took_s=1.3, seconds=phases, slot_seconds=phases
     )
-    assert times(result) == f"Training stood still for 0.21 s of the 1.30 s that the {what} took."
+    assert times(result) == f"The {what} took 1.30 s, and kept training still for 0.21 s of them."
 
 
 def test_the_picture_shows_who_does_what():

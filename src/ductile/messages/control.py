@@ -52,7 +52,7 @@ class Resized(Words, tag="resized"):
     not_released: tuple[str, ...] = ()
     """Parts of a change of roles that were to be done before the freeze and were not, a sentence for each."""
     pause_s: float = 0.0
-    """Seconds that the trainer stood still."""
+    """Seconds for which the resize kept the trainer still. What it waits for before that does not count."""
     took_s: float = 0.0
     """Seconds from the request to the end of the resize, the start of slots included."""
     seconds: dict[str, float] = {}

@@ -125,8 +125,8 @@ class Run:
             if not (log := self.folder / "logs" / "processes.log").exists():
                 raise Unfit(f"there is no run in {self.folder}: nothing has run there yet") from None
             raise Unfit(
-                f"no run is at work in {self.folder}: it is still starting, and its slots have no roles yet, or its "
-                f"start has failed; see {log}"
+                f"no run is at work in {self.folder}, and nothing is recorded of it yet: it is still starting, and its "
+                f"slots have no roles yet, or it has failed, at its start or with a full disk; see {log}"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Unfit(f"{self.folder / FILE} cannot be read: {error}") from None

@@ -84,7 +84,7 @@ def status(words: Sequence[str]) -> int:
 def times(result: Resized) -> str:
     """What a resize cost, as who asked for it sees it; its phases are in events.jsonl."""
     what = "resize" if result.outcome == "resized" else "attempt"
-    return f"Training stood still for {result.pause_s:.2f} s of the {result.took_s:.2f} s that the {what} took."
+    return f"The {what} took {result.took_s:.2f} s, and kept training still for {result.pause_s:.2f} s of them."
 
 
 def slot_list(text: str) -> tuple[int, ...]:
