@@ -182,9 +182,9 @@ def survey(device: str, measure: Arithmetic | None) -> Surveyed:
 
 
 def _sentence(error: Exception) -> str:
-    return (
-        escaped(str(error)) if isinstance(error, StateKept) else error_text(error)
-    )  # that one has its cause's name already
+    if isinstance(error, StateKept):  # it has its cause's name already
+        return escaped(str(error))
+    return error_text(error)
 
 
 def _code(error: Exception) -> str:
