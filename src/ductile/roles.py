@@ -37,6 +37,13 @@ class SlotLost(Failure):
     code, retryable = "slot_lost", True
 
 
+class TrainerLost(Failure):
+    """There is no trainer any more: a part of its state is lost, or a slot of it does not reply. The text says
+    which."""
+
+    code = "trainer_lost"
+
+
 class Late(Failure):
     """A deadline passed. The text says who was asked for what, and how long we waited."""
 
@@ -85,7 +92,7 @@ class CustomCodeFailed(Failure):
     code = "custom_code"
 
 
-def _has_nobody(event: Any) -> None:
+def _raise_unheard(event: Any) -> None:
     """Raises RuntimeError: an event that nobody hears is one that somebody waits for."""
     raise RuntimeError(f"nobody hears {event}: this role was given no `tell`")
 
@@ -107,7 +114,7 @@ class RoleAssignment:
     and `TransferState`, weights with `Receive`), not from disk."""
     instance: str = ""
     """Id of the instance (generate, score), which is not used again in the run; "" for the trainer."""
-    tell: Callable[[Any], None] = _has_nobody
+    tell: Callable[[Any], None] = _raise_unheard
     """Tells the orchestrator an event (`ductile.messages.workers.Event`), from any thread. Only a train role, which
     prepares resizes in a thread of its own, needs it."""
 

@@ -25,7 +25,7 @@ from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import Done, Ping, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
-from ductile.roles import SlotLost
+from ductile.roles import TrainerLost
 from ductile.transport.deadlines import Deadlines
 from tests.cluster.processes import is_running
 from tests.fleet.train_slots import sample
@@ -174,7 +174,7 @@ async def play(harness: Harness, victim: int, command: str, moment: str, signum:
             ResizeNotDone, match=f"slot {victim}.*; slot {victim} held 1 of 2 parts of the trainer's state"
         ):
             await harness.resize_and_hit(victim, command, moment, signum)
-        with pytest.raises(SlotLost):
+        with pytest.raises(TrainerLost):
             await harness.trainer.optim_step(1.0)
         assert f"slot {victim}" in await harness.cluster.death()
     else:

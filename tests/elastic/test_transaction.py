@@ -31,7 +31,7 @@ from ductile.messages.workers import (
     TransferState,
     Withdraw,
 )
-from ductile.roles import SlotLost
+from ductile.roles import TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.fleet.generate_slots import generator
@@ -313,9 +313,9 @@ def test_an_old_member_that_dies_takes_its_part_along(step: str, kind: FaultKind
             await training
             assert stage.slots.trained == [list(range(40))]
             return
-        with pytest.raises(SlotLost, match=f"slot {victim} held 1 of 2 parts of the trainer's state"):
+        with pytest.raises(TrainerLost, match=f"slot {victim} held 1 of 2 parts of the trainer's state"):
             await stage.resize(1, 2)
-        with pytest.raises(SlotLost, match="held 1 of 2 parts"):
+        with pytest.raises(TrainerLost, match="held 1 of 2 parts"):
             await training
 
     play(story)
@@ -366,7 +366,7 @@ def test_a_slot_that_does_not_even_take_back_ends_the_trainer():
         stage.beat(1)
         stage.carrier.fail(1, "drop", on=Freeze)
         stage.carrier.fail(1, "drop", on=Rollback)
-        with pytest.raises(SlotLost, match=r"Freeze within 6 s;.*Rollback within 600 s;.*; slot 1 held 1 of 2 parts"):
+        with pytest.raises(TrainerLost, match=r"Freeze within 6 s;.*Rollback within 600 s;.*; slot 1 held 1 of 2"):
             await stage.resize(0, 2)
 
     play(story)
@@ -484,7 +484,7 @@ def test_a_stopped_slot_is_found_though_those_that_wait_for_it_speak_first(stopp
         await asyncio.sleep(0.1)
         stage.slots.work_s = lambda number, command: 10**6 if number == stopped else 0.01
         if stopped == 1:
-            with pytest.raises(SlotLost, match="slot 1 did not prepare, and has been killed; slot 1 held"):
+            with pytest.raises(TrainerLost, match="slot 1 did not prepare, and has been killed; slot 1 held"):
                 await resizing
         else:
             result = await resizing
@@ -494,6 +494,24 @@ def test_a_stopped_slot_is_found_though_those_that_wait_for_it_speak_first(stopp
             )
         assert stage.killed == [stopped]
         assert clock() - began_s < stage.terms.timeout_s + CAUSES_S + LOOK_S * NUM_LOOKS + 0.5
+
+    play(story)
+
+
+def test_a_slot_that_is_silent_for_a_while_is_not_killed_because_another_has_failed_at_once():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.cannot = {2: "could not prepare: no memory"}
+        stage.slots.prepare_s = {1: 10**6}
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await stage.until(Prepare)
+        await asyncio.sleep(0.01)
+        stage.slots.work_s = lambda number, command: 4.0 if number == 1 else 0.01
+        result = await resizing
+        assert (result.outcome, result.reason) == ("rolled_back", "slot 2 (train): could not prepare: no memory")
+        assert stage.killed == []
+        await stage.train()
+        assert stage.slots.wrong == []
 
     play(story)
 
@@ -594,6 +612,26 @@ def test_whatever_ends_a_change_it_is_taken_back(step: str, how: str, monkeypatc
     play(story)
 
 
+@pytest.mark.parametrize("after", [(0, 1, 2), (0,)], ids=["one joins", "one leaves"])
+def test_a_resize_that_is_cancelled_after_its_commit_ends_first(after: tuple[int, ...]):
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.work_s = lambda number, command: 0.5 if isinstance(command, Finalize | ReleaseRole) else 0.01
+        resizing = asyncio.create_task(stage.resize(*after))
+        await stage.until(Finalize)
+        training = asyncio.create_task(stage.train())
+        began_s = clock()
+        resizing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await resizing
+        assert clock() - began_s > 0.4
+        assert set(after) <= set(stage.with_role())
+        await training
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
 def test_roles_are_released_once_all_is_prepared_and_a_part_that_is_not_does_not_end_the_resize():
     release = Release((), (generator(2),))
 
@@ -684,7 +722,7 @@ def test_without_the_old_state_a_change_that_moves_cannot_be_taken_back():
     async def story():
         stage = Stage([0, 1], keeps_old=False)
         stage.carrier.fail(2, "death", on=TransferState)
-        with pytest.raises(SlotLost, match="slot 2 died, as asked; the old state was given up while it moved"):
+        with pytest.raises(TrainerLost, match="slot 2 died, as asked; the old state was given up while it moved"):
             await stage.resize(1, 2)
 
     play(story)
@@ -695,7 +733,7 @@ def test_a_slot_that_cannot_take_back_ends_the_trainer():
         stage = Stage([0, 1])
         stage.carrier.fail(2, "death", on=TransferState)
         stage.carrier.fail(1, "error", on=Rollback)
-        with pytest.raises(SlotLost, match=r"slot 2 died, as asked; .*Rollback failed, as asked; slot 1 held 1 of 2"):
+        with pytest.raises(TrainerLost, match=r"slot 2 died, as asked; .*Rollback failed, as asked; slot 1 held"):
             await stage.resize(0, 2)
         assert stage.sent(Done) == []
 
@@ -737,7 +775,7 @@ def test_whatever_happens_each_sample_is_trained_exactly_once(first, batches, re
         results = await asyncio.gather(training, resizing, return_exceptions=True)
         assert stage.slots.wrong == []
         errors = [result for result in results if result is not None]
-        assert all(isinstance(error, SlotLost) for error in errors), errors
+        assert all(isinstance(error, TrainerLost) for error in errors), errors
         trained = [list(range(len(lengths))) for lengths in batches]
         if errors:
             # Nobody goes on with a part of the state missing; what was done until then is right.

@@ -9,7 +9,7 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.state import IN_FLIGHT
 from ductile.fleet.trainer import MicroStepDone, RemoteTrainer
 from ductile.messages.workers import ExportModel, ForwardBackward, OptimStep, Publish, SaveState, Withdraw
-from ductile.roles import Late, Refused, SlotLost, StateKept
+from ductile.roles import Late, Refused, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.fleet.train_slots import TrainSlots, play, sample
@@ -244,10 +244,10 @@ def test_a_lost_trainer_says_so_to_whoever_asks():
         training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN))
         await asyncio.sleep(0.001)
         async with trainer.boundary():
-            trainer.lose(SlotLost("slot 1 held half of it"))
-        with pytest.raises(SlotLost, match="half of it"):
+            trainer.lose(TrainerLost("slot 1 held half of it"))
+        with pytest.raises(TrainerLost, match="half of it"):
             await training
-        with pytest.raises(SlotLost, match="half of it"):
+        with pytest.raises(TrainerLost, match="half of it"):
             await trainer.optim_step(1.0)
         assert not any(isinstance(command, OptimStep) for _, command in carrier.sent)
 
@@ -307,7 +307,7 @@ def test_a_trainer_that_did_not_reply_is_not_waited_for_again():
         with pytest.raises(Late, match=r"slot 1.* did not reply to OptimStep within 100 s"):
             await trainer.optim_step(1.0)
         assert clock() == pytest.approx(100)
-        with pytest.raises(SlotLost, match=r"slot 1.* did not reply to OptimStep within 100 s"):
+        with pytest.raises(TrainerLost, match=r"slot 1.* did not reply to OptimStep within 100 s"):
             await trainer.save("nowhere")
         assert clock() == pytest.approx(100)
 
@@ -320,8 +320,8 @@ def test_a_lost_trainer_is_not_waited_for_while_it_is_held():
         trainer.hold_training(True)
         training = asyncio.create_task(trainer.forward_backward([sample(0, SEQ_LEN)], SEQ_LEN))
         await asyncio.sleep(1)
-        trainer.lose(SlotLost("slot 0 held all of it"))
-        with pytest.raises(SlotLost, match="all of it"):
+        trainer.lose(TrainerLost("slot 0 held all of it"))
+        with pytest.raises(TrainerLost, match="all of it"):
             await training
         assert clock() < 2
 

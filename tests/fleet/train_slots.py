@@ -156,10 +156,10 @@ class TrainSlots:
                 slot.old, slot.live, slot.new = slot.live, slot.new, None
                 slot.frozen, slot.committed = False, True
             case Rollback(epoch):
-                assert slot.change is None or slot.change.epoch == epoch
-                slot.live = slot.old if slot.committed else slot.live
-                slot.old = slot.new = slot.change = None
-                slot.frozen = slot.committed = False
+                if slot.change is not None and slot.change.epoch == epoch:
+                    slot.live = slot.old if slot.committed else slot.live
+                    slot.old = slot.new = slot.change = None
+                    slot.frozen = slot.committed = False
             case Finalize(epoch):
                 if slot.number not in self._expect(slot, epoch).after.slots:
                     slot.live = None  # also when it refused `Commit`, when all others had voted
@@ -169,7 +169,8 @@ class TrainSlots:
                 if not slot.holds:
                     return Failed("does not hold the role")
                 assert slot.live is None, "trains"
-                slot.holds, slot.change = False, None
+                slot.holds, slot.committed = False, False
+                slot.change = slot.old = None
             case Withdraw():
                 assert slot.holds, "does not hold the role"
         return Done()

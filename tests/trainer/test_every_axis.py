@@ -96,7 +96,7 @@ def test_an_order_says_who_joins_who_leaves_and_what_a_death_costs() -> None:
     assert (ORDER.joiners, ORDER.leavers) == (tuple(s for s in AFTER.slots if s >= 32), tuple(range(24)))
     assert describe(BEFORE) == "slots 0-31 as pp 2 · dp_replicate 2 · dp_shard 2 · cp 2 · tp 2 · ep 4"
     ruling = judge("freeze", ORDER, {5: "slot 5 died"}, {})
-    held = "slot 5 held 1 of 16 parts of the trainer's state; restoring from the other copy is not supported yet"
+    held = "slot 5 held 1 of 16 parts of the trainer's state; restoring it from another copy is not supported yet"
     assert ruling.reason == f"slot 5 died; {held}"
 
 

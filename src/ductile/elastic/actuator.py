@@ -159,8 +159,8 @@ class LiveActuator:
         return list(resized.not_released)
 
     def _taken_s(self, beside: Mapping[str, float], layout: ParallelLayout) -> float:
-        """What preparing took from training and generating. On a CPU it runs on the slot's own core, beside them; a GPU
-        does not notice."""
+        """What preparing took from training and generating. On a CPU it runs on the slot's own core, beside them;
+        beside a GPU's work it counts as free."""
         if any(self._cluster.devices[slot] != "cpu" for slot in layout.slots):
             return 0.0
         return sum(seconds for phase, seconds in beside.items() if phase not in WAITING)

@@ -25,7 +25,7 @@ from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.observe import Recorder
-from ductile.roles import SlotLost
+from ductile.roles import TrainerLost
 
 
 class CannotResize(Exception):
@@ -88,7 +88,7 @@ class TrainerResizer:
                 mailbox, self._trainer, after, self._options, kill, release=release, fleet=self._fleet
             )
             resized = await self._transaction.run()
-        except SlotLost as error:
+        except TrainerLost as error:
             self._cluster.fail(str(error))
             raise ResizeNotDone(str(error)) from error
         except (CannotResize, ResizeNotDone):

@@ -25,6 +25,7 @@ from typing import Literal, TypeVar
 from ductile.concurrency.background import finish, start
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
+from ductile.concurrency.structured import undisturbed
 from ductile.core.instances.membership import (
     Phase,
     Ruling,
@@ -59,7 +60,7 @@ from ductile.messages.workers import (
     TransferState,
 )
 from ductile.observe import timed
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from ductile.transport.fanout import AFTER_FAILURE_S
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
@@ -147,10 +148,10 @@ class Transaction:
         return not self._is_over and slot in self.order.slots
 
     async def run(self) -> Resized:
-        """Raises SlotLost when there is no trainer any more; its sentence says what was lost.
+        """Raises TrainerLost when there is no trainer any more; its sentence says what was lost.
 
         A caller that is cancelled, or gets another error, has the trainer as it was; after the commit, in its new
-        layout, and what is left of the change is done all the same.
+        layout, and what is left of the change is done first.
         """
         forget = self._mailbox.subscribe(self._on_event)
         try:
@@ -167,10 +168,10 @@ class Transaction:
                     self._is_over = True
                     leaving = start(self._leave())
                     # Before the next micro-step, which would otherwise find the slots at it.
-                    await finish(self._finalize())
-            await finish(leaving)
+                    await undisturbed(self._finalize())
+            await undisturbed(leaving)
             return self._result("resized")
-        except SlotLost:
+        except TrainerLost:
             raise
         except BaseException as error:
             if self._is_over:
@@ -215,14 +216,17 @@ class Transaction:
         prepare = Prepare(self.order)
         with self._timed("prepare"):
             async with self._boundary():
+                late_at_s = asyncio.get_running_loop().time() + self._options.timeout_s
                 outcomes = await self._ask(dict.fromkeys(self.order.before.slots, prepare))
                 await self._judge("prepare", outcomes)
             await self._judge("prepare", await self._ask(dict.fromkeys(self.order.joiners, prepare)))
-            await self._until_prepared()
+            await self._until_prepared(late_at_s)
 
-    async def _until_prepared(self) -> None:
+    async def _until_prepared(self, late_at_s: float) -> None:
         """Wait until all slots have prepared. If they were frozen earlier, the trainer would stand still meanwhile. A
-        slot of the change that dies, also one that had prepared, is judged at once."""
+        slot of the change that dies, also one that had prepared, is judged at once.
+
+        late_at_s: when the slots that were asked first begin to say that they have waited in vain for another."""
         slots, lost, outcomes = self.order.slots, self._mailbox.lost, dict[int, Outcome]()
 
         def unheard() -> list[int]:
@@ -239,9 +243,11 @@ class Transaction:
             if any(self._preparations.values()):
                 with suppress(TimeoutError):
                     await self._heard.wait_for(all_have_said, CAUSES_S)
-                # Slots that have waited in vain for a stopped one say so before it is late here.
-                awaited = {slot: f"{self._mailbox.describe(slot)} did not prepare" for slot in unheard()}
-                outcomes |= await self._kill_silent(awaited)
+                # Slots that have waited in vain for a stopped one say so before it is late here. Where one has failed
+                # earlier than that, those that are still at it are only told to stop.
+                if asyncio.get_running_loop().time() >= late_at_s:
+                    awaited = {slot: f"{self._mailbox.describe(slot)} did not prepare" for slot in unheard()}
+                    outcomes |= await self._kill_silent(awaited)
         except TimeoutError:
             await asyncio.sleep(LOOK_S)  # what was said in time is read first, also if this process was suspended
             late = f"did not prepare within {said(self._options.timeout_s)}"
@@ -300,8 +306,8 @@ class Transaction:
     def _ruling_of(self, error: BaseException) -> Ruling:
         if isinstance(error, _Unfinished):
             return error.ruling
-        said = f"the change was given up in {self.phase}: {error_text(error)}"
-        return judge(self.phase, self.order, {}, dict.fromkeys(self.order.slots, said), self._options.keeps_old)
+        why = f"the change was given up in {self.phase}: {error_text(error)}"
+        return judge(self.phase, self.order, {}, dict.fromkeys(self.order.slots, why), self._options.keeps_old)
 
     async def _roll_back(self, ruling: Ruling) -> None:
         """Roll the change back. Only the slots that train are waited for: no other slot's part is needed."""
@@ -338,8 +344,8 @@ class Transaction:
             outcomes = await self._ask(dict.fromkeys(self.order.slots, command))
         for slot, outcome in outcomes.items():
             if not isinstance(outcome, expected | Exception):
-                said = f"{type(command).__name__} with {type(outcome).__name__}"
-                outcomes[slot] = Refused(f"{self._mailbox.describe(slot)} replied to {said}")
+                exchange = f"{type(command).__name__} with {type(outcome).__name__}"
+                outcomes[slot] = Refused(f"{self._mailbox.describe(slot)} replied to {exchange}")
         await self._judge(phase, outcomes)
         return {slot: outcome for slot, outcome in outcomes.items() if isinstance(outcome, expected)}
 
@@ -375,8 +381,8 @@ class Transaction:
         return {}
 
     def _rule_on(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
-        dead = {slot: str(said) for slot, said in outcomes.items() if isinstance(said, SlotLost)}
-        failed = {slot: str(said) for slot, said in outcomes.items() if isinstance(said, Refused | Late)}
+        dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}
+        failed = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Refused | Late)}
         self._rule(phase, dead, failed)
 
     async def _kill_silent(self, late: Mapping[int, str]) -> dict[int, SlotLost]:
@@ -405,8 +411,8 @@ class Transaction:
         if ruling.verdict != "proceed":
             raise _Unfinished(ruling)
 
-    def _lost(self, sentence: str) -> SlotLost:
-        lost = SlotLost(sentence)
+    def _lost(self, sentence: str) -> TrainerLost:
+        lost = TrainerLost(sentence)
         self._trainer.lose(lost)
         return lost
 

@@ -36,7 +36,7 @@ from ductile.messages.workers import (
     Withdraw,
 )
 from ductile.records import Manifest, MicroBatch, Sample, StepReport
-from ductile.roles import Late, Refused, SlotLost, StateKept
+from ductile.roles import Late, Refused, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import R, ask_each
 from ductile.transport.mailbox import Mailbox
@@ -107,7 +107,7 @@ class RemoteTrainer:
         self._kept: dict[int, _Kept] = {}
         """Published versions that are not withdrawn yet, by number."""
         self._changed = ChangeSignal()
-        self._end: SlotLost | None = None
+        self._end: TrainerLost | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -253,7 +253,7 @@ class RemoteTrainer:
         finally:
             self._num_expecting -= 1
 
-    def lose(self, error: SlotLost) -> None:
+    def lose(self, error: TrainerLost) -> None:
         """There is no trainer any more: every later call raises `error`."""
         self._end = error
         self._changed.notify_all()
@@ -353,7 +353,7 @@ class RemoteTrainer:
             except StateKept:  # what was in the way, such as a file system, may be well again
                 return await ask_each(self._mailbox, commands, deadline_s, expected)
         except Late as error:  # whatever else is asked, saving too, would wait behind this as long again
-            self.lose(SlotLost(str(error)))
+            self.lose(TrainerLost(str(error)))
             raise
 
 

@@ -145,7 +145,7 @@ async def run_loop(
     watch: told of the step's books before the loop begins; returns the controller that moves slots between roles
     meanwhile, or None.
     spent: what the slots did with their time, for the summary.
-    Raises what a role raises (SlotLost, Late, Refused), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
+    Raises what a role raises (a `Failure`), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
     made in a grader; what was trained is saved by then.
     """
     config, progress, record = prepared.config, prepared.progress, context.record

@@ -213,15 +213,17 @@ class Preparation:
                 self._planned, self._connected = planned, connected
                 planned = connected = None
             self._done.set()
-        _abort(planned, connected)
-        self._assignment.tell(PreparationEnded(self._order.epoch, _failed(self._error) if self._error else None))
+        try:
+            _abort(planned, connected)
+        finally:  # somebody waits for it
+            self._assignment.tell(PreparationEnded(self._order.epoch, _failed(self._error) if self._error else None))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Wait until no other thread prepares: the thread of a change that was taken back may still be busy with it."""
         deadline = monotonic() + self._config.resize.timeout_s
         while not _one_at_a_time.acquire(timeout=LOOK_S):
-            self._go_on()
+            self._check_wanted()
             if monotonic() >= deadline:
                 raise ResizeFailed("this slot is still busy with an earlier change that was taken back")
         try:
@@ -229,7 +231,7 @@ class Preparation:
         finally:
             _one_at_a_time.release()
 
-    def _go_on(self, awaited: Sequence[int] = ()) -> None:
+    def _check_wanted(self, awaited: Sequence[int] = ()) -> None:
         """Raises `ResizeFailed` once the result is not wanted any more, whichever slots are still awaited."""
         if self._unwanted:
             raise ResizeFailed("this change has been taken back")
@@ -249,15 +251,15 @@ class Preparation:
             with timed(seconds, "carrier"):
                 reader, reason = self._choose(exchange)
                 waits = why_not_beside(torch.device(self._assignment.device).type, self._device_ids(exchange))
-            self._go_on()
+            self._check_wanted()
             with timed(seconds, "plan"):
                 relays = reader is None
                 plans = {
                     gradient: self._plans.plan(order.before, order.after, gradient, relays)
                     for gradient in (False, True)
                 }
-                assert all(plan.key for plan in plans.values())  # now, and not in the pause
-            self._go_on()
+                tuple(plan.key for plan in plans.values())  # computed now, and not in the pause
+            self._check_wanted()
             planned = Planned(plans, reader, reason, groups, transfer_groups, barrier, seconds)
             connected = None
             if waits:
@@ -276,7 +278,7 @@ class Preparation:
         order, timeout_s, seconds = self._order, self._config.resize.timeout_s, planned.seconds
         carrier, context, after = planned.reader, None, None
         with timed(seconds, "groups"):
-            planned.barrier.all_or_none(self._go_on)
+            planned.barrier.all_or_none(self._check_wanted)
             # From here on no slot leaves before all have made their groups, wanted or not.
             if carrier is None:
                 group = planned.transfer_groups.group(order.slots)
@@ -285,12 +287,12 @@ class Preparation:
                 context = ParallelContext(planned.groups, order.after)
                 after = TrainerPart(planned.groups, None)
         connected = Connected(carrier, context, after)
-        self._go_on()
+        self._check_wanted()
         if self._config.resize.memory == "shadow":
             if after is not None and context is not None:
                 with timed(seconds, "build"):
                     after.attach(self._build(context, planned.plans[True], connected.room))
-            self._go_on()
+            self._check_wanted()
             with timed(seconds, "load"):
                 self._load(planned, connected)
         self._old = {}
@@ -301,7 +303,7 @@ class Preparation:
         options, device = self._config.resize, torch.device(self._assignment.device).type
         # A slot that frees memory while it moves must know that it has been read.
         one_sided = options.carrier != "p2p" and options.memory == "shadow"
-        carrier, reason = choose_reader(exchange, device, one_sided, self._go_on)
+        carrier, reason = choose_reader(exchange, device, one_sided, self._check_wanted)
         if options.carrier == "peer_memory" and (carrier is None or carrier.name != options.carrier):
             raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
         return carrier, reason
@@ -311,7 +313,7 @@ class Preparation:
         device = torch.device(self._assignment.device)
         if device.type == "cpu":
             return set()
-        notes = exchange.all_gather("devices", device_id(device).encode(), self._go_on)
+        notes = exchange.all_gather("devices", device_id(device).encode(), self._check_wanted)
         return {note.decode() for note in notes.values()}
 
     def _build(self, context: ParallelContext, plan: Plan, room: dict[str, Tensor]) -> Trainer:

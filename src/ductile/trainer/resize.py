@@ -110,7 +110,7 @@ class Resize:
             with timed(seconds, "verify"):
                 _check_kept(plan, self._slot, old, moving.buffers)
         with timed(seconds, "rebuild"):
-            _go_on(connected.after, progress, moving.buffers)
+            _set_progress(connected.after, progress, moving.buffers)
         return moved
 
     def _stream(
@@ -137,7 +137,7 @@ class Resize:
             if connected.after is not None and connected.context is not None:
                 gradient = {name: buffers.pop(name) for name in list(buffers) if name.startswith(GRADIENT)}
                 connected.after.attach(Trainer(self._config, connected.context, device, buffers))
-                _go_on(connected.after, progress, gradient)
+                _set_progress(connected.after, progress, gradient)
         return moved
 
     def commit(self) -> TrainerPart | None:
@@ -174,7 +174,7 @@ class Resize:
         return parts_of(named_gradient(self._before.trainer))
 
 
-def _go_on(after: TrainerPart | None, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
+def _set_progress(after: TrainerPart | None, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
     """All that the new trainer needs besides parameters and moments."""
     if after is not None and after.trainer is not None:
         after.trainer.go_on_from(progress)

@@ -128,7 +128,7 @@ def _stop(layout: ParallelLayout, slots: Collection[int], dead: Mapping[int, str
     parts = layout.num_shards
     held = "all of the trainer's state" if parts == 1 else f"1 of {parts} parts of the trainer's state"
     each = " each" if len(slots) > 1 else ""
-    copies = "; restoring from the other copy is not supported yet" if layout.dims.dp_replicate > 1 else ""
+    copies = "; restoring it from another copy is not supported yet" if layout.dims.dp_replicate > 1 else ""
     return Ruling("stop", f"{_reasons(slots, dead, failed)}; {slots_of(slots)} held {held}{each}{copies}")
 
 

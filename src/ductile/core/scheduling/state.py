@@ -287,11 +287,9 @@ class ClusterState:
     def resize_wait_s(self) -> float:
         """Seconds from the decision until the trainer's slots can change: they hear of it behind the micro-steps that
         were sent before, of the first of which half is left on average; when they have prepared, half of another one is
-        left."""
+        left. In all that is as many micro-steps as there are in flight."""
         tokens = self.trainer.layout.num_data_parallel * self._micro_step_tokens
-        until_told, until_the_boundary = IN_FLIGHT - 0.5, 0.5
-        most = until_told + until_the_boundary
-        micro_steps = 0.0 if self.trainer.held else min(most, self.batch.ready_tokens / tokens)
+        micro_steps = 0.0 if self.trainer.held else min(float(IN_FLIGHT), self.batch.ready_tokens / tokens)
         return micro_steps * self.micro_step_s + self.costs.prepare_s
 
     @property
