@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.state import IN_FLIGHT
-from ductile.elastic.transaction import CAUSES_S, GRACE_S, LOOK_S, NUM_LOOKS, ResizeOptions, Transaction
+from ductile.elastic.change_slots import GRACE_S, LOOK_S, NUM_LOOKS
+from ductile.elastic.transaction import CAUSES_S, ResizeOptions, Transaction
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized
@@ -366,7 +367,8 @@ def test_a_slot_that_does_not_even_take_back_ends_the_trainer():
         stage.beat(1)
         stage.carrier.fail(1, "drop", on=Freeze)
         stage.carrier.fail(1, "drop", on=Rollback)
-        with pytest.raises(TrainerLost, match=r"Freeze within 6 s;.*Rollback within 600 s;.*; slot 1 held 1 of 2"):
+        lost = r"Freeze within 6 s;.*Rollback within 600 s;.*; slot 1 held 1 of 2 parts"
+        with pytest.raises(TrainerLost, match=lost):
             await stage.resize(0, 2)
 
     play(story)
@@ -624,8 +626,8 @@ def test_a_resize_that_is_cancelled_after_its_commit_ends_first(after: tuple[int
         resizing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await resizing
-        assert clock() - began_s > 0.4
-        assert set(after) <= set(stage.with_role())
+        assert clock() - began_s >= 0.4
+        assert stage.with_role() == list(after)
         await training
         assert stage.slots.wrong == []
 
@@ -733,7 +735,8 @@ def test_a_slot_that_cannot_take_back_ends_the_trainer():
         stage = Stage([0, 1])
         stage.carrier.fail(2, "death", on=TransferState)
         stage.carrier.fail(1, "error", on=Rollback)
-        with pytest.raises(TrainerLost, match=r"slot 2 died, as asked; .*Rollback failed, as asked; slot 1 held"):
+        lost = r"slot 2 died, as asked; .*Rollback failed, as asked; slot 1 held 1 of 2"
+        with pytest.raises(TrainerLost, match=lost):
             await stage.resize(0, 2)
         assert stage.sent(Done) == []
 

@@ -156,6 +156,7 @@ class TrainSlots:
                 slot.old, slot.live, slot.new = slot.live, slot.new, None
                 slot.frozen, slot.committed = False, True
             case Rollback(epoch):
+                # As a real slot: one that has not heard of this change has nothing to take back.
                 if slot.change is not None and slot.change.epoch == epoch:
                     slot.live = slot.old if slot.committed else slot.live
                     slot.old = slot.new = slot.change = None

@@ -17,7 +17,7 @@ killed; one that is only slow is not.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -37,6 +37,7 @@ from ductile.core.instances.membership import (
     violation_in_progress,
 )
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.elastic.change_slots import LOOK_S, ChangeSlots
 from ductile.error_text import error_text
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
@@ -61,20 +62,7 @@ from ductile.messages.workers import (
 )
 from ductile.observe import timed
 from ductile.roles import Late, Refused, SlotLost, TrainerLost
-from ductile.transport.fanout import AFTER_FAILURE_S
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
-
-GRACE_S = 1.0
-"""Seconds that slots have beyond the deadline of a step, which they know, too, to say that they waited in vain for
-another slot."""
-
-LOOK_S, NUM_LOOKS = 0.1, 25
-"""Seconds between two looks for a sign of life from slots that are late, and number of looks: 2.5 s in all, while
-heartbeats come every second, also from a slot whose main thread is busy or waits for another. Looks are counted, and
-not seconds: had this process itself been suspended, the heartbeats of that time would wait unread."""
-
-DEATH_LOOKS = 10
-"""Looks for a death that explains another slot's failure: 1 s in all."""
 
 CAUSES_S = 2.0
 """Seconds in which other slots may say why they cannot prepare, once one of them has: theirs may be the cause."""
@@ -129,6 +117,7 @@ class Transaction:
         self._release_first, self._fleet = release, fleet
         self._not_released: tuple[str, ...] = ()
         self.order = ResizeOrder(mailbox.next_epoch(), trainer.layout, after)
+        self._slots = ChangeSlots(mailbox, self.order.slots, kill, options.timeout_s)
         self.phase: Phase = "assign"
         """The step that is under way, or was the last."""
         self._seconds: dict[str, float] = {}
@@ -154,6 +143,7 @@ class Transaction:
         layout, and what is left of the change is done first.
         """
         forget = self._mailbox.subscribe(self._on_event)
+        leaving: asyncio.Task[None] | None = None
         try:
             with self._trainer.expecting_change():
                 await self._assign()
@@ -169,12 +159,13 @@ class Transaction:
                     leaving = start(self._leave())
                     # Before the next micro-step, which would otherwise find the slots at it.
                     await undisturbed(self._finalize())
-            await undisturbed(leaving)
+            await finish(leaving)
             return self._result("resized")
         except TrainerLost:
             raise
         except BaseException as error:
-            if self._is_over:
+            if leaving is not None:
+                await finish(leaving)
                 raise
             self._is_over = True
             await finish(self._dismiss_joiners())
@@ -187,7 +178,7 @@ class Transaction:
     async def _finalize(self) -> None:
         """Have the slots that train on free what taking back would need."""
         with self._timed("finalize"):
-            outcomes = await self._ask(dict.fromkeys(self.order.after.slots, Finalize(self.order.epoch)))
+            outcomes = await self._slots.ask(dict.fromkeys(self.order.after.slots, Finalize(self.order.epoch)))
         try:
             await self._judge("finalize", outcomes)
         except _Unfinished as unfinished:
@@ -196,8 +187,8 @@ class Transaction:
     async def _leave(self) -> None:
         """Have the slots that left free it, too, and give the role up. Training does not wait for them."""
         leavers = self.order.leavers
-        outcomes = await self._ask(dict.fromkeys(leavers, Finalize(self.order.epoch)))
-        await self._kill_silent(_late(outcomes))
+        outcomes = await self._slots.ask(dict.fromkeys(leavers, Finalize(self.order.epoch)))
+        await self._slots.kill_late(outcomes)
         await self._release_train_role(leavers, self._options.leave_s)
 
     async def _assign(self) -> None:
@@ -205,7 +196,7 @@ class Transaction:
         options = self._options
         assign = AssignRole("train", dict(options.settings), self.order.after, options.rendezvous, joining=True)
         with self._timed("assign"):
-            outcomes = await self._ask(dict.fromkeys(self.order.joiners, assign))
+            outcomes = await self._slots.ask(dict.fromkeys(self.order.joiners, assign))
         self._with_role |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
         await self._judge("assign", outcomes)
 
@@ -217,16 +208,18 @@ class Transaction:
         with self._timed("prepare"):
             async with self._boundary():
                 late_at_s = asyncio.get_running_loop().time() + self._options.timeout_s
-                outcomes = await self._ask(dict.fromkeys(self.order.before.slots, prepare))
+                outcomes = await self._slots.ask(dict.fromkeys(self.order.before.slots, prepare))
                 await self._judge("prepare", outcomes)
-            await self._judge("prepare", await self._ask(dict.fromkeys(self.order.joiners, prepare)))
+            await self._judge("prepare", await self._slots.ask(dict.fromkeys(self.order.joiners, prepare)))
             await self._until_prepared(late_at_s)
 
     async def _until_prepared(self, late_at_s: float) -> None:
         """Wait until all slots have prepared. If they were frozen earlier, the trainer would stand still meanwhile. A
         slot of the change that dies, also one that had prepared, is judged at once.
 
-        late_at_s: when the slots that were asked first begin to say that they have waited in vain for another."""
+        late_at_s: when the slots that were asked first begin to say that they have waited in vain for another, on the
+        event loop's clock.
+        """
         slots, lost, outcomes = self.order.slots, self._mailbox.lost, dict[int, Outcome]()
 
         def unheard() -> list[int]:
@@ -239,7 +232,7 @@ class Transaction:
             return not lost.keys().isdisjoint(slots) or any(self._preparations.values()) or all_have_said()
 
         try:
-            await self._heard.wait_for(is_decided, self._options.timeout_s + GRACE_S)
+            await self._heard.wait_for(is_decided, self._slots.step_s)
             if any(self._preparations.values()):
                 with suppress(TimeoutError):
                     await self._heard.wait_for(all_have_said, CAUSES_S)
@@ -247,7 +240,7 @@ class Transaction:
                 # earlier than that, those that are still at it are only told to stop.
                 if asyncio.get_running_loop().time() >= late_at_s:
                     awaited = {slot: f"{self._mailbox.describe(slot)} did not prepare" for slot in unheard()}
-                    outcomes |= await self._kill_silent(awaited)
+                    outcomes |= await self._slots.kill_silent(awaited)
         except TimeoutError:
             await asyncio.sleep(LOOK_S)  # what was said in time is read first, also if this process was suspended
             late = f"did not prepare within {said(self._options.timeout_s)}"
@@ -315,7 +308,7 @@ class Transaction:
             raise self._lost(ruling.reason)
         rollback = dict.fromkeys(self.order.before.slots, Rollback(self.order.epoch))
         with self._timed("rollback"):
-            outcomes = await self._ask(rollback, self._options.patience_s)
+            outcomes = await self._slots.ask(rollback, self._options.patience_s)
         try:
             self._rule_on("rollback", outcomes)
         except _Unfinished as unfinished:
@@ -333,7 +326,7 @@ class Transaction:
 
     async def _ask_until_done(self, slots: Sequence[int], command: Command) -> None:
         """Have slots do what must be done: one that is late, or that holds the role and refuses, is killed."""
-        outcomes = await self._ask(dict.fromkeys(slots, command), self._options.patience_s, after_failure_s=None)
+        outcomes = await self._slots.ask(dict.fromkeys(slots, command), self._options.patience_s, after_failure_s=None)
         for slot, outcome in outcomes.items():
             if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in self._with_role):
                 self._kill(slot, f"{outcome}; it has been killed")
@@ -341,7 +334,7 @@ class Transaction:
     async def _step(self, phase: Phase, command: Command, expected: type[R]) -> dict[int, R]:
         """Ask all slots that are left. Raises _Unfinished unless all that matter have done it."""
         with self._timed(phase):
-            outcomes = await self._ask(dict.fromkeys(self.order.slots, command))
+            outcomes = await self._slots.ask(dict.fromkeys(self.order.slots, command))
         for slot, outcome in outcomes.items():
             if not isinstance(outcome, expected | Exception):
                 exchange = f"{type(command).__name__} with {type(outcome).__name__}"
@@ -349,57 +342,18 @@ class Transaction:
         await self._judge(phase, outcomes)
         return {slot: outcome for slot, outcome in outcomes.items() if isinstance(outcome, expected)}
 
-    async def _ask(
-        self,
-        commands: Mapping[int, Command],
-        deadline_s: float | None = None,
-        after_failure_s: float | None = AFTER_FAILURE_S,
-    ) -> dict[int, Outcome]:
-        """One outcome of every slot, within the time of a step unless told otherwise; a lost slot is not asked."""
-        alive = {slot: command for slot, command in commands.items() if slot not in self._mailbox.lost}
-        deadline_s = self._options.timeout_s + GRACE_S if deadline_s is None else deadline_s
-        outcomes = await self._mailbox.ask_all(alive, deadline_s, after_failure_s)
-        gone = {slot: SlotLost(self._mailbox.lost[slot]) for slot in commands if slot not in alive}
-        return outcomes | gone
-
     async def _judge(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
         """Rule on the outcomes of a step, once it is known which slots are dead: of late ones those that stay silent,
         which are killed, and those whose deaths other slots hear of first. That takes up to 3.5 s."""
-        dead = await self._kill_silent(_late(outcomes))
+        dead = await self._slots.kill_late(outcomes)
         if any(isinstance(outcome, Refused) for outcome in outcomes.values()):
-            dead |= await self._late_deaths()
+            dead |= await self._slots.deaths()
         self._rule_on(phase, {**outcomes, **dead})
-
-    async def _late_deaths(self) -> dict[int, SlotLost]:
-        """Slots of the change that are dead. What a death breaks elsewhere is often heard of before the death is."""
-        for _ in range(DEATH_LOOKS):
-            if dead := {
-                slot: SlotLost(self._mailbox.lost[slot]) for slot in self.order.slots if slot in self._mailbox.lost
-            }:
-                return dead
-            await asyncio.sleep(LOOK_S)
-        return {}
 
     def _rule_on(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
         dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}
         failed = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Refused | Late)}
         self._rule(phase, dead, failed)
-
-    async def _kill_silent(self, late: Mapping[int, str]) -> dict[int, SlotLost]:
-        for slot in (silent := await self._silent(late)):
-            self._kill(slot, f"{late[slot]}, and has been killed")
-        return {slot: SlotLost(self._mailbox.lost[slot]) for slot in silent}
-
-    async def _silent(self, late: Collection[int]) -> list[int]:
-        """Slots of `late` that give no sign of life from now on. The others may wait for these, or be slow."""
-        heard_at_s = {slot: self._mailbox.heard_at_s.get(slot) for slot in late}
-        silent = sorted(late)
-        for _ in range(NUM_LOOKS):
-            if not silent:
-                break
-            await asyncio.sleep(LOOK_S)
-            silent = [slot for slot in silent if self._mailbox.heard_at_s.get(slot) == heard_at_s[slot]]
-        return silent
 
     def _rule_on_violation(self, phase: Phase, violation: str) -> None:
         """Rule on a violation about all slots together; "" is none."""
@@ -445,7 +399,3 @@ class Transaction:
             return f"Trainer stays on {before} and not {after}: {reason}."
         num_bytes = sum(moved.num_bytes for moved in self._moved.values())
         return f"Trainer resized from {before} to {after} in {self._pause_s:.2f} s: {num_bytes / 2**20:.1f} MiB moved."
-
-
-def _late(outcomes: Mapping[int, Outcome]) -> dict[int, str]:
-    return {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Late)}

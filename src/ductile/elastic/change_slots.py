@@ -1,0 +1,85 @@
+"""The slots of a change: asking them, and finding out which of those that do not reply are dead."""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from ductile.messages.workers import Command
+from ductile.roles import Late, SlotLost
+from ductile.transport.fanout import AFTER_FAILURE_S
+from ductile.transport.mailbox import Mailbox, Outcome
+
+GRACE_S = 1.0
+"""Seconds that slots have beyond the deadline of a step, which they know, too, to say that they waited in vain for
+another slot."""
+
+LOOK_S, NUM_LOOKS = 0.1, 25
+"""Seconds between two looks for a sign of life from slots that are late, and number of looks: 2.5 s in all, while
+heartbeats come every second, also from a slot whose main thread is busy or waits for another. Looks are counted, and
+not seconds: had this process itself been suspended, the heartbeats of that time would wait unread."""
+
+DEATH_LOOKS = 10
+"""Looks for a death that explains another slot's failure: 1 s in all."""
+
+
+class ChangeSlots:
+    """Asks slots of the old and the new layout. One that is late and silent, too, is killed."""
+
+    def __init__(
+        self, mailbox: Mailbox, slots: Sequence[int], kill: Callable[[int, str], None], timeout_s: float
+    ) -> None:
+        """slots: all that have a part in the change. kill(slot, sentence): end a slot that does not reply, and lose it
+        in the mailbox. timeout_s: deadline of a step, as the slots know it."""
+        self._mailbox, self._slots, self._kill, self._timeout_s = mailbox, slots, kill, timeout_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds after which a slot is late at a step."""
+        return self._timeout_s + GRACE_S
+
+    async def ask(
+        self,
+        commands: Mapping[int, Command],
+        deadline_s: float | None = None,
+        after_failure_s: float | None = AFTER_FAILURE_S,
+    ) -> dict[int, Outcome]:
+        """One outcome of every slot, within the time of a step unless told otherwise; a lost slot is not asked."""
+        alive = {slot: command for slot, command in commands.items() if slot not in self._mailbox.lost}
+        deadline_s = self.step_s if deadline_s is None else deadline_s
+        outcomes = await self._mailbox.ask_all(alive, deadline_s, after_failure_s)
+        return outcomes | self._lost(slot for slot in commands if slot not in alive)
+
+    async def deaths(self) -> dict[int, SlotLost]:
+        """Slots of the change that are dead. What a death breaks elsewhere is often heard of before the death is: where
+        none is known yet, it is waited for."""
+        for _ in range(DEATH_LOOKS):
+            if dead := [slot for slot in self._slots if slot in self._mailbox.lost]:
+                return self._lost(dead)
+            await asyncio.sleep(LOOK_S)
+        return {}
+
+    async def kill_late(self, outcomes: Mapping[int, Outcome]) -> dict[int, SlotLost]:
+        """Kill those that are late, if they are silent."""
+        return await self.kill_silent({s: str(outcome) for s, outcome in outcomes.items() if isinstance(outcome, Late)})
+
+    async def kill_silent(self, awaited: Mapping[int, str]) -> dict[int, SlotLost]:
+        """Kill those that give no sign of life from now on; the others may wait for these, or be slow.
+
+        awaited: slots, each with the sentence that says what it has not done.
+        """
+        silent = await self._silent(awaited)
+        for slot in silent:
+            self._kill(slot, f"{awaited[slot]}, and has been killed")
+        return self._lost(silent)
+
+    async def _silent(self, awaited: Collection[int]) -> list[int]:
+        heard_at_s = {slot: self._mailbox.heard_at_s.get(slot) for slot in awaited}
+        silent = sorted(awaited)
+        for _ in range(NUM_LOOKS):
+            if not silent:
+                break
+            await asyncio.sleep(LOOK_S)
+            silent = [slot for slot in silent if self._mailbox.heard_at_s.get(slot) == heard_at_s[slot]]
+        return silent
+
+    def _lost(self, slots: Iterable[int]) -> dict[int, SlotLost]:
+        return {slot: SlotLost(self._mailbox.lost[slot], slot) for slot in slots}
