@@ -12,8 +12,10 @@ when a part has failed, when the time was over before a part's turn, and when th
 """
 
 import argparse
+import faulthandler
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +43,8 @@ DRIVER = Path("/dev/nvidiactl")
 SMALL_S = 120.0
 """Of each part with tiny models: whether it works, also on a busy machine."""
 TAIL_CHARS = 3000
+STACKS_S = 2.0
+"""Before its deadline a part writes to its log where it is."""
 KILL_S = 10.0
 """What is killed is gone by then, unless it hangs in the driver."""
 NO_TURN = "its turn had not come"
@@ -102,6 +106,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models and few repetitions")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", type=Path, help=f"default of all parts on a GPU: {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--logs", type=Path, help="a folder for the whole log of each part; its end is printed alone")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S)
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one part, in this process
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -182,7 +187,8 @@ def run_all(
         elif left_s < 10:
             result = Result(part.does, "failed", f"the {options.budget_s:g} s of all parts were over (--budget-s)")
         else:
-            result = run_part(part, device["type"], options.small, left_s)
+            log = options.logs and options.logs / f"{name}.log"
+            result = run_part(part, device["type"], options.small, left_s, log)
         print(line(name, result, dry=bool(why_not)))
         if result.log_tail:
             print(result.log_tail)
@@ -198,7 +204,7 @@ def line(name: str, result: Result, dry: bool) -> str:
     return f"  {name:12} {result.outcome:8} {result.seconds:5.0f} s  {told}"
 
 
-def run_part(part: Part, device: str, small: bool, left_s: float = BUDGET_S) -> Result:
+def run_part(part: Part, device: str, small: bool, left_s: float = BUDGET_S, log_file: Path | None = None) -> Result:
     """In a process of its own, which is killed at the deadline with all that it started."""
     deadline_s, began_s = min(SMALL_S if small else part.deadline_s, left_s), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ductile-gpu-", ignore_cleanup_errors=True) as folder:
@@ -226,6 +232,9 @@ def run_part(part: Part, device: str, small: bool, left_s: float = BUDGET_S) -> 
             result.reason = f"its process ended with {process.returncode}"
         if result.outcome == "failed":
             result.log_tail = log.read_text(errors="replace")[-TAIL_CHARS:]
+        if log_file:
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(log, log_file)
     result.seconds = time.monotonic() - began_s
     return result
 
@@ -245,6 +254,7 @@ def ends_in_time(process: "subprocess.Popen[bytes]", deadline_s: float) -> bool:
 
 
 def run_here(runs: str, setting: Setting, out: Path) -> None:
+    faulthandler.dump_traceback_later(max(setting.deadline_s - STACKS_S, setting.deadline_s / 2))
     try:
         module, _, shape = runs.partition(":")
         figures = import_module(f"gpu_parts.{module}").run(setting, *([shape] if shape else []))

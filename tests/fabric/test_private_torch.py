@@ -45,7 +45,6 @@ USED = [
     (_fsdp_state.FSDPState, "_root_post_backward_final_callback", "parallel.torch_pipelining"),
     (_fsdp_param_group.FSDPParamGroup, "post_backward", "parallel.torch_pipelining"),
     (stage, "_RecvInfo", "parallel.torch_pipelining: memory for what comes from a neighbour"),
-    (_utils, "_TensorMeta", "parallel.torch_pipelining"),
     (_fsdp_api, "ReduceScatter", "parallel.exchange"),
     (FileSystemWriter, "write_data", "parallel.state"),
     (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", "kernels.cpu_attention"),
@@ -89,23 +88,27 @@ def test_fsdp2_calls_its_collectives_with_these_arguments(theirs: type, ours: ty
 def test_a_frontend_of_torch_s_pipelines_has_these_to_say() -> None:
     """A stage whose micro-batches have each their own size is one of these; the methods that it takes over, and what
     they set, are torch's."""
-    assert stage._PipelineStageBase.__abstractmethods__ == {
-        "_prepare_forward_infra",
-        "_prepare_backward_infra",
-        "_create_grad_recv_info",
-    }
-    for name in ("get_fwd_recv_ops", "get_bwd_recv_ops", "backward_one_chunk", "_get_init_p2p_neighbors_ops"):
+    abstract = {"_prepare_forward_infra", "_prepare_backward_infra", "_create_grad_recv_info"}
+    assert stage._PipelineStageBase.__abstractmethods__ <= abstract
+    for name in (
+        *abstract,
+        "get_fwd_recv_ops",
+        "get_bwd_recv_ops",
+        "backward_one_chunk",
+        "_retrieve_recv_activations",
+        "_get_init_p2p_neighbors_ops",
+    ):
         assert callable(getattr(stage._PipelineStageBase, name)), name
     source = inspect.getsource(stage._PipelineStageBase)
-    for name in (
-        "args_recv_info",
-        "grad_recv_info",
-        "act_send_info",
-        "grad_send_info",
-        "_runtime_validate",
-        "_stage_meta",
-    ):
+    described = ["_runtime_validate", "_stage_meta"] if hasattr(_utils, "_TensorMeta") else []
+    for name in ("args_recv_info", "grad_recv_info", "act_send_info", "grad_send_info", "chunks", *described):
         assert f"self.{name}" in source, name
+
+
+def test_a_buffer_of_torch_s_pipelines_is_made_with_these_arguments() -> None:
+    known = list(inspect.signature(stage._RecvInfo).parameters)
+    assert known[:3] == ["input_name", "source", "buffer"]
+    assert (known[3:4] == ["tensor_meta"]) == hasattr(_utils, "_TensorMeta")
 
 
 def test_a_part_is_sent_with_a_rank_and_a_tag() -> None:

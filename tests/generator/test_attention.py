@@ -96,13 +96,13 @@ def test_windows_change_nothing(monkeypatch: pytest.MonkeyPatch, room: int, spar
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=30))
-def test_groups_never_pad_more_than_they_save(lengths: list[int]) -> None:
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.sampled_from(list(GROUP_COST_BLOCKS)))
+def test_groups_never_pad_more_than_they_save(lengths: list[int], device_type: str) -> None:
     chunks = [Chunk(sequence([]), length - 1, 1) for length in sorted(lengths)]
-    groups = group_by_length(chunks, block_size=1)
+    groups = group_by_length(chunks, 1, device_type)
     assert [chunk for group in groups for chunk in group] == chunks
     for group, following in pairwise(groups):
-        assert (following[0].end - group[-1].end) * len(group) > GROUP_COST_BLOCKS
+        assert (following[0].end - group[-1].end) * len(group) > GROUP_COST_BLOCKS[device_type]
     for group in groups:
         for index in range(1, len(group)):
-            assert (group[index].end - group[index - 1].end) * index <= GROUP_COST_BLOCKS
+            assert (group[index].end - group[index - 1].end) * index <= GROUP_COST_BLOCKS[device_type]

@@ -15,10 +15,12 @@ from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.pipeline import PipelineSchedule, num_to_run
 from ductile.fabric.groups import Groups
-from ductile.parallel import data
+from ductile.parallel import data, pipeline
 from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
 from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.pipeline import Pipeline
+from ductile.parallel.torch_pipelining import HAS_ZERO_BUBBLE
 from ductile.records import MicroBatch, Sample
 from ductile.trainer.loss import LossInputs, LossOutputs, ppo_clip
 from ductile.trainer.trainer import LossFailed, Trainer
@@ -93,10 +95,14 @@ LAYOUTS = {
     "interleaved, shards": ParallelLayout.of(range(4), INTERLEAVED, pp=2),
     "three stages, copies": ParallelLayout.of(range(6), (0, 1, 1, 2), pp=3, dp_replicate=2),
 }
-WAYS = {"": {}, "once a step": {"reduce_every": "step"}, "zero bubble": {"pp_schedule": "zero_bubble"}}
+ZERO_BUBBLE = pytest.param(
+    {"pp_schedule": "zero_bubble"},
+    marks=pytest.mark.skipif(not HAS_ZERO_BUBBLE, reason="needs torch 2.13"),
+    id="zero bubble",
+)
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("options", [{}, {"reduce_every": "step"}, ZERO_BUBBLE])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_parity_with_one_device(
@@ -150,7 +156,7 @@ def test_three_steps(folders: dict[str, Path], model: str, name: str) -> None:
             assert (found - expected).norm() < 1e-3 * (expected - before[parameter]).norm(), parameter
 
 
-@pytest.mark.parametrize("options", [{}, {"pp_schedule": "zero_bubble"}], ids=["1f1b", "zero bubble"])
+@pytest.mark.parametrize("options", [{}, ZERO_BUBBLE])
 def test_hidden_states_travel_in_the_dtype_of_the_arithmetic(folders, options):
     """The arithmetic is that of one device in bfloat16 as well: only its gradients are added up in another order."""
     samples, settings = make_samples(LENGTHS), settings_for(folders["tied"], compute_dtype="bfloat16", **options)
@@ -235,6 +241,15 @@ def test_a_loss_that_raises_leaves_all_slots_in_step(folders: dict[str, Path]) -
     assert [raised for raised, _ in found] == [False, True], "the last stage has the loss"
     for _, after in found:
         assert after[:3] == pytest.approx(alone[:3], rel=TOLERANCE)
+
+
+def test_a_torch_that_lacks_zero_bubble_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "HAS_ZERO_BUBBLE", False)
+    nothing: Any = None
+    with pytest.raises(
+        ValueError, match=r'trainer\.model\.pp_schedule = "zero_bubble" needs torch 2\.13 \(this is 2\.'
+    ):
+        Pipeline(nothing, nothing, "zero_bubble", torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("pp", range(2, 6))

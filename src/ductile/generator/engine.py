@@ -51,7 +51,10 @@ class Engine:
         num_blocks = num_cache_blocks(model.spec, config, dtype, device, weights_bytes)
         self.config = config
         self.model = model.requires_grad_(False).eval()
-        if not device.startswith("cuda"):
+        if device.startswith("cuda"):
+            # It makes a plan for every new shape, in up to a tenth of a second, and each step has new ones.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        else:
             lay_by_columns(self.model)
             heap.trim()  # the rows
         self.version = version

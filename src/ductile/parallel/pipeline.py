@@ -24,7 +24,7 @@ from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.scoring import ModelInputs
-from ductile.parallel.torch_pipelining import Schedule, VirtualStage
+from ductile.parallel.torch_pipelining import HAS_ZERO_BUBBLE, Schedule, VirtualStage
 
 StageLoss = Callable[[int, Tensor, Tensor], Tensor]
 """Function of a micro-batch's number, its log-probs and its entropies that gives its loss, to be minimised."""
@@ -53,7 +53,15 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`model` has the layers of this slot's runs. `dtype` is that of hidden states."""
+        """`model` has the layers of this slot's runs. `dtype` is that of hidden states.
+
+        Raises ValueError where this version of torch has not what the schedule needs.
+        """
+        if schedule == "zero_bubble" and not HAS_ZERO_BUBBLE:
+            raise ValueError(
+                f'trainer.model.pp_schedule = "zero_bubble" needs torch 2.13 (this is {torch.__version__}): "1f1b" and '
+                '"interleaved" do not'
+            )
         self._model, self._dtype, self._device = model, dtype, device
         self._schedule: PipelineSchedule = schedule
         self._group = context.send_recv_group("pp")

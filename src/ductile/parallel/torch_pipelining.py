@@ -3,20 +3,27 @@
 VirtualStage            micro-batches of any sizes: torch's own stages have one shape for all, and finding it out
                         drops the gradient that FSDP2 has accumulated
 end_backward_passes     the sum of gradients behind a whole schedule: FSDP2 would sum behind each backward pass
+
+torch 2.11 knows what comes from a neighbour by its buffer alone; later versions want a description beside it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining._utils import _TensorMeta
+from torch.distributed.pipelining import _backward, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 Schedule = _PipelineSchedule
+
+HAS_DESCRIPTIONS = hasattr(_utils, "_TensorMeta")
+
+HAS_ZERO_BUBBLE = hasattr(_backward, "_autograd_grad_for_inputs")
+"""torch 2.11 goes back to weights through the first output of an operation alone, and ours have several."""
 
 
 class VirtualStage(_PipelineStageBase):
@@ -37,9 +44,10 @@ class VirtualStage(_PipelineStageBase):
     ) -> None:
         """`hidden`: shape of the hidden states of every micro-batch on this slot."""
         super().__init__(module, index, num_stages, device, group)
-        self._runtime_validate = False  # it knows one shape
-        self._metas = [_TensorMeta(torch.Size(shape), (shape[1], 1), dtype, requires_grad=True) for shape in hidden]
-        self._stage_meta.inputs = () if self.is_first else (self._metas[0],)
+        self._hidden, self._dtype = hidden, dtype
+        if HAS_DESCRIPTIONS:
+            self._runtime_validate = False  # it knows one shape
+            self._stage_meta.inputs = () if self.is_first else (self._description(0),)
         self.grad_send_info = [index - 1]  # the first one sends none
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -57,9 +65,18 @@ class VirtualStage(_PipelineStageBase):
         self.args_recv_info[bwd_chunk_id] = self.grad_recv_info[bwd_chunk_id] = ()
 
     def _arriving(self, chunk_id: int, source: int) -> _RecvInfo:
-        meta = self._metas[chunk_id]
-        buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-        return _RecvInfo(f"micro-batch {chunk_id}", source, buffer, meta)
+        buffer = torch.empty(self._hidden[chunk_id], dtype=self._dtype, device=self.device)
+        described = (self._description(chunk_id),) if HAS_DESCRIPTIONS else ()
+        return _RecvInfo(f"micro-batch {chunk_id}", source, buffer, *described)
+
+    def _description(self, chunk_id: int) -> Any:
+        shape = torch.Size(self._hidden[chunk_id])
+        return _utils._TensorMeta(shape, (shape[1], 1), self._dtype, requires_grad=True)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
+        """What has arrived wants a gradient only now: nothing can be received into a tensor that does."""
+        arrived = [cast(torch.Tensor, info.buffer) for info in self.args_recv_info[fwd_chunk_id]]
+        return tuple(buffer.requires_grad_(True) for buffer in arrived)
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
         self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
@@ -67,10 +84,17 @@ class VirtualStage(_PipelineStageBase):
         self.act_send_info = log_probs_and_entropies if self.is_last else {0: [self.stage_index + 1]}
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
-        self._setup_backward_recv_info(num_microbatches)
+        self.chunks = num_microbatches
+        self.grad_recv_info = dict.fromkeys(range(num_microbatches), ())
 
     def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[_RecvInfo, ...]:
         return ()
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """torch 2.11 would compare with the one shape that its own stages have."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """torch 2.11 would compare with that shape here, too."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []  # the group has met when it was made
@@ -81,6 +105,13 @@ def end_backward_passes(model: FSDPModule) -> None:
     as `torch.distributed.pipelining` asks for it. Collective."""
     root = fully_shard.state(model)
     for state in root._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
+        for group in _parameter_groups(state):
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def _parameter_groups(state: Any) -> Sequence[Any]:
+    """What FSDP2 sums and reshards together in one module; torch 2.11 has one group for it, or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
