@@ -64,23 +64,23 @@ class Part:
 
 
 PARTS = {
-    "tests": Part("tests", "runs the tests marked gpu", 130, NEEDED),
+    "tests": Part("tests", "runs the tests marked gpu", 185, NEEDED),
     "train_0.6b": Part(
-        "train:0.6B", "trains a random model of Qwen3-0.6B's shape at 16k tokens a micro-batch: MFU, memory", 45
+        "train:0.6B", "trains a random model of Qwen3-0.6B's shape at 16k tokens a micro-batch: MFU, memory", 35
     ),
     "train_4b": Part(
-        "train:4B", "trains a random model of Qwen3-4B's shape at 16k tokens a micro-batch: MFU, memory", 70
+        "train:4B", "trains a random model of Qwen3-4B's shape at 16k tokens a micro-batch: MFU, memory", 45
     ),
     "generate": Part(
-        "generate", "generates with the engine, and with transformers where it is installed: tokens/s of each", 90
+        "generate", "generates with the engine, and with transformers where it is installed: tokens/s of each", 95
     ),
     "reshard": Part(
-        "reshard", "reshards 1 GiB between four processes on the device with ductile.reshard: seconds, carrier", 40
+        "reshard", "reshards 1 GiB between four processes on the device with ductile.reshard: seconds, carrier", 35
     ),
     "resize": Part("resize", "resizes a live trainer over slots that share the device: its pauses", 50),
-    "roles": Part("roles", "has a slot leave the trainer, generate, and come back, beside others: seconds, pauses", 50),
+    "roles": Part("roles", "has a slot leave the trainer, generate, and come back, beside others: seconds, pauses", 40),
     "publish": Part(
-        "publish", "publishes weights of Qwen3-0.6B's shape from a train slot to two generators: seconds", 45
+        "publish", "publishes weights of Qwen3-0.6B's shape from a train slot to two generators: seconds", 35
     ),
 }
 """In the order of their worth: what the budget does not reach has failed. Their deadlines add up to the budget."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 def provenance(*packages: str) -> dict[str, object]:
-    """`packages` are the distributions whose versions matter for the figure. Where git does not know the commit, the
-    variable `GIT_COMMIT` says it."""
+    """`packages` are the distributions whose versions matter for the figure. In a copy of the tree the variable
+    `GIT_COMMIT` says which commit it is."""
     return {
         "machine": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
@@ -26,6 +26,8 @@ def provenance(*packages: str) -> dict[str, object]:
 
 def commit() -> str:
     """The commit, with "+changes" when what is measured, or what measures it, differs from it."""
+    if said := os.environ.get("GIT_COMMIT"):
+        return said[:12]
     root = Path(__file__).parents[1]
 
     def git(*words: str) -> str:
@@ -36,7 +38,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--", *measured)
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")[:12]
+        return "unknown"
 
 
 def write(file: Path | None, figures: Mapping[str, object], indent: int = 2) -> None:

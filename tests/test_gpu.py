@@ -96,7 +96,10 @@ def test_published_weights_are_what_both_devices_sample_from(folder: Path) -> No
 def test_the_scorer_says_the_same(folder: Path) -> None:
     samples = tuple(make_samples((12, 30, 3, 7, 7), temperatures=(1.0, 0.5)))
     config = fp32(folder).model_dump()
-    here, there = (ScoreRole(config, RoleAssignment(0, ParallelLayout.of((0,)), 0, device)) for device in (GPU, "cpu"))
+    here, there = (
+        ScoreRole(config, RoleAssignment(0, ParallelLayout.of((0,)), 0, device, instance=device))
+        for device in (GPU, "cpu")
+    )
     publisher = SharedMemory()
     manifest = publisher.publish(1, ((name, p * 1.1) for name, p in there._policy.named_parameters()))
     for model in ("policy", "reference"):

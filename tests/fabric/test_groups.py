@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from unittest.mock import Mock, patch
@@ -146,6 +147,12 @@ def abandon_after_a_failure(groups: Groups) -> None:
     groups.abandon(RuntimeError("nothing came from slot 2"))
 
 
+def join_aborts() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "abort a group":
+            thread.join(10)
+
+
 def closed_as_if_nccl(groups: Groups, members: tuple[int, ...], close: Callable[[Groups], None]) -> tuple[int, int]:
     """How many groups are aborted, and destroyed."""
     group = groups.group(members)
@@ -155,6 +162,7 @@ def closed_as_if_nccl(groups: Groups, members: tuple[int, ...], close: Callable[
         patch.object(dist, "destroy_process_group", wraps=dist.destroy_process_group) as destroyed,
     ):
         close(groups)
+        join_aborts()
     assert group not in c10d._world.pg_map
     return aborted.call_count, destroyed.call_count
 
@@ -176,10 +184,34 @@ def waits_for_a_stuck_member(groups: Groups, members: tuple[int, ...]) -> tuple[
         patch.object(dist, "get_backend", return_value="nccl"),
         patch.object(dist, "barrier", return_value=meeting),
         patch.object(c10d, "_abort_process_group", wraps=c10d._abort_process_group) as aborted,
-        pytest.raises(RuntimeError, match="timed out"),
     ):
-        groups.group(members)
+        with pytest.raises(RuntimeError, match="timed out"):
+            groups.group(members)
+        join_aborts()
     return meeting.wait.call_args.args, aborted.call_count
+
+
+def goes_on_while_nccl_aborts(groups: Groups, members: tuple[int, ...]) -> list[bool]:
+    """Whether the group is still there when `abort` has returned, and once NCCL has ended it."""
+    group, may_end, ends = groups.group(members), threading.Event(), c10d._abort_process_group
+
+    def abort_slowly(one: dist.ProcessGroup) -> None:
+        may_end.wait(30)
+        ends(one)
+
+    with (
+        patch.object(dist, "get_backend", return_value="nccl"),
+        patch.object(c10d, "_abort_process_group", abort_slowly),
+    ):
+        groups.abort()
+        meanwhile = group in c10d._world.pg_map
+        may_end.set()
+        join_aborts()
+    return [meanwhile, group in c10d._world.pg_map]
+
+
+def test_nobody_waits_until_nccl_has_aborted_a_group() -> None:
+    assert run_ranks(1, goes_on_while_nccl_aborts) == [[True, False]]
 
 
 def test_a_member_that_nccl_has_connected_is_waited_for_no_longer_than_the_timeout() -> None:

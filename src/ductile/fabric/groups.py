@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ductile.core.layout.mesh import Mesh
+from ductile.error_text import error_text
 from ductile.fabric import rendezvous, universe
 from ductile.fabric.backend import SETTINGS, Backend, choose_backend, device_id, tell_devices
 from ductile.fabric.send_recv import GlooSendRecv
@@ -121,7 +123,8 @@ class Groups:
         self._close(dist.destroy_process_group)
 
     def abort(self) -> None:
-        """`destroy` without waiting for other slots: they may be dead, or stuck, or not do it."""
+        """`destroy` without waiting for other slots: they may be dead, or stuck, or not do it. NCCL's groups end in
+        threads of their own, also after this has returned."""
         self._close(_abort)
 
     def abandon(self, error: BaseException) -> None:
@@ -206,9 +209,18 @@ class Groups:
 
 def _abort(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) == "nccl":
-        c10d._abort_process_group(group)  # destroying it would wait for what is under way, and so for other members
+        # Destroying it would wait for what is under way, and so for other members. Its abort takes a third of a second
+        # (H200), and may wait until another slot aborts another group (pytorch/pytorch#119797): no step waits for it.
+        Thread(target=_abort_nccl, args=(group,), name="abort a group", daemon=True).start()
     else:
         dist.destroy_process_group(group)
+
+
+def _abort_nccl(group: dist.ProcessGroup) -> None:
+    try:
+        c10d._abort_process_group(group)
+    except Exception as error:
+        print(f"NCCL did not abort a group: {error_text(error)}", file=sys.stderr, flush=True)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
