@@ -352,6 +352,20 @@ def predicted() -> str:
     return f"{table}\n\n{said}"
 
 
+def gpu() -> str:
+    """What each part of `make gpu` says of itself, or why it has nothing to say."""
+    parts = result("gpu")["parts"]
+    rows = [
+        (f"`{name}`", part["figures"]["sentence"] if part["outcome"] == "done" else part["outcome"])
+        for name, part in parts.items()
+        if name != "tests"
+    ]
+    outcomes = list(parts["tests"]["figures"]["outcomes"].values())
+    counted = [f"{outcomes.count(outcome)} {outcome}" for outcome in ("passed", "failed", "unfinished", "skipped")]
+    of_tests = listed([each for each in counted if not each.startswith("0 ")])
+    return markdown(("part", "figures"), [("`tests`", f"{of_tests} of {len(outcomes)}"), *rows])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "readme": readme,
     "generate": generate,
@@ -366,6 +380,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "simulating": simulating,
     "role_changes": role_changes,
     "predicted": predicted,
+    "gpu": gpu,
     "published.steps": published_steps,
     "published.gains": published_gains,
     "schedules": schedules,
