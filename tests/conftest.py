@@ -21,6 +21,9 @@ hypothesis.settings.load_profile("ductile")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests go first, so that the last one, beside which the other workers are idle, is a short one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
