@@ -25,9 +25,10 @@ def provenance(*packages: str) -> dict[str, object]:
 
 
 def commit() -> str:
-    """The commit, with "+changes" when what is measured, or what measures it, differs from it."""
-    if said := os.environ.get("GIT_COMMIT"):
-        return said[:12]
+    """What `GIT_COMMIT` says, taken at its word; else git's commit, with "+changes" when what is measured, or what
+    measures it, differs from it."""
+    if given := os.environ.get("GIT_COMMIT"):
+        return given[:12]
     root = Path(__file__).parents[1]
 
     def git(*words: str) -> str:

@@ -2,7 +2,8 @@
 
 Both run random models of one shape in one dtype on the same prompts, greedily, with the same output lengths, as uneven
 as RL's. Which tokens come does not matter: every sequence has a length that is given. `transformers` gets static
-batches in order of arrival, left-padded, each until its longest completion is done.
+batches in order of arrival, left-padded, each until its longest completion is done. Both do without cuDNN's attention,
+which makes a plan for each new length.
 """
 
 import math
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
 from ductile.config.inference import InferenceConfig
-from ductile.generator.engine import Engine
+from ductile.generator.engine import KERNELS, Engine
 from ductile.generator.worker import resolve_dtype
 from ductile.kernels.device import peak_memory
 from ductile.model.checkpoint import empty_model, read_spec
@@ -176,6 +178,7 @@ def make_peer(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
 
 
 @torch.inference_mode()
+@sdpa_kernel(KERNELS)
 def run_peer(model: Any, prompts: list[list[int]], lengths: list[int], batch: int, device: str) -> None:
     for first in range(0, len(prompts), batch):
         members = prompts[first : first + batch]

@@ -2,7 +2,7 @@
 implement these; tests do in memory.
 
 Every call either returns or raises a `Failure` within its deadline: `SlotLost` when a process died, `Late` when it did
-not reply.
+not reply, `TrainerLost` when an earlier call has ended the trainer.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ class SlotLost(Failure):
 
 
 class TrainerLost(Failure):
-    """There is no trainer any more: a part of its state is lost, or a slot of it does not reply. The text says
-    which."""
+    """The trainer has been given up: a resize lost a part of its state, or an earlier command to it was `Late`. Every
+    later call raises this; the call in which a slot died or was late itself raised `SlotLost` or `Late`."""
 
     code = "trainer_lost"
 

@@ -145,8 +145,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory):
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is late is looked at for a fifth of the time: `tests.slot.held` has its signs of life come ten times as
     often as a run's."""
-    monkeypatch.setattr("ductile.elastic.change_slots.GRACE_S", 0.2)
-    monkeypatch.setattr("ductile.elastic.change_slots.NUM_LOOKS", 5)
+    monkeypatch.setattr("ductile.elastic.participants.GRACE_S", 0.2)
+    monkeypatch.setattr("ductile.elastic.participants.NUM_LOOKS", 5)
 
 
 def expected(victim: int, command: str, moment: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.state import IN_FLIGHT
-from ductile.elastic.change_slots import GRACE_S, LOOK_S, NUM_LOOKS
+from ductile.elastic.participants import GRACE_S, LOOK_S, NUM_LOOKS
 from ductile.elastic.transaction import CAUSES_S, ResizeOptions, Transaction
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
@@ -32,7 +33,7 @@ from ductile.messages.workers import (
     TransferState,
     Withdraw,
 )
-from ductile.roles import TrainerLost
+from ductile.roles import SlotLost, TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.fleet.generate_slots import generator
@@ -634,6 +635,37 @@ def test_a_resize_that_is_cancelled_after_its_commit_ends_first(after: tuple[int
     play(story)
 
 
+def test_a_resize_that_is_cancelled_does_not_wait_long_for_a_slot_that_leaves():
+    async def story():
+        stage = Stage([0, 1])
+        stage.terms = replace(stage.terms, timeout_s=0.5)
+        stage.slots.work_s = lambda number, command: 60.0 if isinstance(command, ReleaseRole) else 0.01
+        resizing = asyncio.create_task(stage.resize(0))
+        await stage.until(ReleaseRole)
+        began_s = clock()
+        resizing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await resizing
+        assert 1.0 < clock() - began_s < 5.0
+        await stage.train()
+
+    play(story)
+
+
+def test_a_resize_that_is_cancelled_says_that_the_trainer_was_lost_meanwhile():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.work_s = lambda number, command: 0.5 if isinstance(command, Finalize) else 0.01
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await stage.until(Finalize)
+        resizing.cancel()
+        stage.mailbox.lose(1, "slot 1 died, as asked")
+        with pytest.raises(TrainerLost, match="slot 1 died, as asked"):
+            await resizing
+
+    play(story)
+
+
 def test_roles_are_released_once_all_is_prepared_and_a_part_that_is_not_does_not_end_the_resize():
     release = Release((), (generator(2),))
 
@@ -778,7 +810,7 @@ def test_whatever_happens_each_sample_is_trained_exactly_once(first, batches, re
         results = await asyncio.gather(training, resizing, return_exceptions=True)
         assert stage.slots.wrong == []
         errors = [result for result in results if result is not None]
-        assert all(isinstance(error, TrainerLost) for error in errors), errors
+        assert all(isinstance(error, TrainerLost | SlotLost) for error in errors), errors
         trained = [list(range(len(lengths))) for lengths in batches]
         if errors:
             # Nobody goes on with a part of the state missing; what was done until then is right.

@@ -169,7 +169,12 @@ def closed_as_if_nccl(groups: Groups, members: tuple[int, ...], close: Callable[
 
 @pytest.mark.parametrize(
     ("close", "expected"),
-    [(Groups.destroy, (0, 1)), (Groups.abort, (1, 0)), (abandon_after_a_failure, (1, 0))],
+    [
+        (Groups.destroy, (0, 1)),
+        (Groups.abort, (1, 0)),
+        (Groups.abort_idle, (1, 0)),
+        (abandon_after_a_failure, (1, 0)),
+    ],
 )
 def test_of_nccls_groups_only_destroying_waits_for_others(
     close: Callable[[Groups], None], expected: tuple[int, int]
@@ -184,15 +189,14 @@ def waits_for_a_stuck_member(groups: Groups, members: tuple[int, ...]) -> tuple[
         patch.object(dist, "get_backend", return_value="nccl"),
         patch.object(dist, "barrier", return_value=meeting),
         patch.object(c10d, "_abort_process_group", wraps=c10d._abort_process_group) as aborted,
+        pytest.raises(RuntimeError, match="timed out"),
     ):
-        with pytest.raises(RuntimeError, match="timed out"):
-            groups.group(members)
-        join_aborts()
+        groups.group(members)
     return meeting.wait.call_args.args, aborted.call_count
 
 
 def goes_on_while_nccl_aborts(groups: Groups, members: tuple[int, ...]) -> list[bool]:
-    """Whether the group is still there when `abort` has returned, and once NCCL has ended it."""
+    """Whether the group is still there when `abort_idle` has returned, and once NCCL has ended it."""
     group, may_end, ends = groups.group(members), threading.Event(), c10d._abort_process_group
 
     def abort_slowly(one: dist.ProcessGroup) -> None:
@@ -203,14 +207,14 @@ def goes_on_while_nccl_aborts(groups: Groups, members: tuple[int, ...]) -> list[
         patch.object(dist, "get_backend", return_value="nccl"),
         patch.object(c10d, "_abort_process_group", abort_slowly),
     ):
-        groups.abort()
+        groups.abort_idle()
         meanwhile = group in c10d._world.pg_map
         may_end.set()
         join_aborts()
     return [meanwhile, group in c10d._world.pg_map]
 
 
-def test_nobody_waits_until_nccl_has_aborted_a_group() -> None:
+def test_nobody_waits_until_nccl_has_aborted_a_group_that_is_idle() -> None:
     assert run_ranks(1, goes_on_while_nccl_aborts) == [[True, False]]
 
 

@@ -19,11 +19,12 @@ from ductile.parallel import data, pipeline
 from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
 from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.pipeline import Pipeline
 from ductile.parallel.torch_pipelining import HAS_ZERO_BUBBLE
 from ductile.records import MicroBatch, Sample
+from ductile.roles import RoleAssignment
 from ductile.trainer.loss import LossInputs, LossOutputs, ppo_clip
 from ductile.trainer.trainer import LossFailed, Trainer
+from ductile.trainer.worker import TrainRole
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import NaiveTrainer, make_samples
@@ -245,11 +246,11 @@ def test_a_loss_that_raises_leaves_all_slots_in_step(folders: dict[str, Path]) -
 
 def test_a_torch_that_lacks_zero_bubble_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "HAS_ZERO_BUBBLE", False)
-    nothing: Any = None
+    settings = settings_for(Path("a model"), pp_schedule="zero_bubble")
     with pytest.raises(
         ValueError, match=r'trainer\.model\.pp_schedule = "zero_bubble" needs torch 2\.13 \(this is 2\.'
     ):
-        Pipeline(nothing, nothing, "zero_bubble", torch.float32, torch.device("cpu"))
+        TrainRole(settings, RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu"))
 
 
 @pytest.mark.parametrize("pp", range(2, 6))

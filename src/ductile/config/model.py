@@ -113,7 +113,8 @@ class TrainerModelConfig(ModelConfig):
     is kept like that of `tp`. "auto": more than one only where a larger `tp` does not help."""
     pp_schedule: PipelineSchedule = "1f1b"
     """Order in which a slot of a pipeline runs forward and backward passes. interleaved: 1f1b with several runs of
-    layers on each slot (`vpp`); zero_bubble: gradients of weights wait until the slot would wait for another stage."""
+    layers on each slot (`vpp`); zero_bubble: gradients of weights wait until the slot would wait for another stage; it
+    needs torch 2.13."""
     vpp: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     """Runs of layers on each slot of `pp`; Megatron: `virtual_pipeline_model_parallel_size`. "auto": 2 with
     `pp_schedule` "interleaved", else 1."""

@@ -7,12 +7,12 @@
     Freeze          all say their plan's key and progress      │
     TransferState   all say what they sent and received        ├ the pause, at a boundary
     Commit          the new state is the state                 │
-    Finalize        memory for taking back is freed            ┘ of slots that left: training goes on
+    Finalize        what taking back would need is let go of   ┘ of slots that left: training goes on
     ReleaseRole     slots that left give the role up           training goes on
 
 Each is a fan-out with a deadline and one outcome a slot. `ductile.core.instances.membership` says what becomes of a bad
 one: `Rollback`, and the old layout goes on, or the end of the trainer. A slot that is late and silent, too, is
-killed; one that is only slow is not.
+killed; one that is only slow is not, unless it must give the role up and does not within `patience_s`.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from ductile.core.instances.membership import (
     violation_in_progress,
 )
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
-from ductile.elastic.change_slots import LOOK_S, ChangeSlots
+from ductile.elastic.participants import LOOK_S, Participants
 from ductile.error_text import error_text
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
@@ -113,11 +113,11 @@ class Transaction:
         """kill(slot, sentence): end a slot that does not reply, and lose it in the mailbox. release: what the fleet
         releases when all is prepared and the trainer stands still, such as the joiners' other roles. fleet: may be None
         where there is nothing to release."""
-        self._mailbox, self._trainer, self._options, self._kill, self._clock = mailbox, trainer, options, kill, clock
+        self._mailbox, self._trainer, self._options, self._clock = mailbox, trainer, options, clock
         self._release_first, self._fleet = release, fleet
         self._not_released: tuple[str, ...] = ()
         self.order = ResizeOrder(mailbox.next_epoch(), trainer.layout, after)
-        self._slots = ChangeSlots(mailbox, self.order.slots, kill, options.timeout_s)
+        self._participants = Participants(mailbox, self.order.slots, kill, options.timeout_s)
         self.phase: Phase = "assign"
         """The step that is under way, or was the last."""
         self._seconds: dict[str, float] = {}
@@ -128,6 +128,8 @@ class Transaction:
         self._heard = ChangeSignal()
         self._is_over = False
         """The change is committed or taken back."""
+        self._end: TrainerLost | None = None
+        """What the change has ended the trainer with."""
         self._with_role = set(self.order.before.slots)
         """Slots that are known to hold the role."""
 
@@ -140,7 +142,7 @@ class Transaction:
         """Raises TrainerLost when there is no trainer any more; its sentence says what was lost.
 
         A caller that is cancelled, or gets another error, has the trainer as it was; after the commit, in its new
-        layout, and what is left of the change is done first.
+        layout, and what is left of the change is done first, as far as it does not take longer than a step.
         """
         forget = self._mailbox.subscribe(self._on_event)
         leaving: asyncio.Task[None] | None = None
@@ -165,7 +167,10 @@ class Transaction:
             raise
         except BaseException as error:
             if leaving is not None:
-                await finish(leaving)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(finish(leaving), self._participants.step_s)
+                if self._end is not None:
+                    raise self._end from error
                 raise
             self._is_over = True
             await finish(self._dismiss_joiners())
@@ -178,7 +183,7 @@ class Transaction:
     async def _finalize(self) -> None:
         """Have the slots that train on free what taking back would need."""
         with self._timed("finalize"):
-            outcomes = await self._slots.ask(dict.fromkeys(self.order.after.slots, Finalize(self.order.epoch)))
+            outcomes = await self._participants.ask(dict.fromkeys(self.order.after.slots, Finalize(self.order.epoch)))
         try:
             await self._judge("finalize", outcomes)
         except _Unfinished as unfinished:
@@ -187,8 +192,8 @@ class Transaction:
     async def _leave(self) -> None:
         """Have the slots that left free it, too, and give the role up. Training does not wait for them."""
         leavers = self.order.leavers
-        outcomes = await self._slots.ask(dict.fromkeys(leavers, Finalize(self.order.epoch)))
-        await self._slots.kill_late(outcomes)
+        outcomes = await self._participants.ask(dict.fromkeys(leavers, Finalize(self.order.epoch)))
+        await self._participants.kill_late(outcomes)
         await self._release_train_role(leavers, self._options.leave_s)
 
     async def _assign(self) -> None:
@@ -196,7 +201,7 @@ class Transaction:
         options = self._options
         assign = AssignRole("train", dict(options.settings), self.order.after, options.rendezvous, joining=True)
         with self._timed("assign"):
-            outcomes = await self._slots.ask(dict.fromkeys(self.order.joiners, assign))
+            outcomes = await self._participants.ask(dict.fromkeys(self.order.joiners, assign))
         self._with_role |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
         await self._judge("assign", outcomes)
 
@@ -207,18 +212,18 @@ class Transaction:
         prepare = Prepare(self.order)
         with self._timed("prepare"):
             async with self._boundary():
-                late_at_s = asyncio.get_running_loop().time() + self._options.timeout_s
-                outcomes = await self._slots.ask(dict.fromkeys(self.order.before.slots, prepare))
+                waits_end_at_s = asyncio.get_running_loop().time() + self._options.timeout_s
+                outcomes = await self._participants.ask(dict.fromkeys(self.order.before.slots, prepare))
                 await self._judge("prepare", outcomes)
-            await self._judge("prepare", await self._slots.ask(dict.fromkeys(self.order.joiners, prepare)))
-            await self._until_prepared(late_at_s)
+            await self._judge("prepare", await self._participants.ask(dict.fromkeys(self.order.joiners, prepare)))
+            await self._until_prepared(waits_end_at_s)
 
-    async def _until_prepared(self, late_at_s: float) -> None:
+    async def _until_prepared(self, waits_end_at_s: float) -> None:
         """Wait until all slots have prepared. If they were frozen earlier, the trainer would stand still meanwhile. A
         slot of the change that dies, also one that had prepared, is judged at once.
 
-        late_at_s: when the slots that were asked first begin to say that they have waited in vain for another, on the
-        event loop's clock.
+        waits_end_at_s: when the slots that were asked first begin to say that they have waited in vain for another, on
+        the event loop's clock.
         """
         slots, lost, outcomes = self.order.slots, self._mailbox.lost, dict[int, Outcome]()
 
@@ -232,15 +237,16 @@ class Transaction:
             return not lost.keys().isdisjoint(slots) or any(self._preparations.values()) or all_have_said()
 
         try:
-            await self._heard.wait_for(is_decided, self._slots.step_s)
+            await self._heard.wait_for(is_decided, self._participants.step_s)
             if any(self._preparations.values()):
+                failed_at_s = asyncio.get_running_loop().time()
                 with suppress(TimeoutError):
                     await self._heard.wait_for(all_have_said, CAUSES_S)
                 # Slots that have waited in vain for a stopped one say so before it is late here. Where one has failed
                 # earlier than that, those that are still at it are only told to stop.
-                if asyncio.get_running_loop().time() >= late_at_s:
+                if failed_at_s >= waits_end_at_s:
                     awaited = {slot: f"{self._mailbox.describe(slot)} did not prepare" for slot in unheard()}
-                    outcomes |= await self._slots.kill_silent(awaited)
+                    outcomes |= await self._participants.kill_silent(awaited)
         except TimeoutError:
             await asyncio.sleep(LOOK_S)  # what was said in time is read first, also if this process was suspended
             late = f"did not prepare within {said(self._options.timeout_s)}"
@@ -308,33 +314,30 @@ class Transaction:
             raise self._lost(ruling.reason)
         rollback = dict.fromkeys(self.order.before.slots, Rollback(self.order.epoch))
         with self._timed("rollback"):
-            outcomes = await self._slots.ask(rollback, self._options.patience_s)
+            outcomes = await self._participants.ask(rollback, self._options.patience_s)
         try:
             self._rule_on("rollback", outcomes)
         except _Unfinished as unfinished:
             raise self._lost(f"{ruling.reason}; {unfinished}") from None
 
     async def _dismiss_joiners(self) -> None:
-        await self._ask_until_done(self.order.joiners, Rollback(self.order.epoch))
+        await self._have_done(self.order.joiners, Rollback(self.order.epoch))
         await self._release_train_role(self.order.joiners, leave_s=0.0)
 
     async def _release_train_role(self, slots: Sequence[int], leave_s: float) -> None:
         """Have slots that are not in the trainer give the role up."""
         for slot in slots:
             await self._trainer.has_withdrawn(slot, leave_s)
-        await self._ask_until_done(slots, ReleaseRole("train"))
+        await self._have_done(slots, ReleaseRole("train"))
 
-    async def _ask_until_done(self, slots: Sequence[int], command: Command) -> None:
-        """Have slots do what must be done: one that is late, or that holds the role and refuses, is killed."""
-        outcomes = await self._slots.ask(dict.fromkeys(slots, command), self._options.patience_s, after_failure_s=None)
-        for slot, outcome in outcomes.items():
-            if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in self._with_role):
-                self._kill(slot, f"{outcome}; it has been killed")
+    async def _have_done(self, slots: Sequence[int], command: Command) -> None:
+        asked = dict.fromkeys(slots, command)
+        await self._participants.ask_until_done(asked, self._options.patience_s, self._with_role)
 
     async def _step(self, phase: Phase, command: Command, expected: type[R]) -> dict[int, R]:
         """Ask all slots that are left. Raises _Unfinished unless all that matter have done it."""
         with self._timed(phase):
-            outcomes = await self._slots.ask(dict.fromkeys(self.order.slots, command))
+            outcomes = await self._participants.ask(dict.fromkeys(self.order.slots, command))
         for slot, outcome in outcomes.items():
             if not isinstance(outcome, expected | Exception):
                 exchange = f"{type(command).__name__} with {type(outcome).__name__}"
@@ -345,9 +348,9 @@ class Transaction:
     async def _judge(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
         """Rule on the outcomes of a step, once it is known which slots are dead: of late ones those that stay silent,
         which are killed, and those whose deaths other slots hear of first. That takes up to 3.5 s."""
-        dead = await self._slots.kill_late(outcomes)
+        dead = await self._participants.kill_late(outcomes)
         if any(isinstance(outcome, Refused) for outcome in outcomes.values()):
-            dead |= await self._slots.deaths()
+            dead |= await self._participants.deaths()
         self._rule_on(phase, {**outcomes, **dead})
 
     def _rule_on(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
@@ -366,9 +369,9 @@ class Transaction:
             raise _Unfinished(ruling)
 
     def _lost(self, sentence: str) -> TrainerLost:
-        lost = TrainerLost(sentence)
-        self._trainer.lose(lost)
-        return lost
+        self._end = TrainerLost(sentence)
+        self._trainer.lose(self._end)
+        return self._end
 
     def _timed(self, phase: Phase) -> AbstractContextManager[None]:
         self.phase = phase

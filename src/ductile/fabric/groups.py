@@ -123,9 +123,15 @@ class Groups:
         self._close(dist.destroy_process_group)
 
     def abort(self) -> None:
-        """`destroy` without waiting for other slots: they may be dead, or stuck, or not do it. NCCL's groups end in
-        threads of their own, also after this has returned."""
+        """`destroy` without waiting for other slots: they may be dead, or stuck, or not do it. When it returns, nothing
+        arrives in this slot's memory any more."""
         self._close(_abort)
+
+    def abort_idle(self) -> None:
+        """`abort` of groups in which no collective is under way: NCCL's end in threads, also after this has returned.
+        Each takes a third of a second (H200), and may wait until another slot aborts another group
+        (pytorch/pytorch#119797)."""
+        self._close(_abort_idle)
 
     def abandon(self, error: BaseException) -> None:
         """`abort` after a failure. With gloo the other members fail too then, instead of waiting.
@@ -209,14 +215,19 @@ class Groups:
 
 def _abort(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) == "nccl":
-        # Destroying it would wait for what is under way, and so for other members. Its abort takes a third of a second
-        # (H200), and may wait until another slot aborts another group (pytorch/pytorch#119797): no step waits for it.
-        Thread(target=_abort_nccl, args=(group,), name="abort a group", daemon=True).start()
+        c10d._abort_process_group(group)  # destroying it would wait for what is under way, and so for other members
     else:
         dist.destroy_process_group(group)
 
 
-def _abort_nccl(group: dist.ProcessGroup) -> None:
+def _abort_idle(group: dist.ProcessGroup) -> None:
+    if dist.get_backend(group) == "nccl":
+        Thread(target=_abort_and_tell, args=(group,), name="abort a group", daemon=True).start()
+    else:
+        dist.destroy_process_group(group)
+
+
+def _abort_and_tell(group: dist.ProcessGroup) -> None:
     try:
         c10d._abort_process_group(group)
     except Exception as error:

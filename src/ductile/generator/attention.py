@@ -29,8 +29,8 @@ from ductile.generator import sequence
 from ductile.generator.scheduler import Chunk
 
 GROUP_COST_BLOCKS = {"cpu": 16, "cuda": 2048}
-"""Padded blocks whose reading costs about as much as one more group: of 16 tokens of 2 heads of 64 on a CPU, of 8 heads
-of 128 on a GPU, where a group is some eight launches a layer and reading is fast."""
+"""Padded blocks (16 tokens each) whose reading costs about as much as one more group, by type of device. Measured on a
+CPU with 2 key heads of 64; estimated for a GPU with 8 of 128, where a group is some eight kernel launches a layer."""
 
 WINDOW_ROOM_TOKENS = 64
 """Tokens that a window has room for beyond its longest sequence; when they are used up it is made anew."""
@@ -212,13 +212,15 @@ def order_for_attention(chunks: Sequence[Chunk]) -> list[Chunk]:
 def group_by_length(decodes: Sequence[Chunk], block_size: int, device_type: str) -> list[list[Chunk]]:
     """Cut a list that is sorted by length where padding the shorter ones would cost more than one more group."""
     groups: list[list[Chunk]] = []
-    longest = 0
+    longest = num_padded = 0
     for chunk in decodes:
         num_blocks = -(-chunk.end // block_size)
-        if groups and (num_blocks - longest) * len(groups[-1]) <= GROUP_COST_BLOCKS[device_type]:
+        num_padded += (num_blocks - longest) * len(groups[-1]) if groups else 0
+        if groups and num_padded <= GROUP_COST_BLOCKS[device_type]:
             groups[-1].append(chunk)
         else:
             groups.append([chunk])
+            num_padded = 0
         longest = num_blocks
     return groups
 

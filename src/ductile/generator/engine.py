@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ductile import host
 from ductile.config.inference import InferenceConfig
@@ -32,6 +33,10 @@ from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle
 from ductile.weights.overwrite import overwrite_all
 
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""torch's attention but for cuDNN's, which makes a plan for each new shape in up to 0.1 s, and every step has new
+shapes."""
+
 
 class Engine:
     def __init__(
@@ -51,10 +56,7 @@ class Engine:
         num_blocks = num_cache_blocks(model.spec, config, dtype, device, weights_bytes)
         self.config = config
         self.model = model.requires_grad_(False).eval()
-        if device.startswith("cuda"):
-            # It makes a plan for every new shape, in up to a tenth of a second, and each step has new ones.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        else:
+        if not device.startswith("cuda"):
             lay_by_columns(self.model)
             heap.trim()  # the rows
         self.version = version
@@ -227,13 +229,14 @@ class Engine:
                 last_rows.append(len(token_ids) - 1)
         self._attention = PagedAttention(self._cache, chunks, self._attention)
         rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)  # there may be none
-        logits = self.model(
-            torch.tensor(token_ids, device=self.device),
-            torch.tensor(positions, device=self.device),
-            self._attention,
-            # Prefilled tokens need no logits; only the last one's hidden state goes to the vocabulary.
-            head=lambda hidden, weight: linear(hidden[rows], weight),
-        )
+        with sdpa_kernel(KERNELS):
+            logits = self.model(
+                torch.tensor(token_ids, device=self.device),
+                torch.tensor(positions, device=self.device),
+                self._attention,
+                # Prefilled tokens need no logits; only the last one's hidden state goes to the vocabulary.
+                head=lambda hidden, weight: linear(hidden[rows], weight),
+            )
         return ready, logits
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:

@@ -136,9 +136,9 @@ class ExportModel(Message):
 #
 #     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Finalize      or, after any but the last, Rollback
 #
-# Each goes to all slots of both layouts (`Rollback` to the old one's first), and the next one only when all have
-# replied to the one before; `Freeze` only when all have said `PreparationEnded`, or it would wait for them. Until
-# `Finalize` every slot still has what it had, so that a change can be taken back; with
+# Each goes to all slots of both layouts (`Prepare` and `Rollback` to the old one's first), and the next one only when
+# all have replied to the one before; `Freeze` only when all have said `PreparationEnded`, or it would wait for them.
+# Until `Finalize` every slot still has what it had, so that a change can be taken back; with
 # `trainer.resize.memory = "streaming"` until bytes move.
 
 

@@ -42,6 +42,16 @@ def _runs_of_slot(spec: ModelSpec, parallel: ParallelLayout, slot: int) -> dict[
     return {number: layers for number, layers in enumerate(runs) if number % pp == stage}
 
 
+def check_schedule(schedule: PipelineSchedule) -> None:
+    """Raise ValueError where this version of torch has not what the schedule needs, also while nothing is a pipeline: a
+    resize may make one."""
+    if schedule == "zero_bubble" and not HAS_ZERO_BUBBLE:
+        raise ValueError(
+            f'trainer.model.pp_schedule = "zero_bubble" needs torch 2.13 (this is {torch.__version__}): "1f1b" and '
+            '"interleaved" do not'
+        )
+
+
 class Pipeline:
     """A slot's place in the pipeline of its data-parallel rank. All slots of the pipeline call the same methods."""
 
@@ -53,15 +63,7 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`model` has the layers of this slot's runs. `dtype` is that of hidden states.
-
-        Raises ValueError where this version of torch has not what the schedule needs.
-        """
-        if schedule == "zero_bubble" and not HAS_ZERO_BUBBLE:
-            raise ValueError(
-                f'trainer.model.pp_schedule = "zero_bubble" needs torch 2.13 (this is {torch.__version__}): "1f1b" and '
-                '"interleaved" do not'
-            )
+        """`model` has the layers of this slot's runs. `dtype` is that of hidden states."""
         self._model, self._dtype, self._device = model, dtype, device
         self._schedule: PipelineSchedule = schedule
         self._group = context.send_recv_group("pp")

@@ -4,7 +4,7 @@ VirtualStage            micro-batches of any sizes: torch's own stages have one 
                         drops the gradient that FSDP2 has accumulated
 end_backward_passes     the sum of gradients behind a whole schedule: FSDP2 would sum behind each backward pass
 
-torch 2.11 knows what comes from a neighbour by its buffer alone; later versions want a description beside it.
+It works with torch 2.11, whose stages describe no tensors beside their buffers, and with 2.13.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,11 @@ from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 Schedule = _PipelineSchedule
 
 HAS_DESCRIPTIONS = hasattr(_utils, "_TensorMeta")
+"""Whether `_RecvInfo` takes a `_TensorMeta` beside its buffer; it does not in torch 2.11."""
 
 HAS_ZERO_BUBBLE = hasattr(_backward, "_autograd_grad_for_inputs")
-"""torch 2.11 goes back to weights through the first output of an operation alone, and ours have several."""
+"""Whether torch's split backward pass is right for operations with several outputs. That of 2.11 takes only the first,
+so that gradients of weights are wrong. Told by a helper that came with the mended one."""
 
 
 class VirtualStage(_PipelineStageBase):

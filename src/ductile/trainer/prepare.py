@@ -70,9 +70,9 @@ class TrainerPart:
         self.groups.destroy()
 
     def abort(self) -> None:
-        """`destroy` where other slots may be dead, or stuck."""
+        """`destroy` where other slots may be dead, or stuck, and no collective is under way."""
         self.trainer = None
-        self.groups.abort()
+        self.groups.abort_idle()
 
 
 @dataclass
@@ -174,7 +174,7 @@ class Preparation:
         """Destroy all but what comes after, and return that."""
         planned, connected = self.result(), self.connected()
         connected.clear()
-        planned.transfer_groups.abort()  # all have what they wanted, and one that leaves may have died since
+        planned.transfer_groups.abort_idle()  # all have what they wanted, and one that leaves may have died since
         planned.barrier.leave()
         return connected.after
 

@@ -32,6 +32,7 @@ from ductile.messages.workers import (
     Withdraw,
 )
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.pipeline import check_schedule
 from ductile.parallel.state import StateError
 from ductile.records import Manifest
 from ductile.roles import RoleAssignment, StateKept
@@ -61,6 +62,7 @@ class TrainRole:
         `joining`."""
         self._assignment = assignment
         self._config = TrainerConfig.model_validate(settings)
+        check_schedule(self._config.model.pp_schedule)
         self._transport: WeightTransport = SharedMemory()
         self._plans = StatePlans(spec_of(self._config), self._config)
         self._resize: Resize | None = None

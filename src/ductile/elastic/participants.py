@@ -1,16 +1,16 @@
-"""The slots of a change: asking them, and finding out which of those that do not reply are dead."""
+"""The slots that take part in a resize: asking them, and finding out which of those that do not reply are dead."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ductile.messages.workers import Command
-from ductile.roles import Late, SlotLost
+from ductile.roles import Late, Refused, SlotLost
 from ductile.transport.fanout import AFTER_FAILURE_S
 from ductile.transport.mailbox import Mailbox, Outcome
 
 GRACE_S = 1.0
-"""Seconds that slots have beyond the deadline of a step, which they know, too, to say that they waited in vain for
-another slot."""
+"""Slots know the deadline of a step; this process waits so many seconds longer, to hear which other slot they waited
+for in vain."""
 
 LOOK_S, NUM_LOOKS = 0.1, 25
 """Seconds between two looks for a sign of life from slots that are late, and number of looks: 2.5 s in all, while
@@ -21,13 +21,14 @@ DEATH_LOOKS = 10
 """Looks for a death that explains another slot's failure: 1 s in all."""
 
 
-class ChangeSlots:
-    """Asks slots of the old and the new layout. One that is late and silent, too, is killed."""
+class Participants:
+    """The slots of the old and the new layout. `kill_late` and `kill_silent` end those that give no sign of life,
+    `ask_until_done` any that is late."""
 
     def __init__(
         self, mailbox: Mailbox, slots: Sequence[int], kill: Callable[[int, str], None], timeout_s: float
     ) -> None:
-        """slots: all that have a part in the change. kill(slot, sentence): end a slot that does not reply, and lose it
+        """slots: all that take part. kill(slot, sentence): end a slot that does not reply, and lose it
         in the mailbox. timeout_s: deadline of a step, as the slots know it."""
         self._mailbox, self._slots, self._kill, self._timeout_s = mailbox, slots, kill, timeout_s
 
@@ -48,8 +49,17 @@ class ChangeSlots:
         outcomes = await self._mailbox.ask_all(alive, deadline_s, after_failure_s)
         return outcomes | self._lost(slot for slot in commands if slot not in alive)
 
+    async def ask_until_done(
+        self, commands: Mapping[int, Command], deadline_s: float, holders: Collection[int]
+    ) -> None:
+        """Have slots do what must be done: one that is late, or that refuses and is among the holders of the role, is
+        killed."""
+        for slot, outcome in (await self.ask(commands, deadline_s, after_failure_s=None)).items():
+            if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in holders):
+                self._kill(slot, f"{outcome}; it has been killed")
+
     async def deaths(self) -> dict[int, SlotLost]:
-        """Slots of the change that are dead. What a death breaks elsewhere is often heard of before the death is: where
+        """Participants that are dead. What a death breaks elsewhere is often heard of before the death is: where
         none is known yet, it is waited for."""
         for _ in range(DEATH_LOOKS):
             if dead := [slot for slot in self._slots if slot in self._mailbox.lost]:
