@@ -1,10 +1,11 @@
 """A small orchestrator for tests to kill: `python -m tests.cluster.orchestrate FOLDER [FRACTION | agents]`.
 
 It starts three slots, gives one of them a command that takes minutes, prints their pids as JSON, and waits. With
-"agents" the slots are behind an agent.
+"agents" the slots are behind an agent. At SIGUSR1 it writes to stderr where it is.
 """
 
 import asyncio
+import faulthandler
 import json
 import signal
 import sys
@@ -37,6 +38,7 @@ async def main(folder: str, fraction: str = "") -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
     # Under nohup a process ignores hang-ups, and so do all that it starts.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     asyncio.run(main(*sys.argv[1:]))

@@ -40,6 +40,15 @@ class Orchestrator:
     def sockets(self) -> list[Path]:
         return list(self.temporary.glob("ductile-*"))
 
+    def wait(self) -> None:
+        """Raises TimeoutExpired, after the orchestrator has written to stderr where it is."""
+        try:
+            self.process.wait(GONE_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            raise
+
     def assert_all_gone(self) -> None:
         deadline = time.monotonic() + GONE_WITHIN_S
         while (left := processes_with(self.mark)) and time.monotonic() < deadline:
@@ -94,7 +103,9 @@ def hang_up(run: Orchestrator) -> None:
 
 
 def interrupt_the_whole_group(run: Orchestrator) -> None:
-    for pid in processes_with(run.mark):
+    group = processes_with(run.mark)
+    assert run.process.pid in group
+    for pid in group:
         with suppress(ProcessLookupError):  # the first ones that hear of it end the others
             os.kill(pid, signal.SIGINT)
 
@@ -116,7 +127,7 @@ def test_nothing_is_left(start, end):
     assert len(processes_with(run.mark)) == 6  # orchestrator, process server, store, three slots
     (folder,) = run.sockets()
     end(run)
-    run.process.wait(GONE_WITHIN_S)
+    run.wait()
     run.assert_all_gone()
     if folder.exists():  # nobody was left to remove it: the next run does
         assert end is kill_orchestrator_and_server
@@ -132,7 +143,7 @@ def test_what_is_sent_to_the_whole_group_ends_no_process_but_the_orchestrator(st
     for pid in others:
         assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= ignored_by(pid)
     run.process.kill()
-    run.process.wait(GONE_WITHIN_S)
+    run.wait()
     run.assert_all_gone()
 
 
@@ -151,6 +162,6 @@ def test_control_groups_go_with_a_killed_orchestrator(start):
     mine = list(groups.glob(f"ductile-{run.process.pid}-*"))
     assert len(mine) == 3
     run.process.kill()
-    run.process.wait(GONE_WITHIN_S)
+    run.wait()
     run.assert_all_gone()
     assert not any(group.exists() for group in mine)
