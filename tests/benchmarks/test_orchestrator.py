@@ -19,5 +19,6 @@ def test_a_small_step_stays_below_sixteen_bytes_a_token(tmp_path: Path) -> None:
     assert 7 < found["generated_bytes_per_token"] < 7.2
     assert 7 < found["trained_bytes_per_token"] < 7.5
     assert found["bytes_per_token"] < 16
-    assert found["cpu_s_per_mtoken"] > 0
+    columns_or_lists = "columns take 0.07 to 0.3, by machine and load; lists of numbers took 0.56 to 1.24"
+    assert 0 < found["cpu_s_per_mtoken"] < 0.5, columns_or_lists
     assert "cpu_s_per_mtoken_before" not in found

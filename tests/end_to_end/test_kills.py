@@ -8,6 +8,7 @@ of each: `make chaos`.
 
 import os
 import random
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ NUM_TRIALS = os.environ.get("KILL_TRIALS")
 IN_SUITE = (0, 1, 3)
 """Two of each; one of each; one of each with two optimizer steps a batch."""
 COMMAND_TIMEOUT_S = 20.0
-FATES = {"was killed by SIGKILL": signal.SIGKILL, "was silent for": signal.SIGSTOP}
-"""What becomes of a slot, as its end is told."""
+FATES = {"was killed by SIGKILL": signal.SIGKILL, r"was silent for [3-6] s": signal.SIGSTOP}
+"""What becomes of a slot, as its end is told: it is silent for 3 s and what the machine needs to see it."""
 LATEST_S = 2.5
 """Of a run whose steps take about this long on an idle machine."""
 
@@ -98,7 +99,7 @@ def test_a_scorer_on_two_slots_that_loses_one_comes_back_on_both(tmp_path: Path,
     [lost] = run.events("slot_lost")
     [back] = run.events("slot_restarted")
     assert (lost["slot"], back["slot"]) == (3, 3)
-    assert how in lost["sentence"]
+    assert re.search(how, lost["sentence"])
     assert [(each["id"], each["slots"]) for each in back["began"]] == [("scorer-2-3+1", [2, 3])]
 
 

@@ -89,7 +89,7 @@ def test_a_frontend_of_torch_s_pipelines_has_these_to_say() -> None:
     """A stage whose micro-batches have each their own size is one of these; the methods that it takes over, and what
     they set, are torch's."""
     abstract = {"_prepare_forward_infra", "_prepare_backward_infra", "_create_grad_recv_info"}
-    assert stage._PipelineStageBase.__abstractmethods__ <= abstract
+    assert abstract - {"_prepare_backward_infra"} <= stage._PipelineStageBase.__abstractmethods__ <= abstract
     for name in (
         *abstract,
         "get_fwd_recv_ops",
