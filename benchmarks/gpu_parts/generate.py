@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import sdpa_kernel
 
 from ductile.config.inference import InferenceConfig
-from ductile.generator.engine import KERNELS, Engine
+from ductile.generator.attention import without_cudnn
+from ductile.generator.engine import Engine
 from ductile.generator.worker import resolve_dtype
 from ductile.kernels.device import peak_memory
 from ductile.model.checkpoint import empty_model, read_spec
@@ -178,7 +178,7 @@ def make_peer(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
 
 
 @torch.inference_mode()
-@sdpa_kernel(KERNELS)
+@without_cudnn()
 def run_peer(model: Any, prompts: list[list[int]], lengths: list[int], batch: int, device: str) -> None:
     for first in range(0, len(prompts), batch):
         members = prompts[first : first + batch]

@@ -195,27 +195,30 @@ def waits_for_a_stuck_member(groups: Groups, members: tuple[int, ...]) -> tuple[
     return meeting.wait.call_args.args, aborted.call_count
 
 
-def goes_on_while_nccl_aborts(groups: Groups, members: tuple[int, ...]) -> list[bool]:
-    """Whether the group is still there when `abort_idle` has returned, and once NCCL has ended it."""
+def goes_on_while_nccl_aborts(groups: Groups, members: tuple[int, ...], close: Callable[[Groups], None]) -> list[bool]:
+    """Whether the group is still there when `close` has returned, and once NCCL has ended it."""
     group, may_end, ends = groups.group(members), threading.Event(), c10d._abort_process_group
 
     def abort_slowly(one: dist.ProcessGroup) -> None:
-        may_end.wait(30)
+        may_end.wait(2)
         ends(one)
 
     with (
         patch.object(dist, "get_backend", return_value="nccl"),
         patch.object(c10d, "_abort_process_group", abort_slowly),
     ):
-        groups.abort_idle()
+        close(groups)
         meanwhile = group in c10d._world.pg_map
         may_end.set()
         join_aborts()
     return [meanwhile, group in c10d._world.pg_map]
 
 
-def test_nobody_waits_until_nccl_has_aborted_a_group_that_is_idle() -> None:
-    assert run_ranks(1, goes_on_while_nccl_aborts) == [[True, False]]
+@pytest.mark.parametrize(("close", "meanwhile"), [(Groups.abort_idle, True), (Groups.abort, False)])
+def test_only_of_a_group_that_is_idle_nobody_waits_until_nccl_has_aborted_it(
+    close: Callable[[Groups], None], meanwhile: bool
+) -> None:
+    assert run_ranks(1, goes_on_while_nccl_aborts, close) == [[meanwhile, False]]
 
 
 def test_a_member_that_nccl_has_connected_is_waited_for_no_longer_than_the_timeout() -> None:

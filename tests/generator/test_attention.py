@@ -1,6 +1,7 @@
 """Paged attention against a loop over tokens that knows no pages, no groups and no padding."""
 
 import math
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from ductile.core.layout.spec import ModelSpec
 from ductile.generator import attention
 from ductile.generator.attention import (
-    GROUP_COST_BLOCKS,
+    GROUP_COST_TOKENS,
     KVCache,
     PagedAttention,
     group_by_length,
     order_for_attention,
+    without_cudnn,
 )
 from ductile.generator.scheduler import Chunk
 from ductile.generator.sequence import Sequence
@@ -96,16 +98,41 @@ def test_windows_change_nothing(monkeypatch: pytest.MonkeyPatch, room: int, spar
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.sampled_from(list(GROUP_COST_BLOCKS)))
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.sampled_from(list(GROUP_COST_TOKENS)))
 def test_groups_never_pad_more_than_they_save(lengths: list[int], device_type: str) -> None:
     chunks = [Chunk(sequence([]), length - 1, 1) for length in sorted(lengths)]
-    groups = group_by_length(chunks, 1, device_type)
+    groups = group_by_length(chunks, device_type)
     assert [chunk for group in groups for chunk in group] == chunks
     for group, following in pairwise(groups):
-        assert num_padded([*group, following[0]]) > GROUP_COST_BLOCKS[device_type]
-    assert all(num_padded(group) <= GROUP_COST_BLOCKS[device_type] for group in groups)
+        assert num_padded([*group, following[0]]) > GROUP_COST_TOKENS[device_type]
+    assert all(num_padded(group) <= GROUP_COST_TOKENS[device_type] for group in groups)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 200))
+def test_groups_stay_while_no_sequence_comes_or_goes(lengths: list[int], num_steps: int) -> None:
+    sequences = [(sequence([]), length) for length in sorted(lengths)]
+
+    def groups_at(step: int) -> list[list[Sequence]]:
+        chunks = [Chunk(each, length + step - 1, 1) for each, length in sequences]
+        return [[chunk.sequence for chunk in group] for group in group_by_length(chunks, "cpu")]
+
+    assert groups_at(num_steps) == groups_at(0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_cudnn_is_left_out_meanwhile_and_as_it_was_afterwards(enabled: bool) -> None:
+    usual = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        with suppress(KeyError), without_cudnn():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            raise KeyError("a bug")
+        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(usual)
 
 
 def num_padded(group: list[Chunk]) -> int:
-    """Blocks of one token that the longest has and the others lack."""
+    """Tokens that the longest has and the others lack."""
     return sum(group[-1].end - chunk.end for chunk in group)

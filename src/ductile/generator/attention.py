@@ -15,7 +15,8 @@ it takes over from that of the step before what still fits.
 T tokens of the step, H query heads, K key/value heads, G = H / K, D head size, S padded length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 
 import numpy as np
@@ -28,12 +29,24 @@ from ductile.fabric.pages import zeros_on_demand
 from ductile.generator import sequence
 from ductile.generator.scheduler import Chunk
 
-GROUP_COST_BLOCKS = {"cpu": 16, "cuda": 2048}
-"""Padded blocks (16 tokens each) whose reading costs about as much as one more group, by type of device. Measured on a
-CPU with 2 key heads of 64; estimated for a GPU with 8 of 128, where a group is some eight kernel launches a layer."""
+GROUP_COST_TOKENS = {"cpu": 256, "cuda": 32768}
+"""Padded tokens whose reading costs about as much as one more group, by type of device. Measured on a CPU with 2 key
+heads of 64; estimated for a GPU with 8 of 128, where a group is some eight kernel launches a layer."""
 
 WINDOW_ROOM_TOKENS = 64
 """Tokens that a window has room for beyond its longest sequence; when they are used up it is made anew."""
+
+
+@contextmanager
+def without_cudnn() -> Generator[None]:
+    """Meanwhile torch's attention does without cuDNN, which makes a plan for each new shape in up to 0.1 s, and every
+    step of an engine has new shapes."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class KVCache:
@@ -106,7 +119,7 @@ class PagedAttention:
         self._slots = torch.from_numpy(_slots(chunks, cache.block_size)).to(device)
         decodes = [chunk for chunk in chunks if chunk.count == 1]
         prefills = groupby(chunks[len(decodes) :], key=_shape)
-        self._decodes = _decode_parts(cache, group_by_length(decodes, cache.block_size, device.type), before)
+        self._decodes = _decode_parts(cache, group_by_length(decodes, device.type), before)
         self._parts = [*self._decodes, *(_Prefill(cache, list(group)) for _, group in prefills)]
         self._sizes = [part.num_tokens for part in self._parts]
 
@@ -209,19 +222,19 @@ def order_for_attention(chunks: Sequence[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.start, chunk.count))
 
 
-def group_by_length(decodes: Sequence[Chunk], block_size: int, device_type: str) -> list[list[Chunk]]:
-    """Cut a list that is sorted by length where padding the shorter ones would cost more than one more group."""
+def group_by_length(decodes: Sequence[Chunk], device_type: str) -> list[list[Chunk]]:
+    """Cut a list that is sorted by length where padding the shorter ones would cost more than one more group. While no
+    sequence comes or goes the groups stay as they are: all grow by one token a step."""
     groups: list[list[Chunk]] = []
     longest = num_padded = 0
     for chunk in decodes:
-        num_blocks = -(-chunk.end // block_size)
-        num_padded += (num_blocks - longest) * len(groups[-1]) if groups else 0
-        if groups and num_padded <= GROUP_COST_BLOCKS[device_type]:
+        num_padded += (chunk.end - longest) * len(groups[-1]) if groups else 0
+        if groups and num_padded <= GROUP_COST_TOKENS[device_type]:
             groups[-1].append(chunk)
         else:
             groups.append([chunk])
             num_padded = 0
-        longest = num_blocks
+        longest = chunk.end
     return groups
 
 

@@ -10,14 +10,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ductile import host
 from ductile.config.inference import InferenceConfig
 from ductile.core import cache_size
 from ductile.core.layout.spec import ModelSpec
 from ductile.fabric import heap
-from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
+from ductile.generator.attention import KVCache, PagedAttention, order_for_attention, without_cudnn
 from ductile.generator.columns import lay_by_columns
 from ductile.generator.kv_cache import BlockPool
 from ductile.generator.kv_transfer import KVUnavailable, RequestKV, fetch
@@ -32,10 +31,6 @@ from ductile.messages.workers import EngineStats
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle
 from ductile.weights.overwrite import overwrite_all
-
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""torch's attention but for cuDNN's, which makes a plan for each new shape in up to 0.1 s, and every step has new
-shapes."""
 
 
 class Engine:
@@ -229,7 +224,7 @@ class Engine:
                 last_rows.append(len(token_ids) - 1)
         self._attention = PagedAttention(self._cache, chunks, self._attention)
         rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)  # there may be none
-        with sdpa_kernel(KERNELS):
+        with without_cudnn():
             logits = self.model(
                 torch.tensor(token_ids, device=self.device),
                 torch.tensor(positions, device=self.device),
