@@ -75,9 +75,6 @@ class MemoryCluster:
     def ends_without(self, needed: Callable[[int], bool]) -> None:
         self._needed = needed
 
-    def depends_on(self, slot: int) -> bool:
-        return self._needed(slot)
-
     @property
     def has_failed(self) -> bool:
         return self._failed.is_set()
@@ -96,7 +93,7 @@ class MemoryCluster:
         self.running.discard(slot)
         if slot in self.mailbox.lost:
             return
-        if self.depends_on(slot):
+        if self._needed(slot):
             self.fail(sentence)
         self.mailbox.lose(slot, sentence)
 

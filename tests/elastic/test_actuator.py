@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ductile.core.instances.instances import Instance
 from ductile.core.layout.layout_rules import NO_RULES
 from ductile.core.layout.parallel_layout import ParallelLayout, RankShape
 from ductile.core.scheduling.cost_model import CostModel, FixedCost
@@ -19,7 +20,7 @@ from ductile.fleet.fleet import Fleet
 from ductile.fleet.migration import MigrationResult
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
-from ductile.messages.workers import Finalize, ForwardBackward, Freeze
+from ductile.messages.workers import Finalize, ForwardBackward, Freeze, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
@@ -250,7 +251,55 @@ def test_what_is_prepared_in_the_pause_is_not_a_cost_twice(told_on, device, besi
         await rig.resize(0, 1, 2)
         (resized,) = (row for row in read_jsonl(rig.record.folder / "events.jsonl") if row["kind"] == "resized")
         assert rig.told.fixed_costs["prepare"] == prepared_s
-        assert rig.told.fixed_costs["resize"] == pytest.approx(resized["pause_s"] + taken_s)
+        still_s = resized["pause_s"] - resized["seconds"]["release"]
+        assert rig.told.fixed_costs["resize"] == pytest.approx(still_s + taken_s)
+
+    told_on(story, 0, 1)
+
+
+def test_a_slot_that_leaves_is_left_alone_until_the_resize_has_ended(told_on):
+    """Were it started anew in between, the resize would ask the new process for what the old one had."""
+
+    async def story(rig: Rig) -> None:
+        rig.slots.work_s = lambda number, command: 0.5 if isinstance(command, ReleaseRole) else 0.01
+        resizing = asyncio.create_task(rig.resize(1, 2))
+        while not any(isinstance(command, ReleaseRole) for _, command in rig.carrier.sent):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert 0 not in rig.trainer.layout.slots
+        left = asyncio.create_task(rig.resizer.change_over(0))
+        await asyncio.sleep(0.1)
+        assert not left.done()
+        await resizing
+        await left
+
+    told_on(story, 0, 1)
+
+
+def test_a_resize_that_is_cancelled_after_its_commit_is_written_down(told_on):
+    async def story(rig: Rig) -> None:
+        rig.slots.work_s = lambda number, command: 0.5 if isinstance(command, Finalize) else 0.01
+        resizing = asyncio.create_task(rig.resize(0, 1, 2))
+        while not any(isinstance(command, Finalize) for _, command in rig.carrier.sent):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        resizing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await resizing
+        (resized,) = (row for row in read_jsonl(rig.record.folder / "events.jsonl") if row["kind"] == "resized")
+        assert sorted(resized["after"]) == [0, 1, 2]
+        assert resized["num_bytes"] > 0
+
+    told_on(story, 0, 1)
+
+
+def test_what_is_released_in_the_pause_is_not_a_cost_twice(told_on):
+    async def story(rig: Rig) -> None:
+        async def takes_long(instance: Instance) -> None:
+            await asyncio.sleep(7)
+
+        rig.generators.dismiss, rig.generators.unfinished = takes_long, lambda: ()
+        await rig.stage.resize(ParallelLayout.of((0, 1, 2)), Release((), (generator(2),)))
+        assert rig.told.fixed_costs["release"] == pytest.approx(7.0)
+        assert rig.told.fixed_costs["resize"] < 1.0
 
     told_on(story, 0, 1)
 

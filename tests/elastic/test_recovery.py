@@ -64,6 +64,11 @@ def events(folder: Path) -> list[tuple[str, str]]:
     return [(row["kind"], row["sentence"]) for row in read_jsonl(folder / "events.jsonl") if row["sentence"]]
 
 
+def restarting(folder: Path) -> list[int]:
+    """Slots of which it was said that they are to come back."""
+    return [row["slot"] for row in read_jsonl(folder / "events.jsonl") if row["kind"] == "slot_restarting"]
+
+
 def test_one_of_two_generators_comes_back_with_the_live_weights(tmp_path):
     async def story(cluster: Cluster):
         async with recovering(cluster, tmp_path) as (_, recovery):
@@ -226,11 +231,28 @@ def test_a_slot_is_left_alone_while_it_changes_roles(tmp_path, is_scheduled):
             await asyncio.sleep(5)
             assert slots.num_started == 0
             assert recovery.under_way == {0}
+            assert restarting(tmp_path) == [], "the change may end the run with it"
             await slots.add([0])  # the change has started it
             over.set()
             await asyncio.sleep(5)
             assert cluster.generators.slots == ((1,) if is_scheduled else (0, 1))
             assert recovery.under_way == frozenset()
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_a_slot_is_not_started_for_a_run_that_the_change_has_ended(tmp_path):
+    async def story(cluster: Cluster):
+        over = asyncio.Event()
+        async with recovering(cluster, tmp_path, change_over=over) as (slots, recovery):
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(5)
+            slots.fail("the trainer is lost")
+            over.set()
+            await asyncio.sleep(5)
+            assert recovery.under_way == frozenset()
+            assert slots.num_started == 0
+            assert restarting(tmp_path) == []
 
     with_cluster(story, generating=(0, 1))
 
@@ -266,9 +288,7 @@ def test_a_slot_that_is_lost_between_two_roles_comes_back_for_the_policy(tmp_pat
             assert (3 in cluster.mailbox.lost) == (not is_scheduled)
         said = [("slot_restarted", "Slot 3 runs again after 0.50 s, on cpu, pid 10.")]
         assert events(tmp_path) == (said if is_scheduled else [])
-        rows = read_jsonl(tmp_path / "events.jsonl")
-        told = [row["slot"] for row in rows if row["kind"] == "slot_restarting"]
-        assert told == ([3] if is_scheduled else []), "who follows the run knows that it comes back"
+        assert restarting(tmp_path) == ([3] if is_scheduled else []), "who follows the run knows that it comes back"
 
     with_cluster(story, generating=(0, 1))
 
@@ -341,6 +361,21 @@ def test_a_scorer_that_is_lost_on_both_of_its_slots_or_does_not_take_its_role_on
     rows = read_jsonl(tmp_path / "events.jsonl")
     for kind in ("slot_restarting", "slot_restarted"):
         assert sorted(row["slot"] for row in rows if row["kind"] == kind) == [4, 4, 5, 5]
+
+
+def test_a_slot_that_trains_is_not_killed_because_it_does_not_score_again(tmp_path, monkeypatch):
+    """Not while a resize judges what its death would mean, either: the run would not end with it at once."""
+
+    async def story(cluster: Cluster, scoring: Scoring, slots: MemoryCluster, recovery: Recovery):
+        monkeypatch.setattr(cluster.trainer, "needs", lambda slot: slot == 4)
+        slots.ends_without(lambda slot: False)
+        cluster.carrier.fail(4, "error", on=AssignRole)
+        cluster.slots.kill(5, cluster.mailbox)
+        await asyncio.sleep(10)
+        assert 4 not in cluster.mailbox.lost
+        assert [each.id for each in scoring.scorer.instances] == ["scorer-4-5+2"]
+
+    with_pair(story, tmp_path)
 
 
 def test_a_slot_that_never_takes_its_role_again_takes_no_other_slot_of_its_scorer_with_it(tmp_path):

@@ -375,6 +375,48 @@ def test_a_slot_that_does_not_even_take_back_ends_the_trainer():
     play(story)
 
 
+def test_a_slot_that_dies_after_it_has_taken_back_while_another_does_ends_the_trainer():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.work_s = lambda number, command: 3.0 if (number, type(command)) == (1, Rollback) else 0.01
+        stage.carrier.fail(2, "error", on=TransferState)
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await stage.until(Rollback)
+        await asyncio.sleep(1)
+        stage.mailbox.lose(0, "slot 0 died, as asked")
+        with pytest.raises(TrainerLost, match=r"^slot 2.*; slot 0 died, as asked; slot 0 held 1 of 2 parts"):
+            await resizing
+        with pytest.raises(TrainerLost):
+            await stage.train()
+
+    play(story)
+
+
+def test_a_slot_that_dies_while_a_joiner_refuses_the_role_ends_the_trainer():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.work_s = lambda number, command: 1.0 if isinstance(command, AssignRole) else 0.01
+        stage.carrier.fail(2, "error", on=AssignRole)
+        resizing = asyncio.create_task(stage.resize(0, 1, 2, 3))
+        await stage.until(AssignRole)
+        stage.mailbox.lose(0, "slot 0 died, as asked")
+        with pytest.raises(TrainerLost, match=r"^slot 0 died, as asked; slot 0 held 1 of 2 parts of the [^;]*$"):
+            await resizing
+
+    play(story)
+
+
+def test_a_trainer_that_is_lost_is_not_resized():
+    async def story():
+        stage = Stage([0, 1])
+        stage.trainer.lose(TrainerLost("slot 1 did not reply to ForwardBackward within 100 s"))
+        with pytest.raises(TrainerLost, match="did not reply to ForwardBackward"):
+            await stage.resize(0, 1, 2)
+        assert stage.sent(Prepare) == []
+
+    play(story)
+
+
 def test_an_orchestrator_that_was_suspended_kills_nobody():
     async def story():
         stage = Stage([0, 1])
@@ -519,6 +561,24 @@ def test_a_slot_that_is_silent_for_a_while_is_not_killed_because_another_has_fai
     play(story)
 
 
+def test_a_slot_that_is_silent_for_a_while_is_not_killed_because_another_has_failed_before_the_deadline():
+    """The wait for other causes ends after the deadline, but the failure was none of one that had waited in vain."""
+
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.cannot = {2: "could not prepare: no memory"}
+        stage.slots.prepare_s = {1: 10**6, 2: 4.0}
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await stage.until(Prepare)
+        await asyncio.sleep(0.05)
+        stage.slots.work_s = lambda number, command: 9.0 if number == 1 else 0.01
+        result = await resizing
+        assert (result.outcome, stage.killed) == ("rolled_back", [])
+        assert "no memory" in result.reason
+
+    play(story)
+
+
 def test_a_slot_that_failed_because_of_another_is_not_the_only_one_that_is_heard():
     async def story():
         stage = Stage([0, 1])
@@ -615,6 +675,46 @@ def test_whatever_ends_a_change_it_is_taken_back(step: str, how: str, monkeypatc
     play(story)
 
 
+def test_a_change_that_is_cancelled_while_it_waits_for_the_boundary_is_taken_back():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.work_s = lambda number, command: 3.0 if isinstance(command, ForwardBackward) else 0.01
+        training = asyncio.create_task(stage.train(12))
+        await asyncio.sleep(0.1)
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await stage.until(Prepare)
+        while not all(stage.slots.slots[slot].prepared for slot in (0, 1, 2)):  # noqa: ASYNC110 (in virtual time)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert stage.sent(Freeze) == []
+        resizing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await resizing
+        assert stage.sent(Rollback) == [0, 1, 2]
+        await training
+        assert (await stage.resize(0, 1, 2)).outcome == "resized"
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_a_resize_that_is_cancelled_twice_says_that_the_trainer_was_lost_meanwhile():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.work_s = lambda number, command: 2.0 if isinstance(command, Finalize | ReleaseRole) else 0.01
+        resizing = asyncio.create_task(stage.resize(0))
+        await stage.until(Finalize)
+        resizing.cancel()
+        await asyncio.sleep(0.1)
+        stage.mailbox.lose(0, "slot 0 died, as asked")
+        await asyncio.sleep(1)
+        resizing.cancel()
+        with pytest.raises(TrainerLost, match="slot 0 died, as asked"):
+            await resizing
+
+    play(story)
+
+
 @pytest.mark.parametrize("after", [(0, 1, 2), (0,)], ids=["one joins", "one leaves"])
 def test_a_resize_that_is_cancelled_after_its_commit_ends_first(after: tuple[int, ...]):
     async def story():
@@ -675,6 +775,7 @@ def test_roles_are_released_once_all_is_prepared_and_a_part_that_is_not_does_not
             assert stages[0].sent(Prepare) == [0, 1, 2]
             assert all(stages[0].slots.slots[slot].prepared for slot in (0, 1, 2))
             assert stages[0].sent(Freeze) == []
+            await asyncio.sleep(7)
             return ["generator-2 goes on generating"]
 
     stages: list[Stage] = []
@@ -687,6 +788,7 @@ def test_roles_are_released_once_all_is_prepared_and_a_part_that_is_not_does_not
             stage.mailbox, stage.trainer, after, stage.terms, stage.kill, clock, release, Releasing()
         ).run()
         assert (resized.outcome, resized.not_released) == ("resized", ("generator-2 goes on generating",))
+        assert resized.pause_s > resized.seconds["release"] == pytest.approx(7.0)
         assert stage.sent(Freeze) == [0, 1, 2]
 
     play(story)

@@ -74,10 +74,6 @@ class Cluster(Protocol):
         called, every slot is needed."""
         ...
 
-    def depends_on(self, slot: int) -> bool:
-        """Whether the run would end with this slot now."""
-        ...
-
     @property
     def has_failed(self) -> bool:
         """Whether the run is ending: `death` returns, or raises."""

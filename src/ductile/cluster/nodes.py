@@ -123,9 +123,6 @@ class NodesCluster(ABC):
     def ends_without(self, needed: Callable[[int], bool]) -> None:
         self._needed = needed
 
-    def depends_on(self, slot: int) -> bool:
-        return self._needed(slot)
-
     @property
     def has_failed(self) -> bool:
         return self._death.done()
@@ -301,7 +298,7 @@ class NodesCluster(ABC):
     def _lose(self, slot: int, sentence: str) -> None:
         if slot in self.mailbox.lost:
             return
-        needed = self.depends_on(slot)  # asked once, and before anything else is done about the loss
+        needed = self._needed(slot)  # asked once, and before anything else is done about the loss
         if needed:
             self.fail(sentence)
         self.mailbox.lose(slot, sentence)

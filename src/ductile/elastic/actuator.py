@@ -139,7 +139,7 @@ class LiveActuator:
         try:
             await self._fleet.admit(instance)
         except Failure as error:
-            # Whether the run can go on without a lost slot is decided elsewhere (`Cluster.depends_on`).
+            # Whether the run can go on without a lost slot is decided elsewhere (`Cluster.ends_without`).
             raise NotDone(str(error)) from error
         self._measured.took("assign", self.now_s - began_s)
 
@@ -151,9 +151,10 @@ class LiveActuator:
         if resized.outcome == "rolled_back":
             raise NotDone("; ".join([*resized.not_released, resized.sentence.rstrip(".")]))
         if resized.outcome == "resized":
-            # What was done in the pause is in its seconds already.
+            # What the slots did in the pause is in its seconds already; what was released in it has costs of its own.
             beside = {phase: resized.slot_seconds.get(phase, 0.0) for phase in resized.beside}
-            self._measured.took("resize", resized.pause_s + self._taken_s(beside, layout))
+            still_s = resized.pause_s - resized.seconds.get("release", 0.0)
+            self._measured.took("resize", still_s + self._taken_s(beside, layout))
             # The slots' own work: how long messages wait for micro-steps depends on how long those are.
             self._measured.took("prepare", sum(beside.values()))
         return list(resized.not_released)

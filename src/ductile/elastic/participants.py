@@ -44,10 +44,10 @@ class Participants:
         after_failure_s: float | None = AFTER_FAILURE_S,
     ) -> dict[int, Outcome]:
         """One outcome of every slot, within the time of a step unless told otherwise; a lost slot is not asked."""
-        alive = {slot: command for slot, command in commands.items() if slot not in self._mailbox.lost}
+        dead = self.dead(commands)
+        alive = {slot: command for slot, command in commands.items() if slot not in dead}
         deadline_s = self.step_s if deadline_s is None else deadline_s
-        outcomes = await self._mailbox.ask_all(alive, deadline_s, after_failure_s)
-        return outcomes | self._lost(slot for slot in commands if slot not in alive)
+        return await self._mailbox.ask_all(alive, deadline_s, after_failure_s) | dead
 
     async def ask_until_done(
         self, commands: Mapping[int, Command], deadline_s: float, holders: Collection[int]
@@ -58,12 +58,17 @@ class Participants:
             if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in holders):
                 self._kill(slot, f"{outcome}; it has been killed")
 
+    def dead(self, slots: Iterable[int]) -> dict[int, SlotLost]:
+        """Those of the slots that are dead by now."""
+        lost = self._mailbox.lost
+        return {slot: SlotLost(lost[slot], slot) for slot in slots if slot in lost}
+
     async def deaths(self) -> dict[int, SlotLost]:
         """Participants that are dead. What a death breaks elsewhere is often heard of before the death is: where
         none is known yet, it is waited for."""
         for _ in range(DEATH_LOOKS):
-            if dead := [slot for slot in self._slots if slot in self._mailbox.lost]:
-                return self._lost(dead)
+            if dead := self.dead(self._slots):
+                return dead
             await asyncio.sleep(LOOK_S)
         return {}
 
@@ -79,7 +84,7 @@ class Participants:
         silent = await self._silent(awaited)
         for slot in silent:
             self._kill(slot, f"{awaited[slot]}, and has been killed")
-        return self._lost(silent)
+        return self.dead(silent)
 
     async def _silent(self, awaited: Collection[int]) -> list[int]:
         heard_at_s = {slot: self._mailbox.heard_at_s.get(slot) for slot in awaited}
@@ -90,6 +95,3 @@ class Participants:
             await asyncio.sleep(LOOK_S)
             silent = [slot for slot in silent if self._mailbox.heard_at_s.get(slot) == heard_at_s[slot]]
         return silent
-
-    def _lost(self, slots: Iterable[int]) -> dict[int, SlotLost]:
-        return {slot: SlotLost(self._mailbox.lost[slot], slot) for slot in slots}

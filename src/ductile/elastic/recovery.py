@@ -2,7 +2,7 @@
 weights on all of its slots, and works on.
 
     lost        its requests begin again elsewhere, or wait; the event `slot_lost` says how it ended
-                and `slot_restarting` that it is to come back
+    change      over, if it changed roles; the event `slot_restarting` says that it is to come back
     pause       none before the first attempt, then 1 s, 2 s, 4 s and so on up to LONGEST_PAUSE_S
     start       a process, then `AssignRole` and the live weights for each role: each within its own deadline
     restarted   the event `slot_restarted`
@@ -80,6 +80,8 @@ class Recovery:
         """Roles that slots are to have back: those that are lost, and those that had an instance with one of them."""
         self._gone: set[int] = set()
         """Those of `_restarting` whose processes are gone."""
+        self._announced: set[int] = set()
+        """Those of `_gone` of which an event says that they are to come back."""
         self._num_restarted: Counter[int] = Counter()
         """Number of restarts that a slot had a part in; ids of the instances that began in them end in it."""
         self._num_attempts: Counter[int] = Counter()
@@ -114,7 +116,7 @@ class Recovery:
         if not isinstance(event, Died) or self._cluster.has_failed:
             return
         if slot in self._restarting:
-            self._note_gone(slot)
+            self._gone.add(slot)
             return
         roles = self._roles(slot)
         if not roles and not self._is_scheduled:
@@ -126,7 +128,7 @@ class Recovery:
                     each for each in self._fleet.pools if each == role or each in self._roles(other)
                 )
         self._restarting |= concerned
-        self._note_gone(slot)
+        self._gone.add(slot)
         for each in concerned:
             if self._clock() - self._works_since_s.get(each, self._clock()) > LASTS_S:
                 self._num_attempts[each] = 0
@@ -134,11 +136,6 @@ class Recovery:
         task = start_reported(self._bring_back(slot, concerned, event.reason), sentence, self._cluster.fail_with)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _note_gone(self, slot: int) -> None:
-        if slot not in self._gone:
-            self._gone.add(slot)
-            self._record.event(SlotRestarting(slot))
 
     def _roles(self, slot: int) -> tuple[Serving, ...]:
         held = self._cluster.mailbox.roles(slot)
@@ -157,12 +154,15 @@ class Recovery:
             while True:
                 for each in roles:
                     await self._change_over(each)
+                if self._cluster.has_failed:
+                    return  # the change has ended the run: what it lost cannot be replaced
                 missing = self._missing(roles)
                 if lost.keys().isdisjoint(roles) and (self._is_scheduled or not missing):
                     return  # a change has started it, and the policy gives it what roles it has
                 if self._num_attempts[slot] >= self._max_restarts:
                     self._retire(slot, roles, why)
                     return
+                self._announce(roles)
                 if not has_paused:
                     await asyncio.sleep(pause_s(self._num_attempts[slot]))
                     has_paused = True
@@ -177,7 +177,7 @@ class Recovery:
                 except (Failure, StartFailed) as error:
                     why = str(error)
                     for each in _failed(error, gone, roles):
-                        if not self._cluster.depends_on(each):
+                        if not self._fleet.trainer.needs(each):
                             self._cluster.condemn(each, f"{why}; it has been killed")
                     continue
                 if died_again := next((lost[each] for each in roles if each in lost), ""):
@@ -190,7 +190,13 @@ class Recovery:
             for each in roles:
                 del self._restarting[each]
                 self._gone.discard(each)
+                self._announced.discard(each)
             self.on_change()
+
+    def _announce(self, slots: Collection[int]) -> None:
+        for slot in sorted(self._gone.intersection(slots) - self._announced):
+            self._announced.add(slot)
+            self._record.event(SlotRestarting(slot))
 
     def _missing(self, roles: Mapping[int, tuple[Serving, ...]]) -> list[tuple[Serving, tuple[int, ...]]]:
         """Instances that are to begin anew: each a role, and slots without it, which are all at hand."""

@@ -1,5 +1,6 @@
 """Who trains: what may be changed about it, one resize at a time, and what became of the resizes so far."""
 
+import asyncio
 import time
 import traceback
 from collections.abc import Collection, Sequence
@@ -60,6 +61,8 @@ class TrainerResizer:
         self._num_slots, self._fleet = num_slots, fleet
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
+        self._involved: frozenset[int] = frozenset()
+        """Slots of the layouts before and after it."""
         self._transaction: Transaction | None = None
         self._paused_s = 0.0
         self._ended = ChangeSignal()
@@ -81,6 +84,7 @@ class TrainerResizer:
             sentence = f"Trainer is on {describe(before)} already."
             return Resized("unchanged", sentence, self._cluster.mailbox.epoch, before, after)
         self._target, began_s = after, time.monotonic()
+        self._involved = frozenset({*before.slots, *after.slots})
         try:
             await self._start(after.slots)
             mailbox, kill = self._cluster.mailbox, self._cluster.condemn
@@ -95,8 +99,13 @@ class TrainerResizer:
             raise
         except Exception as error:
             raise ResizeNotDone(self._note_failure(before, after, error)) from error
+        except asyncio.CancelledError:
+            if self._transaction is not None and self._trainer.layout == after:
+                self._note(self._transaction.resized(), time.monotonic() - began_s)
+            raise
         finally:
             self._target = self._transaction = None
+            self._involved = frozenset()
             self._ended.notify_all()
             self.on_end()
         return self._note(resized, time.monotonic() - began_s)
@@ -138,10 +147,10 @@ class TrainerResizer:
     def depends_on(self, slot: int) -> bool:
         """Whether the run cannot go on without this slot.
 
-        It says no of slots whose deaths a resize judges: the resize ends the run if it must.
+        It says no of slots whose deaths a resize judges: the resize ends the run if it must. `RemoteTrainer.needs` says
+        yes of these, too.
         """
-        trains = slot in self._trainer.layout.slots and not self.judges(slot)
-        return trains or slot in self._trainer.publishers
+        return slot in self._trainer.publishers or (self._trainer.needs(slot) and not self.judges(slot))
 
     async def change_over(self, slot: int) -> None:
         """Returns when no resize is under way that the slot has a part in."""
@@ -150,7 +159,7 @@ class TrainerResizer:
 
     def involves(self, slot: int) -> bool:
         """Whether a resize is under way that the slot has a part in."""
-        return self._target is not None and slot in {*self._target.slots, *self._trainer.layout.slots}
+        return slot in self._involved
 
     def judges(self, slot: int) -> bool:
         """Whether a resize under way rules on what the slot's death means for the run."""
@@ -187,6 +196,7 @@ class TrainerResizer:
     def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""
         now = self._trainer.layout
+        self.num_resized += now != before
         sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {error_text(error)}"
         text = "".join(traceback.format_exception(error))
         self._event(now != before, f"{sentence}.", self._cluster.mailbox.epoch, before, after, traceback=text)

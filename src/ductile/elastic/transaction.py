@@ -18,7 +18,7 @@ killed; one that is only slow is not, unless it must give the role up and does n
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -112,13 +112,18 @@ class Transaction:
     ) -> None:
         """kill(slot, sentence): end a slot that does not reply, and lose it in the mailbox. release: what the fleet
         releases when all is prepared and the trainer stands still, such as the joiners' other roles. fleet: may be None
-        where there is nothing to release."""
+        where there is nothing to release.
+
+        Raises ValueError for a release without a fleet.
+        """
+        if release is not None and fleet is None:
+            raise ValueError(f"{release} cannot be released: this trainer belongs to no fleet")
         self._mailbox, self._trainer, self._options, self._clock = mailbox, trainer, options, clock
         self._release_first, self._fleet = release, fleet
         self._not_released: tuple[str, ...] = ()
         self.order = ResizeOrder(mailbox.next_epoch(), trainer.layout, after)
         self._participants = Participants(mailbox, self.order.slots, kill, options.timeout_s)
-        self.phase: Phase = "assign"
+        self.phase: Phase | Literal["release"] = "assign"
         """The step that is under way, or was the last."""
         self._seconds: dict[str, float] = {}
         self._pause_s = 0.0
@@ -142,17 +147,17 @@ class Transaction:
         """Raises TrainerLost when there is no trainer any more; its sentence says what was lost.
 
         A caller that is cancelled, or gets another error, has the trainer as it was; after the commit, in its new
-        layout, and what is left of the change is done first, as far as it does not take longer than a step.
+        layout (`resized`), and what is left of the change is done first, as far as it does not take longer than a step.
         """
         forget = self._mailbox.subscribe(self._on_event)
         leaving: asyncio.Task[None] | None = None
         try:
             with self._trainer.expecting_change():
                 await self._assign()
-                async with self._as_before_unless_done():
-                    await self._prepare()
-                async with self._boundary():
+                async with AsyncExitStack() as still:
                     async with self._as_before_unless_done():
+                        await self._prepare()
+                        await still.enter_async_context(self._boundary())
                         await self._release_other_roles()
                         await self._freeze_and_transfer()
                         await self._step("commit", Commit(self.order.epoch), Done)
@@ -162,23 +167,28 @@ class Transaction:
                     # Before the next micro-step, which would otherwise find the slots at it.
                     await undisturbed(self._finalize())
             await finish(leaving)
-            return self._result("resized")
+            return self.resized()
         except TrainerLost:
             raise
         except BaseException as error:
             if leaving is not None:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(finish(leaving), self._participants.step_s)
-                if self._end is not None:
-                    raise self._end from error
+                try:
+                    await asyncio.wait([leaving], timeout=self._participants.step_s)
+                finally:
+                    if self._end is not None:
+                        raise self._end from error
                 raise
-            self._is_over = True
+            self._go_on_as_before(error)
             await finish(self._dismiss_joiners())
             if not isinstance(error, _Unfinished):
                 raise
             return self._result("rolled_back", str(error))
         finally:
             forget()
+
+    def resized(self) -> Resized:
+        """The result of a change that is committed."""
+        return self._result("resized")
 
     async def _finalize(self) -> None:
         """Have the slots that train on free what taking back would need."""
@@ -268,7 +278,8 @@ class Transaction:
     async def _release_other_roles(self) -> None:
         """Release what must be released before the freeze. What cannot be stays as it is, and the resize goes on."""
         if self._fleet and self._release_first:
-            self._not_released = tuple(await self._fleet.release(self._release_first))
+            with self._timed("release"):
+                self._not_released = tuple(await self._fleet.release(self._release_first))
 
     async def _freeze_and_transfer(self) -> None:
         order = self.order
@@ -298,6 +309,8 @@ class Transaction:
         """Take the change back when the block is left unfinished, for whatever reason."""
         try:
             yield
+        except TrainerLost:
+            raise  # there is nothing to go back to
         except BaseException as error:
             await finish(self._roll_back(self._ruling_of(error)))
             raise
@@ -306,7 +319,9 @@ class Transaction:
         if isinstance(error, _Unfinished):
             return error.ruling
         why = f"the change was given up in {self.phase}: {error_text(error)}"
-        return judge(self.phase, self.order, {}, dict.fromkeys(self.order.slots, why), self._options.keeps_old)
+        # A release is the fleet's: to the trainer the slots are as they were when they had prepared.
+        phase = "prepare" if self.phase == "release" else self.phase
+        return judge(phase, self.order, {}, dict.fromkeys(self.order.slots, why), self._options.keeps_old)
 
     async def _roll_back(self, ruling: Ruling) -> None:
         """Roll the change back. Only the slots that train are waited for: no other slot's part is needed."""
@@ -319,6 +334,18 @@ class Transaction:
             self._rule_on("rollback", outcomes)
         except _Unfinished as unfinished:
             raise self._lost(f"{ruling.reason}; {unfinished}") from None
+
+    def _go_on_as_before(self, error: BaseException) -> None:
+        """Have the run depend on the old slots again. One may have died since it did its part of taking back,
+        or while joiners alone were asked. Raises TrainerLost then."""
+        why = error.ruling.reason if isinstance(error, _Unfinished) else error_text(error)
+        if isinstance(error, _Unfinished) and error.ruling.verdict == "stop":
+            raise self._lost(why)
+        try:
+            self._rule_on("rollback", self._participants.dead(self.order.before.slots))
+        except _Unfinished as unfinished:
+            raise self._lost(f"{why}; {unfinished}") from None
+        self._is_over = True
 
     async def _dismiss_joiners(self) -> None:
         await self._have_done(self.order.joiners, Rollback(self.order.epoch))
@@ -373,7 +400,7 @@ class Transaction:
         self._trainer.lose(self._end)
         return self._end
 
-    def _timed(self, phase: Phase) -> AbstractContextManager[None]:
+    def _timed(self, phase: Phase | Literal["release"]) -> AbstractContextManager[None]:
         self.phase = phase
         return timed(self._seconds, phase, self._clock)
 

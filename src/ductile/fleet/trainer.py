@@ -168,14 +168,14 @@ class RemoteTrainer:
             self._given.remove(given)
 
     async def optim_step(self, loss_denominator: float) -> StepReport:
-        async with self._own_turn():
+        async with self.boundary():
             self.version = self.version if loss_denominator == 0 else None
             replies = await self._all(OptimStep(loss_denominator), Stepped)
             self.with_gradient = False
             return replies[self.layout.first].report
 
     async def publish(self, version: int) -> Manifest:
-        async with self._own_turn():
+        async with self.boundary():
             self.version = version
             return await self._keep(version)
 
@@ -190,21 +190,21 @@ class RemoteTrainer:
             keeper.num_users += 1
             return keeper.manifest
         self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
-        async with self._own_turn():
+        async with self.boundary():
             self._still(version)
             return await self._keep(version)
 
     async def publish_again(self, version: int) -> Manifest | None:
         """Publish the weights as they are now under the number of the live version, which no slot has any more. None
         when a later version is on its way."""
-        async with self._own_turn():
+        async with self.boundary():
             if any(later > version for later in (*self._kept, self.version or 0)):
                 return None
             self.version = version
             return await self._keep(version)
 
     async def withdraw(self, version: int) -> None:
-        async with self._own_turn():
+        async with self.boundary():
             if version in self._kept:
                 self._kept[version].num_users -= 1
                 if self._kept[version].num_users:
@@ -218,28 +218,30 @@ class RemoteTrainer:
             self._changed.notify_all()
 
     async def save(self, path: str) -> None:
-        async with self._own_turn():
+        async with self.boundary():
             await self._all(SaveState(path), Done)
 
     async def load(self, path: str) -> None:
-        async with self._own_turn():
+        async with self.boundary():
             self.version = None
             await self._all(LoadState(path), Done)
             self.with_gradient = False
 
     async def export(self, path: str, dtype: str) -> None:
-        async with self._own_turn():
+        async with self.boundary():
             await self._all(ExportModel(path, dtype), Done)
 
     @asynccontextmanager
     async def boundary(self) -> AsyncGenerator[None]:
-        """Hold the trainer between two micro-steps, with none in flight: it gets no other command meanwhile."""
+        """Hold the trainer between two micro-steps, with none in flight: it gets no other command meanwhile. Raises
+        TrainerLost where there is no trainer any more."""
         self._num_waiting += 1
         try:
             await self._turn.acquire()
         finally:
             self._num_waiting -= 1
         try:
+            self._check()
             yield
         finally:
             self._turn.release()
@@ -263,16 +265,14 @@ class RemoteTrainer:
         """Slots that keep a version which is not withdrawn yet. A slot that has left the trainer may be among them."""
         return frozenset(keeper.slot for keeper in self._kept.values())
 
+    def needs(self, slot: int) -> bool:
+        """Whether a part of the state, or a version that others fetch, would be lost with the slot."""
+        return slot in self.layout.slots or slot in self.publishers
+
     async def has_withdrawn(self, slot: int, deadline_s: float) -> None:
         """Returns when no version is left that `slot` keeps for others, or at the deadline."""
         with suppress(TimeoutError):
             await self._changed.wait_for(lambda: slot not in self.publishers, deadline_s)
-
-    @asynccontextmanager
-    async def _own_turn(self) -> AsyncGenerator[None]:
-        async with self.boundary():
-            self._check()
-            yield
 
     def _still(self, version: int) -> None:
         if self.version != version:

@@ -261,10 +261,6 @@ async def _take_roles(
     leases = WeightLeases(mailbox, trainer, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
 
-    def is_needed(slot: int) -> bool:
-        """Also a slot that trains while a resize judges what its death means: it has a part of the state."""
-        return cluster.depends_on(slot) or slot in trainer.layout.slots
-
     return Fleet(
         trainer,
         RemoteGenerators(
@@ -275,9 +271,9 @@ async def _take_roles(
             deadlines,
             leases=leases,
             condemn=cluster.condemn,
-            is_needed=is_needed,
+            is_needed=trainer.needs,
         ),
-        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, is_needed, cluster.rendezvous)
+        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, trainer.needs, cluster.rendezvous)
         if scorers
         else None,
         {"generate": generate, "score": score},

@@ -69,7 +69,7 @@ class TrainerPart:
         self.trainer = None  # before its groups: what refers to them would keep their sockets open
         self.groups.destroy()
 
-    def abort(self) -> None:
+    def abort_idle(self) -> None:
         """`destroy` where other slots may be dead, or stuck, and no collective is under way."""
         self.trainer = None
         self.groups.abort_idle()
@@ -359,7 +359,7 @@ def _abort(planned: Planned | None, connected: Connected | None) -> None:
         if connected is not None:
             last_first.callback(connected.clear)
             if connected.after is not None:
-                last_first.callback(connected.after.abort)
+                last_first.callback(connected.after.drop)
 
 
 def fingerprints(config: TrainerConfig) -> Verify:

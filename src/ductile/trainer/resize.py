@@ -163,7 +163,7 @@ class Resize:
         after = self._preparation.finish()
         if self._before is not None:
             # Its groups have had no collective since all were frozen, and a slot that leaves may have died since.
-            self._before.abort()
+            self._before.abort_idle()
         self._before = None
         heap.trim_all()
         return after
