@@ -429,6 +429,20 @@ def test_the_example_of_a_task_of_one_s_own_is_good(
     assert "examples/own_task/questions.jsonl, 32 examples" in capsys.readouterr().out
 
 
+def test_the_example_for_one_gpu_is_good(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    words = [
+        "--model.name",
+        "examples/quickstart/model",
+        "--seq-len",
+        "256",
+        "--orchestrator.sampling.max-tokens",
+        "64",
+    ]
+    assert main(["check", "@", "examples/one_gpu/rl.toml", *words, "--output-dir", "runs/none"]) == 0
+    assert "0  train and generate" in capsys.readouterr().out
+
+
 def test_files_that_are_not_there_are_no_other_command_s_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "@", "one.toml", "@", "two.toml"]) == 2
     assert "looks like" not in capsys.readouterr().err

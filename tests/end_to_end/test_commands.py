@@ -30,6 +30,11 @@ def test_sft_lowers_the_loss_and_resumes(tmp_path: Path, model: Path):
     words += ["--optim.lr", "1e-2", "--ckpt.interval", 5, "--tensorboard"]
     first = ductile(*words, "--max-steps", 5)
     assert first.returncode == 0, first.stderr
+    config = tmp_path / "run" / "config.toml"
+    trained_with = config.read_text()
+    unfit = ductile(*words, "--max-steps", 10, "--resume", "--optim.type", "sgd")
+    assert unfit.returncode == 1
+    assert config.read_text() == trained_with, "what is said to go on with is what the checkpoint was made with"
     second = ductile(*words, "--max-steps", 10, "--resume")
     assert second.returncode == 0, second.stderr
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")

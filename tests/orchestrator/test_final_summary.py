@@ -16,6 +16,7 @@ SUMMARY = {
     "eval_step_first": 0,
     "eval_reward_last": 0.7,
     "eval_step_last": 60,
+    "steps_without_loss": 0,
     "reward_errors": 0,
 }
 
@@ -34,6 +35,12 @@ def test_rl_says_where_the_model_is_what_it_gained_and_shows_completions():
         "  completion: [3]\\nend",
         "  reward:   1",
     ]
+
+
+@pytest.mark.parametrize(("num_equal", "of_all"), [(60, "60 of 60 steps"), (1, "1 of 60 steps")])
+def test_steps_in_which_nothing_was_learned_are_told_at_the_end_too(num_equal: int, of_all: str):
+    said = rl_summary(RunResult({**SUMMARY, "steps_without_loss": num_equal}, report(60), None))
+    assert f"\nNothing was learned in {of_all}: all rewards of each group were equal.\n" in said
 
 
 def test_what_was_measured_before_training_only_is_not_told_as_its_result():

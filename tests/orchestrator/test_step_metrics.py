@@ -117,8 +117,9 @@ def test_the_summary_is_made_of_the_rows():
     ]  # fmt: skip
     for row in rows[1:]:
         row |= {"groups_dropped": 1, "reward_errors": 2}
+    rows[2] |= {"loss": 0.1}
     summary = summarise_rl(rows, {"train": (0,)}, wall_s=9)
-    assert summary["steps"] == 2
+    assert (summary["steps"], summary["steps_without_loss"]) == (2, 1)
     assert (summary["eval_reward_first"], summary["eval_reward_last"]) == (0.2, 0.6)
     assert (summary["tokens_per_s_generate"], summary["tokens_per_s_train"]) == (10, 20)
     assert summary["slots"] == {"train": [0]}

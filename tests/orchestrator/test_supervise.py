@@ -10,7 +10,9 @@ import pytest
 
 from ductile.cluster.cluster import StartFailed
 from ductile.config.run import RLConfig, TrainerRunConfig
+from ductile.config.trainer import CheckpointConfig
 from ductile.config.written import output_findings
+from ductile.events.checkpoints import RunResumed
 from ductile.events.steps import BatchesReady
 from ductile.observe import read_jsonl
 from ductile.orchestrator.evaluate import RewardsFailed
@@ -272,6 +274,23 @@ def test_what_is_left_of_a_resumed_run_is_done(tmp_path: Path, has_summary: bool
     run, config = raising(SlotLost("it was started")), RLConfig(output_dir=str(tmp_path), resume=True)
     max_steps = 4 if has_summary else 3
     assert supervise("rl", config, lambda config: None, lambda prepared: max_steps, run, lambda prepared: 3) == 1
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_resume_replaces_the_config_once_the_checkpoint_is_loaded_with_it(tmp_path: Path, capsys, fits: bool):
+    finished(tmp_path)
+    (tmp_path / "config.toml").write_text("as it was run")
+    config = RLConfig(output_dir=str(tmp_path), max_steps=5, ckpt=CheckpointConfig(resume_step=-1))
+
+    async def run(config, prepared, session: Session):
+        assert (tmp_path / "config.toml").read_text() == "as it was run"
+        if fits:
+            session.record.event(RunResumed(3))
+            assert "max_steps = 5" in (tmp_path / "config.toml").read_text()
+        raise Refused("slot 0: LoadState failed: the checkpoint does not fit this model")
+
+    assert supervise("rl", config, lambda config: None, lambda prepared: 5, run, lambda prepared: 3) == 1
+    assert ((tmp_path / "config.toml").read_text() == "as it was run") == (not fits)
 
 
 def test_what_a_killed_start_has_set_aside_is_there_for_a_resume(tmp_path: Path):

@@ -15,6 +15,9 @@ def rl_summary(result: RunResult) -> str:
     """Says where the model is and what it gained, and shows three completions."""
     lines = [_took(result.summary)]
     lines += _held_out(result.summary)
+    if num_equal := result.summary["steps_without_loss"]:
+        of_all = f"{num_equal} of {many(result.summary['steps'], 'step')}"
+        lines.append(f"Nothing was learned in {of_all}: all rewards of each group were equal.")
     if result.summary["reward_errors"]:
         failed = many(int(result.summary["reward_errors"]), "reward")
         lines.append(f"{failed} failed, and their rollouts were not trained on: see reward_error in events.jsonl.")

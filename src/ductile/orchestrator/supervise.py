@@ -43,6 +43,7 @@ from ductile.orchestrator.folder import FolderInUse, bench_folder, run_folder
 from ductile.orchestrator.interrupt import Interrupt, interrupts
 from ductile.orchestrator.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.orchestrator.progress import CheckpointError, Checkpoints
+from ductile.orchestrator.replace_config import ReplaceConfig
 from ductile.orchestrator.run_until import SlotDied, Stopped
 from ductile.orchestrator.saving import lacks_model
 from ductile.orchestrator.sinks import SinkMissing, TensorboardSink, WandbSink
@@ -117,9 +118,13 @@ def supervise(
         with ExitStack() as stack:
             bench = Bench() if config.bench else None
             folder = bench_folder() if bench else stack.enter_context(run_folder(config.output_dir, config.clean))
-            write_resolved(config, folder, command)
             record = Recorder(folder)
             stack.callback(record.close)
+            write_config = partial(write_resolved, config, folder, command)
+            if _goes_on(config) and (folder / "config.toml").exists():
+                record.listeners.append(ReplaceConfig(write_config))
+            else:
+                write_config()
             record.listeners.append(ForgetOldRun(folder))
             _add_sinks(record, config)
             state = RunState(num_kept=NUM_KEPT)
@@ -265,6 +270,11 @@ def _lost(saved: int, trained: int) -> str:
     first = saved + 1
     steps = f"step {first} is" if first == trained else f"steps {first}-{trained} are"
     return f" {capitalised(steps)} lost." if saved else f" Nothing was saved yet: {steps} lost."
+
+
+def _goes_on(config: Config) -> bool:
+    """Whether the run is to go on from a checkpoint."""
+    return isinstance(config, RLConfig | SFTConfig) and config.ckpt.resume_step is not None
 
 
 def _add_sinks(record: Recorder, config: Config) -> None:

@@ -37,7 +37,7 @@ REFUSED = [
     (
         {"actor": 0, "train": 1, "rollout": 2},
         "train slots are named twice, by `actor` and by `train`: keep one of them, with all of its slots in it "
-        '("0-1,3").',
+        '("0-1,3"). A flag can change an entry of a file, and remove none.',
     ),
     ({"actor": "2-0", "rollout": 3}, "`actor: 2-0` runs backwards: write `actor: 0-2`."),
     (

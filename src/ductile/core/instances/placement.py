@@ -123,7 +123,7 @@ def _from_entries(entries: Mapping[str, SlotsGiven], num_wanted: int) -> Placeme
             elif role in named:
                 violations.append(
                     f"{role} slots are named twice, by `{named[role]}` and by `{names}`: keep one of them, with all of "
-                    f'its slots in it ("0-1,3").'
+                    f'its slots in it ("0-1,3"). A flag can change an entry of a file, and remove none.'
                 )
             else:
                 named[role] = names
