@@ -373,6 +373,7 @@ def test_a_slot_that_trains_is_not_killed_because_it_does_not_score_again(tmp_pa
         cluster.slots.kill(5, cluster.mailbox)
         await asyncio.sleep(10)
         assert 4 not in cluster.mailbox.lost
+        assert slots.num_started == 1, "5 alone"
         assert [each.id for each in scoring.scorer.instances] == ["scorer-4-5+2"]
 
     with_pair(story, tmp_path)

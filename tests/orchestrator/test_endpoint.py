@@ -65,6 +65,10 @@ async def respond(ask):
     return Resized("resized", "Done.", 1, layout, layout)
 
 
+def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
 def serve(folder: Path, story: Callable[[dict[str, Any]], Any], respond: Callable[[Any], Awaitable[Any]] = respond):
     """Run `story(what control.json says)` in a thread, beside the endpoint."""
 
@@ -101,6 +105,17 @@ def test_a_run_is_asked_and_replies(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "processes.log").touch()
     with pytest.raises(Unfit, match=r"no run is at work in .*, and nothing is recorded of it yet: .*processes.log"):
+        Run(tmp_path).status()
+
+
+@pytest.mark.parametrize("after", [[], [{"kind": "resized", "sentence": "Trainer resized."}]])
+def test_how_the_last_run_ended_is_said_also_where_a_resize_ended_after_it(tmp_path: Path, after: list[dict[str, str]]):
+    ended = {"kind": "failed", "sentence": "Slot 1 did not reply."}
+    write_jsonl(tmp_path / "events.jsonl", [{"kind": "slot_started", "sentence": ""}, ended, *after])
+    with pytest.raises(Unfit, match=r"the last one has ended\. Slot 1 did not reply\. What it did"):
+        Run(tmp_path).status()
+    write_jsonl(tmp_path / "events.jsonl", [ended, {"kind": "slot_started", "sentence": ""}, *after])
+    with pytest.raises(Unfit, match=r"there is no run in"):
         Run(tmp_path).status()
 
 

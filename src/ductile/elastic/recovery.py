@@ -183,6 +183,7 @@ class Recovery:
                 if died_again := next((lost[each] for each in roles if each in lost), ""):
                     why = died_again  # its death was not listened to, as the slot was still under way
                     continue
+                self._announce(roles)  # of one that was lost after the others
                 for each in sorted(self._gone.intersection(roles)):
                     self._note(each, roles[each], instances, self._clock() - began_s)
                 return

@@ -147,8 +147,8 @@ class TrainerResizer:
     def depends_on(self, slot: int) -> bool:
         """Whether the run cannot go on without this slot.
 
-        It says no of slots whose deaths a resize judges: the resize ends the run if it must. `RemoteTrainer.needs` says
-        yes of these, too.
+        It says no of slots that train while a resize judges what their deaths mean, as the resize ends the run if it
+        must. `RemoteTrainer.needs` says yes of these, too.
         """
         return slot in self._trainer.publishers or (self._trainer.needs(slot) and not self.judges(slot))
 

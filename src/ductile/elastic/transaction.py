@@ -144,7 +144,8 @@ class Transaction:
         return not self._is_over and slot in self.order.slots
 
     async def run(self) -> Resized:
-        """Raises TrainerLost when there is no trainer any more; its sentence says what was lost.
+        """Raises TrainerLost when there is no trainer any more, also to a caller that is cancelled; its sentence says
+        what was lost.
 
         A caller that is cancelled, or gets another error, has the trainer as it was; after the commit, in its new
         layout (`resized`), and what is left of the change is done first, as far as it does not take longer than a step.

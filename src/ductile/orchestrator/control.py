@@ -22,6 +22,7 @@ import msgspec
 
 from ductile.core.layout.layout_text import EXAMPLE
 from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure
+from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.fabric.process import start_time
 from ductile.messages.control import (
     VERSION,
@@ -40,6 +41,8 @@ FILE = "control.json"
 MAX_REQUEST_BYTES = 1 << 20
 MAX_RESPONSE_BYTES = 64 << 20
 ENDINGS = {event.__struct_config__.tag for event in (EndedAsAsked, EndedByDeath, EndedByFailure)}
+AFTER_THE_END = {event.__struct_config__.tag for event in (TrainerResized, ResizeRolledBack)}
+"""Events that may follow an ending: those of a resize that the run did not wait for."""
 STATUS_S = 10.0
 RESIZE_S = 600.0
 
@@ -140,8 +143,12 @@ class Run:
 
     def _ending(self) -> str:
         """How the last run has ended, as a sentence; "" when it has not, or did all that it was to do."""
-        latest = next(iter(read_jsonl(self.folder / "events.jsonl")[-1:]), {})
-        return str(latest.get("sentence", "")) if latest.get("kind") in ENDINGS else ""
+        for event in reversed(read_jsonl(self.folder / "events.jsonl")):
+            if event.get("kind") in ENDINGS:
+                return str(event.get("sentence", ""))
+            if event.get("kind") not in AFTER_THE_END:
+                break
+        return ""
 
 
 def _line(connection: socket.socket, timeout_s: float) -> bytes:

@@ -1,6 +1,7 @@
 """The config of a run that is gone on with: the one that the run had stays until the new one has proved itself."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from ductile.events.checkpoints import RunResumed, StartedAnew
 from ductile.observe import Listener, RunEvent
@@ -23,5 +24,6 @@ class ReplaceConfig(Listener):
 
     def _write_once(self) -> None:
         if not self._is_written:
-            self._is_written = True
-            self._write()
+            with suppress(OSError):  # a full disk, say: the next step is another chance
+                self._write()
+                self._is_written = True
