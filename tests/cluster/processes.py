@@ -34,3 +34,11 @@ def parent_of(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return None
+
+
+def waits_for(pid: int) -> str:
+    """The kernel's function in which the process waits; "" when it has ended, "0" when it runs."""
+    try:
+        return Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return ""

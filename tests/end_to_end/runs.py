@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ductile.observe import read_jsonl
-from tests.cluster.processes import parent_of, processes_with
+from tests.cluster.processes import parent_of, processes_with, waits_for
 
 CONFIG = """
 model.name = "{model}"
@@ -102,7 +103,7 @@ class Run:
             stdin=screen if self.terminal else subprocess.DEVNULL,
             stdout=screen,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment, name: value},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment, name: value},
         )
         if self.terminal:
             os.close(self.terminal.slave)
@@ -136,12 +137,18 @@ class Run:
         return [pid for pid in found if pid not in parents]
 
     def ends(self, within_s: float = STOPS_WITHIN_S) -> int:
-        """Wait for the exit code, and see that nothing is left running."""
-        code = self.process.wait(within_s)
+        """Wait for the exit code, and see that nothing is left running. What does not end says where it is."""
+        try:
+            code = self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            left = processes_with(self.mark)
+            self.process.send_signal(signal.SIGABRT)  # `faulthandler` writes the stacks to the output
+            self.process.wait(STOPS_WITHIN_S)
+            raise AssertionError(f"it did not end within {within_s:g} s; {told(left)}\n{self.said()}") from None
         deadline = time.monotonic() + within_s
         while (left := processes_with(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert left == {}
+        assert not left, told(left)
         return code
 
     def said(self) -> str:
@@ -156,6 +163,12 @@ class Run:
         self.output.close()
         if self.terminal:
             self.terminal.close()
+
+
+def told(processes: Mapping[int, str]) -> str:
+    """What runs, and what the kernel has each wait for."""
+    lines = [f"{pid} in {waits_for(pid)}: {command}" for pid, command in processes.items()]
+    return "\n".join(["what runs:", *lines])
 
 
 class Terminal:
