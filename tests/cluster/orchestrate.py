@@ -39,6 +39,7 @@ async def main(folder: str, fraction: str = "") -> None:
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1)
-    # Under nohup a process ignores hang-ups, and so do all that it starts.
+    # Under nohup a process ignores hang-ups, and interrupts in the background of a script; so do all that it starts.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(main(*sys.argv[1:]))
