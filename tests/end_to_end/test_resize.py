@@ -59,10 +59,11 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
 @pytest.mark.slow
 def test_sft_learns_the_same_in_whatever_layout(tmp_path: Path, model: Path, start):
     """By text, by number of slots, by what the config lists; and what cannot be is refused in words."""
-    plain = start(write_sft(tmp_path / "plain", model, max_steps=NUM_STEPS), command="sft")
+    max_steps = 60  # many more than are resized: a command may take as long to start as several steps
+    plain = start(write_sft(tmp_path / "plain", model, max_steps=max_steps), command="sft")
     assert plain.ends(within_s=90) == 0, plain.said()
     listed = ("--resize.layouts", '["pp=2,dp_shard=1,tp=2"]')
-    run = start(write_sft(tmp_path / "resized", model, max_steps=NUM_STEPS), *listed, command="sft")
+    run = start(write_sft(tmp_path / "resized", model, max_steps=max_steps), *listed, command="sft")
     for step, words, way in [
         (2, ("--train", "0-3"), "from slot 0 to slots 0-3 as pp 2 · tp 2"),
         (5, ("--layout", "tp=2"), "from slots 0-3 as pp 2 · tp 2 to slots 0-3 as dp_shard 2 · tp 2"),
@@ -80,8 +81,11 @@ def test_sft_learns_the_same_in_whatever_layout(tmp_path: Path, model: Path, sta
         "\n", " "
     )
     assert "trainer: slots 1-2 as cp 2" in ductile("status", run.folder).stdout
-    assert run.ends(within_s=90) == 0, run.said()
-    for expected, row in zip(plain.metrics(), run.metrics(), strict=True):
+    run.until_step(min(run.metrics()[-1]["step"] + 2, max_steps))
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends(within_s=90) in (0, 130), run.said()
+    assert run.metrics()[-1]["train_slots"] == 2, "steps in the last layout are among those compared"
+    for expected, row in zip(plain.metrics(), run.metrics(), strict=False):
         assert row["tokens"] == expected["tokens"]
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-4)
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
