@@ -59,9 +59,10 @@ def test_another_user_does_not_even_connect():
 
 def test_no_port_is_open():
     async def story():
+        before = listening()  # other tests of this process may have left a group's sockets to the garbage collector
         folder = SocketFolder()
         router = Router(TOKEN, folder.address)
-        assert listening() == set()
+        assert listening() <= before
         await router.close()
         folder.remove()
 
