@@ -13,6 +13,7 @@ its dims' runs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -96,10 +97,10 @@ def _row(runs: tuple[IndexRun, ...], strides: Shape) -> tuple[int, ...]:
 
 def _runs(
     shape: Shape, mesh: Mesh, shards: Sequence[Shard], coordinates: tuple[int, ...]
-) -> tuple[Shape, list[list[IndexRun]]]:
+) -> tuple[Shape, list[Sequence[IndexRun]]]:
     """A slot's local shape, and the runs of each dim that are data."""
     extents = list(shape)
-    dims: list[list[IndexRun]] = [[(0, 0, length)] for length in shape]
+    dims: list[Sequence[IndexRun]] = [[(0, 0, length)] for length in shape]
     for shard, coordinate in zip(shards, coordinates, strict=True):
         size, dim = mesh.size(shard.axes), shard.dim
         if shard.parts:
@@ -109,7 +110,8 @@ def _runs(
     return tuple(extents), dims
 
 
-def _split(parts: tuple[tuple[int, int], ...], size: int, coordinate: int) -> tuple[int, list[IndexRun]]:
+@lru_cache(maxsize=1024)  # slots that differ along other axes only have the same
+def _split(parts: tuple[tuple[int, int], ...], size: int, coordinate: int) -> tuple[int, Sequence[IndexRun]]:
     runs: list[IndexRun] = []
     base = local = 0
     held = units_of([units for _, units in parts], size, coordinate)
@@ -119,7 +121,7 @@ def _split(parts: tuple[tuple[int, int], ...], size: int, coordinate: int) -> tu
             runs.append((base + kept.start * unit, local, len(kept) * unit))
             local += len(kept) * unit
         base += length
-    return local, runs
+    return local, tuple(runs)
 
 
 def units_of(units: Sequence[int], size: int, coordinate: int) -> list[range]:
@@ -130,7 +132,7 @@ def units_of(units: Sequence[int], size: int, coordinate: int) -> list[range]:
     return [range(low * count // lead, -(-high * count // lead)) if low < high else range(0) for count in units]
 
 
-def chunk(extent: int, runs: list[IndexRun], size: int, coordinate: int) -> tuple[int, list[IndexRun]]:
+def chunk(extent: int, runs: Sequence[IndexRun], size: int, coordinate: int) -> tuple[int, list[IndexRun]]:
     """Chunk number `coordinate` of `size`, cut like `torch.chunk`: its length, and what it has of the runs."""
     length = -(-extent // size)
     low, high = min(coordinate * length, extent), min((coordinate + 1) * length, extent)
