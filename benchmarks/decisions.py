@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.instances.placement import Placement
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.state import Limits
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.sim.arms import named
 from ductile.sim.run import simulate
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import transformers
 
-from ductile.config.inference import InferenceConfig, InferenceModelConfig
-from ductile.generator.engine import Engine
+from ductile.config.schema.inference import InferenceConfig, InferenceModelConfig
+from ductile.generator.engine.engine import Engine
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Sampling
 from provenance import provenance, write

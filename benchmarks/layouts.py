@@ -13,9 +13,9 @@ from math import lcm
 
 import numpy as np
 
-from ductile.core.layout.holdings import Holdings, Shape, interval_boxes
-from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.geometry.holdings import Holdings, Shape, interval_boxes
+from ductile.core.layout.geometry.layout import Layout, Tensor
+from ductile.core.layout.geometry.mesh import Mesh
 
 Row = tuple[int, Shape, Shape, int, Shape]
 """(slot, start, stop, offset, strides) of a box: where it lies in the tensor, and where in the slot's buffer."""

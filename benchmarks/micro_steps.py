@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 
 from ductile.cluster.local import LocalCluster
-from ductile.config.cluster import ClusterConfig
-from ductile.config.trainer import TrainerConfig
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fleet.assign_role import assign_role
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.workers import ForwardBackward, ForwardBackwardDone
-from ductile.orchestrator.sft_data import fake_samples
+from ductile.orchestrator.commands.sft_data import fake_samples
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import ask_each
 from provenance import provenance, write

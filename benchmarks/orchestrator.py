@@ -30,15 +30,15 @@ from typing import Any
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 from ductile.cluster.local import LocalCluster
-from ductile.config.cluster import ClusterConfig
+from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.instances import instance_on
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.staleness import StalenessBound
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.step_accounting import StepAccounting, StepSize
 from ductile.fleet.assign_role import assign_role, begin_instances
 from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.trainer import RemoteTrainer
-from ductile.generator.sequence import Sequence
+from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.generator.engine.sequence import Sequence
 from ductile.messages.workers import (
     Done,
     Finished,
@@ -51,11 +51,11 @@ from ductile.messages.workers import (
     Stepped,
 )
 from ductile.observe import Recorder
-from ductile.orchestrator.buffer import Buffer
-from ductile.orchestrator.episode import Episodes
-from ductile.orchestrator.loop import Loop, RunSchedule
-from ductile.orchestrator.rollouts import Rollouts
-from ductile.orchestrator.sample_builder import SampleBuilder
+from ductile.orchestrator.loop.buffer import Buffer
+from ductile.orchestrator.loop.episode import Episodes
+from ductile.orchestrator.loop.loop import Loop, RunSchedule
+from ductile.orchestrator.loop.rollouts import Rollouts
+from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import GenerateRequest, Manifest, Sampling, StepReport
 from ductile.roles import RoleAssignment, Task
 from ductile.tasks.grader import Graded

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bounds import least_egress
-from ductile.core.layout.layout import Layout
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
-from ductile.core.transfer.arrange import arrange
-from ductile.core.transfer.reshard import Planner
+from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import ModelSpec
+from ductile.core.transfer.assignment import arrange
+from ductile.core.transfer.planning import Planner
 from ductile.core.transfer.topology import MIB, Topology
 from layouts import relabelled, zero_layout
 from provenance import provenance, write

@@ -7,10 +7,10 @@ they are (the placement that RLinf ships, the best split into train and generate
 move slots (`rules`, with both optional policies, `model`), and the gains of these over those, beside the published one.
 `floor` is the longest completion decoded alone: no schedule of an on-policy step is faster. What differs is said below.
 
-Slots are GPUs, and do what a run on GPUs may do (`core.scheduling.state.may_share`): one that trains has no memory for
-a generator besides. To change roles it gives one up and takes the other on, at the cost of the resize, or of weights
-from a peer and a new cache. Only collocated slots hold both roles, as their placement says so; each step they move the
-trainer's state to the host and back, at the least that this can cost.
+Slots are GPUs, and do what a run on GPUs may do (`core.scheduling.facts.cluster_state.may_share`): one that trains has
+no memory for a generator besides. To change roles it gives one up and takes the other on, at the cost of the resize, or
+of weights from a peer and a new cache. Only collocated slots hold both roles, as their placement says so; each step
+they move the trainer's state to the host and back, at the least that this can cost.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.instances.placement import Placement
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.core.scheduling.policies.static import InTurns, Static
-from ductile.core.scheduling.state import Limits
 from ductile.sim.arms import collocate, run_arms
 from ductile.sim.run import simulate
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal

@@ -61,11 +61,11 @@ import torch.distributed as dist
 
 import ductile
 from ductile.cluster.node import FREED_MEMORY_STAYS
-from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.mesh import Mesh
-from ductile.core.layout.sharding import Shard, place
+from ductile.core.layout.geometry.layout import Layout, Tensor
+from ductile.core.layout.geometry.mesh import Mesh
+from ductile.core.layout.geometry.sharding import Shard, place
 from ductile.core.transfer.plan import Plan
-from ductile.core.transfer.reshard import Planner
+from ductile.core.transfer.planning import Planner
 from ductile.core.transfer.topology import MIB
 from ductile.fabric import heap, pages, rendezvous
 from ductile.fabric.choice import choose

@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from ductile.cluster.local import LocalCluster
-from ductile.config.cluster import ClusterConfig
-from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.fleet.assign_role import assign_role
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.records import Sample
 from ductile.transport.deadlines import Deadlines
 from models import QWEN3, SMALL, make_model

@@ -35,8 +35,8 @@ from typing import Any
 
 import tomli_w
 
-from ductile.core.scheduling.ledger import Span
-from ductile.core.scheduling.profile import StepProfile
+from ductile.core.scheduling.facts.ledger import Span
+from ductile.core.scheduling.facts.profile import StepProfile
 from letters import make_tokenizer
 from models import make_model
 from peers.every_change import SETTLING

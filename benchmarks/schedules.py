@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ductile.core.instances.placement import Placement
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.state import Limits
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.sim.arms import ArmOutcome, run_arms
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal
 from ductile.sim.timeline import causes, gantt

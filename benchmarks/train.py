@@ -35,9 +35,9 @@ from typing import Any
 import torch
 
 from ductile.cluster.node import FREED_MEMORY_STAYS
-from ductile.config.trainer import TrainerConfig
+from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric import rendezvous
 from ductile.messages.workers import ForwardBackward, OptimStep
 from ductile.model.checkpoint import load_model
@@ -45,7 +45,7 @@ from ductile.records import MicroBatch, Sample
 from ductile.roles import RoleAssignment
 from ductile.trainer.collate import collate
 from ductile.trainer.loss import make_loss
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from models import LLAMA, SMALL, make_model
 from peers import train as peers
 from provenance import provenance, write
@@ -245,7 +245,7 @@ def main() -> None:
     options = parser.parse_args()
     shape = LLAMA | (SMALL if options.small else {})
     os.environ |= FREED_MEMORY_STAYS  # read when a process starts
-    multiprocessing.set_forkserver_preload(["ductile.trainer.worker", "peers.train", *peers.MODULES.values()])
+    multiprocessing.set_forkserver_preload(["ductile.trainer.train_role", "peers.train", *peers.MODULES.values()])
     missing = {peer: sentence for peer in peers.MODELS if (sentence := peers.missing(peer))}
     for sentence in missing.values():
         print(sentence, file=sys.stderr)

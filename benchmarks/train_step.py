@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from ductile.config.trainer import TrainerConfig
+from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric import rendezvous
 from ductile.messages.workers import ForwardBackward, OptimStep
 from ductile.model.checkpoint import load_model
@@ -32,7 +32,7 @@ from ductile.records import MicroBatch, Sample
 from ductile.roles import RoleAssignment
 from ductile.trainer.collate import collate
 from ductile.trainer.loss import make_loss
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from provenance import provenance, write
 
 MODEL = {
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--samples", type=int, default=32)
     options = parser.parse_args()
-    multiprocessing.set_forkserver_preload(["torch", "ductile.trainer.worker"])
+    multiprocessing.set_forkserver_preload(["torch", "ductile.trainer.train_role"])
     samples = make_samples(options.samples)
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:

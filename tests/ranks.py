@@ -19,7 +19,7 @@ from typing import Any
 
 from ductile.fabric import rendezvous
 
-PRELOADED = ["torch", "numpy.ma", "pytest", "ductile.trainer.worker", "ductile.scorer.worker", "tests.tiny"]
+PRELOADED = ["torch", "numpy.ma", "pytest", "ductile.trainer.train_role", "ductile.scorer.score_role", "tests.tiny"]
 """What ranks need in any test: a function that they run is found in its test's module, which imports pytest."""
 DEADLINE_S = 60.0
 

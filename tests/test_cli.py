@@ -12,7 +12,7 @@ import pytest
 
 import ductile
 from ductile.cli import COMMANDS, TOOLS, main
-from ductile.orchestrator.progress import Checkpoints, Progress
+from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from tests.config.stories import MODEL, furnish
 
 PYTHON = [sys.executable, "-m", "ductile"]
@@ -50,7 +50,7 @@ def test_help_and_checks_need_no_torch(words: list[str]) -> None:
 def test_check_reads_what_the_config_names_without_torch() -> None:
     """It prepares the run as the run would: with the tokenizer and the task, and without a slot."""
     imported = imported_by("check", "rl", "@", "good.toml")
-    assert "ductile.orchestrator.compose" in imported
+    assert "ductile.orchestrator.commands.compose" in imported
     assert imported & HEAVY == set()
 
 
@@ -139,7 +139,7 @@ def test_ctrl_c_in_a_tool_ends_it_in_a_word(
     monkeypatch.setattr("ductile.sim.recording.read_recording", interrupted)
     monkeypatch.setattr("ductile.dashboard.run_report.read_run_report", interrupted)
     monkeypatch.setattr("ductile.sim.replay.replay_run", interrupted)
-    monkeypatch.setattr("ductile.orchestrator.rehearse.violation", interrupted)
+    monkeypatch.setattr("ductile.orchestrator.commands.rehearse.violation", interrupted)
     Path("runs/x").mkdir(parents=True)
     assert main(words) == 130
     assert capsys.readouterr().err.endswith("\nductile: Stopped.\n")

@@ -11,26 +11,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ductile
-from ductile.config.inference import InferenceConfig
-from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.config.schema.inference import InferenceConfig
+from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.generator.worker import load_engine
+from ductile.generator.generate_role import load_engine
 from ductile.kernels.device import peak_memory, peak_of
 from ductile.messages.workers import Receive, Score
 from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
-from ductile.scorer.worker import ScoreRole
+from ductile.scorer.score_role import ScoreRole
 from ductile.trainer.state import named_gradient, named_state
+from ductile.trainer.train_role import TrainRole
 from ductile.trainer.trainer import Trainer
-from ductile.trainer.worker import TrainRole
 from ductile.weights.shared_memory import SharedMemory
 from tests.generator.conftest import request, run
-from tests.parallel.world import run_world
 from tests.ranks import run_alone
+from tests.resharding.world import run_world
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import NaiveTrainer, make_samples

@@ -137,7 +137,7 @@ def test_one_public_class_name_is_one_class() -> None:
     for file in sorted(SOURCE.rglob("*.py")):
         for name in public_types(file.read_text(encoding="utf-8")):
             homes[name].append(str(file.relative_to(SOURCE.parents[1])))
-    assert homes["Loop"] == ["src/ductile/orchestrator/loop.py"], "the walk finds classes"
+    assert homes["Loop"] == ["src/ductile/orchestrator/loop/loop.py"], "the walk finds classes"
     found = [f"{name}: {', '.join(files)}" for name, files in sorted(homes.items()) if len(files) > 1]
     advice = "keep the name for the class that it fits best, and call the others what they are"
     assert not found, "\n".join([f"{len(found)} names are defined more than once; {advice}", *found])

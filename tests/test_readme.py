@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ductile.config.parse import parse
-from ductile.config.run import RLConfig
+from ductile.config.reading.parse import parse
+from ductile.config.schema.run import RLConfig
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)

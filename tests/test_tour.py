@@ -43,14 +43,14 @@ def test_every_change_names_the_test_that_holds_it() -> None:
 
 def test_what_is_not_there_is_found() -> None:
     page = """
-1. `orchestrator/loop.py` `Loop.run` and `Loop.go`, `Loop.step`, `Loopy` and `Sample`.
+1. `orchestrator/loop/loop.py` `Loop.run` and `Loop.go`, `Loop.step`, `Loopy` and `Sample`.
 2. `loop/lop.py` `Loop`; `orchestrator/`, `loops/`, `tests/test_tour.py` `PAGE`,
    `NAMES` and `two words`.
 3. `Finished` and `finished`.
 """
     assert wrong(page) == [
-        "orchestrator/loop.py has no Loop.go",
-        "orchestrator/loop.py has no Loopy",
+        "orchestrator/loop/loop.py has no Loop.go",
+        "orchestrator/loop/loop.py has no Loopy",
         "there is no loop/lop.py",
         "there is no loops/",
         "tests/test_tour.py has no NAMES",

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ductile.config.inference import InferenceConfig
-from ductile.generator.attention import without_cudnn
-from ductile.generator.engine import Engine
-from ductile.generator.worker import resolve_dtype
+from ductile.config.schema.inference import InferenceConfig
+from ductile.generator.engine.engine import Engine
+from ductile.generator.engine.paged_attention import without_cudnn
+from ductile.generator.generate_role import resolve_dtype
 from ductile.kernels.device import peak_memory
 from ductile.model.checkpoint import empty_model, read_spec
 from ductile.records import GenerateRequest, Sampling

@@ -27,7 +27,7 @@ PAIRS = (("rows over 4", "columns over 4"), ("rows over 4", "rows over 2"), ("ro
 
 def run(setting: Setting) -> dict[str, Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "ductile.parallel.reshard"])
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "ductile.resharding.reshard"])
     found = of_all_ranks(context, setting)
     pairs: dict[str, Any] = {}
     for pair, first in found[0].items():
@@ -94,7 +94,7 @@ def measure(rank: int, before: str, after: str, setting: Setting, groups: dict[s
     import torch
     import torch.distributed as dist
 
-    from ductile.parallel.reshard import Resharder
+    from ductile.resharding.reshard import Resharder
 
     size, count, rounds = (64, 2, 2) if setting.small else (4096, 16, 5)
     old = state(rank, before, groups[before], size, count, setting, fill=True)

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ductile.cluster.local import LocalCluster
-from ductile.config.cluster import ClusterConfig
-from ductile.config.inference import InferenceConfig
-from ductile.config.trainer import TrainerConfig
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.inference import InferenceConfig
+from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.instances.instances import Instance, instance_on
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.fleet.assign_role import assign_role
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import AssignRole
 from ductile.records import GenerateRequest, Sample, Sampling

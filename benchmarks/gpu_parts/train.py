@@ -3,8 +3,8 @@
 The trainer works on a micro-batch of 16k tokens, forward, backward and optimizer step, with bf16 compute, fp32 masters
 and AdamW: once on documents of 2,048 tokens, once on prompts with eight completions each, which share their prompt.
 When the memory does not hold that, on half as many tokens, and when it does not hold those, on a quarter, in shorter
-documents. The operations are those of the model's spec (`ductile.core.layout.flops`), the time is that of the whole
-step.
+documents. The operations are those of the model's spec (`ductile.core.layout.model.flops`), the time is that of the
+whole step.
 """
 
 import gc
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ductile.config.trainer import TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.peak import Peak, arithmetic_of, compute_dtype
-from ductile.core.layout.spec import ModelSpec
+from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.model.peak import Peak, arithmetic_of, compute_dtype
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.fabric.groups import Groups
 from ductile.kernels.device import name_of, peak_memory, peak_of
 from ductile.model.packed import PackedSamples

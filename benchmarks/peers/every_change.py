@@ -7,9 +7,9 @@ published.
 from collections.abc import Sequence
 
 from ductile.core.instances.placement import Role
-from ductile.core.scheduling.migration import change, migrate
+from ductile.core.scheduling.facts.cluster_state import ClusterState
+from ductile.core.scheduling.migration_targets import change, migrate
 from ductile.core.scheduling.orders import Decision, Migration, Order, sentence, violations
-from ductile.core.scheduling.state import ClusterState
 
 Roles = tuple[Role, ...]
 SETTLING = "as a step begins"

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ductile.config.trainer import AdamWConfig, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, TrainerConfig
 from ductile.fabric.groups import Groups
-from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
+from ductile.parallel.fsdp_collectives import DirectAllGather, DirectReduceScatter
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import Sample
 from ductile.roles import RoleAssignment
@@ -43,7 +43,8 @@ def missing(peer: str) -> str:
 
 
 def step(config: TrainerConfig, place: RoleAssignment, samples: list[Sample], peer: str, direct: bool) -> Step:
-    """A rank's step. `direct`: with ductile's collectives for CPUs (`parallel/exchange.py`) in place of torch's."""
+    """A rank's step. `direct`: with ductile's collectives for CPUs (`parallel/fsdp_collectives.py`) in place of
+    torch's."""
     context = ParallelContext(Groups.at(place, config.dist_timeout_seconds), place.layout)
     model, layers, score = MODELS[peer](Path(str(config.model.name)))
     shard(model, layers, context.mesh, direct)

@@ -5,22 +5,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ductile.core.transfer.cells import NotReshardable
     from ductile.fabric.carrier import TransferFailed
-    from ductile.orchestrator.control import Run
-    from ductile.parallel.blocks import Block
-    from ductile.parallel.megatron import MegatronModule
-    from ductile.parallel.reshard import Resharder, reshard
+    from ductile.orchestrator.control.control import Run
+    from ductile.resharding.blocks import Block
+    from ductile.resharding.megatron import MegatronModule
+    from ductile.resharding.reshard import Resharder, reshard
 
 __version__ = "0.1.0"
 __all__ = ["Block", "MegatronModule", "NotReshardable", "Resharder", "Run", "TransferFailed", "reshard"]
 
 _HOMES = {
-    "Block": "ductile.parallel.blocks",
-    "MegatronModule": "ductile.parallel.megatron",
+    "Block": "ductile.resharding.blocks",
+    "MegatronModule": "ductile.resharding.megatron",
     "NotReshardable": "ductile.core.transfer.cells",
-    "Resharder": "ductile.parallel.reshard",
-    "Run": "ductile.orchestrator.control",
+    "Resharder": "ductile.resharding.reshard",
+    "Run": "ductile.orchestrator.control.control",
     "TransferFailed": "ductile.fabric.carrier",
-    "reshard": "ductile.parallel.reshard",
+    "reshard": "ductile.resharding.reshard",
 }
 
 

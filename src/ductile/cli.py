@@ -13,10 +13,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from ductile import __version__
-from ductile.config.command_line import as_sentence
-from ductile.config.errors import ConfigError, did_you_mean
-from ductile.config.parse import Parsed, parse
-from ductile.config.run import (
+from ductile.config.reading.command_line import as_sentence
+from ductile.config.reading.errors import ConfigError, did_you_mean
+from ductile.config.reading.parse import Parsed, parse
+from ductile.config.schema.run import (
     InferenceRunConfig,
     OrchestratorRunConfig,
     RLConfig,
@@ -24,7 +24,7 @@ from ductile.config.run import (
     SFTConfig,
     TrainerRunConfig,
 )
-from ductile.config.secrets import without_secrets
+from ductile.config.schema.secrets import without_secrets
 
 BAD_CONFIG = 2
 """Exit status when nothing was started because the command line or a config is wrong."""
@@ -48,8 +48,8 @@ COMMANDS = {
     )
 }
 TOOLS = {
-    "resize": "ductile.orchestrator.run_commands:resize",
-    "status": "ductile.orchestrator.run_commands:status",
+    "resize": "ductile.orchestrator.control.run_commands:resize",
+    "status": "ductile.orchestrator.control.run_commands:status",
     "simulate": "ductile.sim.command:main",
     "plan": "ductile.sim.plan_command:main",
     "replay": "ductile.sim.replay_command:main",
@@ -117,7 +117,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return _dry_run(command, parsed)
     sys.argv[1:] = without_secrets(sys.argv[1:])  # W&B and benchmarks write it down
     try:
-        return resolve_name(f"ductile.orchestrator.run:run_{name}")(parsed.config)
+        return resolve_name(f"ductile.orchestrator.commands.run:run_{name}")(parsed.config)
     except KeyboardInterrupt:
         return 130
 
@@ -134,8 +134,8 @@ def _check(words: list[str]) -> int:
     parsed = _parse(command, words, "ductile check")
     if parsed is None:
         return BAD_CONFIG
-    from ductile.config.summary import summary
-    from ductile.orchestrator.rehearse import resumes, violation
+    from ductile.config.checks.summary import summary
+    from ductile.orchestrator.commands.rehearse import resumes, violation
 
     what = violation(parsed.config)
     if what:
@@ -149,7 +149,7 @@ def _wants_help(command: CommandEntry, words: list[str]) -> bool:
     at = next((index for index, word in enumerate(words) if word in ("-h", "--help", "--help-all")), None)
     if at is None:
         return False
-    from ductile.config.help import help_text
+    from ductile.config.reading.help import help_text
 
     only = words[at + 1] if at + 1 < len(words) else ""
     print(help_text(command.name, command.summary, command.root, only, unbuilt=words[at] == "--help-all"))
@@ -197,8 +197,8 @@ def _num_unknown(error: ConfigError) -> int:
 
 
 def _dry_run(command: CommandEntry, parsed: Parsed[RunConfig]) -> int:
-    from ductile.config.dump import write_resolved
-    from ductile.config.written import DRY_RUN, of_a_run
+    from ductile.config.checks.written import DRY_RUN, of_a_run
+    from ductile.config.reading.dump import write_resolved
 
     folder = Path(parsed.config.output_dir)
     try:

@@ -287,7 +287,8 @@ class StepReport:
     """Trained tokens (`loss_mask` 1) of all ranks together."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     flops: float = 0.0
-    """Floating-point operations since the last step, all ranks together, as `ductile.core.layout.flops` counts them."""
+    """Floating-point operations since the last step, all ranks together, as `ductile.core.layout.model.flops` counts
+    them."""
     peak_flops_per_s: float | None = None
     """Peak speed of all ranks' devices together, each device counted once; None when the peak of one is not known."""
 

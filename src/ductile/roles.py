@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from ductile.columns import Floats
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 
 
@@ -195,7 +195,7 @@ class Task(Protocol):
         """Score the policy's last words: a reward, or (reward, metrics); also as an `async def`.
 
         It may ask for more by name: `def reward(self, example, completion, num_tokens, finish_reason)`
-        (`ductile.config.reward_signature.FACTS`).
+        (`ductile.config.checks.reward_signature.FACTS`).
         """
         ...
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import gpu as gpu_script
-from ductile.core.layout.peak import Peak
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.model.peak import Peak
+from ductile.core.layout.model.spec import ModelSpec
 from gpu import BUDGET_S, DRIVER, KILL_S, PARTS, RESULTS, Part, Result, ends_in_time, results_file, run_part, unusable
 from gpu_parts import generate as generate_part
 from gpu_parts import tests as tests_part

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.cluster.survey import survey
-from ductile.core.layout.peak import Arithmetic
+from ductile.core.layout.model.peak import Arithmetic
 from ductile.messages.workers import Surveyed
 from ductile.transport.mailbox import Mailbox
 

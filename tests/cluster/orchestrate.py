@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ductile.cluster.agents import AgentCluster
 from ductile.cluster.local import LocalCluster
-from ductile.config.cluster import ClusterConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.workers import AssignRole, OptimStep
 from tests.slot.echo import ECHO
 

@@ -15,7 +15,7 @@ import pytest
 
 from ductile.cluster.agents import AgentCluster
 from ductile.cluster.cluster import StartFailed
-from ductile.config.cluster import ClusterConfig
+from ductile.config.schema.cluster import ClusterConfig
 from ductile.messages.agents import AgentSettings, NodeSettings
 from ductile.messages.workers import Done, Ping
 from ductile.transport.frames import FrameRouter

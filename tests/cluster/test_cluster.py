@@ -14,7 +14,7 @@ from ductile.cluster.agents import AgentCluster
 from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import LocalCluster
 from ductile.cluster.nodes import NodesCluster
-from ductile.config.cluster import ClusterConfig
+from ductile.config.schema.cluster import ClusterConfig
 from ductile.messages.workers import Done, Ping
 from ductile.roles import SlotLost
 from ductile.transport.mailbox import Died, Mailbox

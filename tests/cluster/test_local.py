@@ -13,8 +13,8 @@ from ductile.cluster.cluster import StartFailed
 from ductile.cluster.local import LocalCluster
 from ductile.cluster.node import FREED_MEMORY_STAYS, Devices
 from ductile.cluster.processes import ForkedProcess, ProcessServer
-from ductile.config.cluster import ClusterConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.workers import AssignRole, Generate, OptimStep, Ping, Survey
 from ductile.records import GenerateRequest, Sampling
 from ductile.roles import Late, Refused, SlotLost

@@ -6,9 +6,9 @@ import pytest
 
 from ductile.concurrency.deadline import Deadline, said
 from ductile.concurrency.read_write_lock import ReadWriteLock
-from ductile.config.cluster import ClusterConfig
-from ductile.config.preflight import warnings
-from ductile.config.run import RLConfig
+from ductile.config.checks.preflight import warnings
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.run import RLConfig
 from ductile.roles import Late
 from ductile.transport.deadlines import Deadlines
 

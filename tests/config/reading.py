@@ -1,7 +1,7 @@
 """Which keys does a command read? Found in the source, from the command's entry on.
 
 A node is a function, a class with all its methods, or a constant at a module's top level. Its edges are the names of
-the package that it uses, and the texts that name code ("ductile.generator.serve"). What a command reads is every
+the package that it uses, and the texts that name code ("ductile.generator.server.serve"). What a command reads is every
 attribute in the nodes that can be reached from its `run_...` function: parsing, checks and help are not among them.
 """
 

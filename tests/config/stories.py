@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ductile.cli import main
-from ductile.core.layout.parameters import parameters
-from ductile.core.layout.spec import spec_from_hf
+from ductile.core.layout.model.parameters import parameters
+from ductile.core.layout.model.spec import spec_from_hf
 
 FILE = Path(__file__).with_name("wrong_configs.txt")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ductile.config.access import is_loopback, server_findings
-from ductile.config.inference import ServerConfig
+from ductile.config.checks.access import is_loopback, server_findings
+from ductile.config.schema.inference import ServerConfig
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ductile.config.bench import InferenceBenchConfig, Load, load_findings, load_of
-from ductile.config.inference import InferenceConfig
+from ductile.config.schema.bench import InferenceBenchConfig, Load, load_findings, load_of
+from ductile.config.schema.inference import InferenceConfig
 
 
 def config(max_model_len=2048, **keys):

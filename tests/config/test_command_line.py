@@ -3,7 +3,7 @@
 import pytest
 
 from ductile.cli import TOOLS, main
-from ductile.config.command_line import as_sentence
+from ductile.config.reading.command_line import as_sentence
 
 ASKS = {"plan": [], "status": [], "report": [], "resize": ["--train", "0"]}
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from ductile.config.docs import ROOTS
-from ductile.config.errors import ConfigError
-from ductile.config.foreign import FOREIGN, ours
-from ductile.config.parse import parse
-from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.schema import find
-from ductile.config.section import Section
+from ductile.config.reading.docs import ROOTS
+from ductile.config.reading.errors import ConfigError
+from ductile.config.reading.foreign import FOREIGN, ours
+from ductile.config.reading.key_tree import find
+from ductile.config.reading.parse import parse
+from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.section import Section
 from tests.config.stories import furnish
 
 

@@ -1,13 +1,9 @@
-import ast
 import subprocess
 import sys
-from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-import ductile.config
-from ductile.config.imports import ImportPathError, import_object, unfit
+from ductile.config.reading.imports import ImportPathError, import_object, unfit
 
 
 def test_a_module_beside_the_command_is_found_as_the_cli_starts_it(tmp_path):
@@ -15,7 +11,9 @@ def test_a_module_beside_the_command_is_found_as_the_cli_starts_it(tmp_path):
     # The console script does not put the working directory on the path; neither does `python file.py`.
     (tmp_path / "sub").mkdir()
     script = tmp_path / "sub" / "script.py"
-    script.write_text("from ductile.config.imports import import_object; print(import_object('beside_me.VALUE'))")
+    script.write_text(
+        "from ductile.config.reading.imports import import_object; print(import_object('beside_me.VALUE'))"
+    )
     result = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "42", result.stderr
 
@@ -40,16 +38,6 @@ def test_a_file_that_fails_is_tried_again(tmp_path):
         import_object(f"{file}:x")
     file.write_text("x = 1  # now")
     assert import_object(f"{file}:x") == 1
-
-
-def test_modules_of_config_import_each_other_in_one_direction() -> None:
-    """Also those that import inside a function, so as to load less."""
-    graph: dict[str, set[str]] = {}
-    for file in Path(ductile.config.__file__).parent.glob("*.py"):
-        imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-        names = {node.module.removeprefix("ductile.config.") for node in imports if node.module}
-        graph[file.stem] = names - {""}
-    assert len(list(TopologicalSorter(graph).static_order())) > len(graph)  # raises CycleError, which names the cycle
 
 
 UNFIT = [

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ductile import host
-from ductile.config.errors import ConfigError
-from ductile.config.inference import InferenceConfig, shared_block_tokens
-from ductile.config.parse import parse
-from ductile.config.run import InferenceRunConfig, RLConfig
+from ductile.config.reading.errors import ConfigError
+from ductile.config.reading.parse import parse
+from ductile.config.schema.inference import InferenceConfig, shared_block_tokens
+from ductile.config.schema.run import InferenceRunConfig, RLConfig
 from tests.config.stories import MODEL, furnish
 
 

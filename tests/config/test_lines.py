@@ -9,8 +9,8 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.config.lines import json_lines, toml_lines
-from ductile.config.provenance import Path
+from ductile.config.reading.key_lines import json_lines, toml_lines
+from ductile.config.reading.provenance import Path
 
 TOML = '''\
 # a comment with [a.table] and key = 1

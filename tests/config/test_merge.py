@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from ductile.config.errors import ConfigError
-from ductile.config.flags import read
-from ductile.config.parse import parse
-from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.schema import value_at
-from ductile.config.section import Section
+from ductile.config.reading.errors import ConfigError
+from ductile.config.reading.flags import read
+from ductile.config.reading.key_tree import value_at
+from ductile.config.reading.parse import parse
+from ductile.config.schema.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.section import Section
 from tests.config.stories import furnish
 
 

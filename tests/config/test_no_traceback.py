@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ductile.config.docs import ROOTS
-from ductile.config.errors import ConfigError, flag
-from ductile.config.parse import parse
-from ductile.config.rename import renames
-from ductile.config.run import RLConfig
-from ductile.config.schema import walk
-from ductile.config.section import Section
+from ductile.config.reading.docs import ROOTS
+from ductile.config.reading.errors import ConfigError, flag
+from ductile.config.reading.key_tree import walk
+from ductile.config.reading.parse import parse
+from ductile.config.reading.rename import renames
+from ductile.config.schema.run import RLConfig
+from ductile.config.schema.section import Section
 from tests.config.stories import furnish
 
 LOOSE = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

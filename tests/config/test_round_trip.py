@@ -10,14 +10,14 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ductile.config.docs import ROOTS
-from ductile.config.dump import ASKED_ONCE, to_table, to_toml, write_resolved
-from ductile.config.fit import fit
-from ductile.config.parse import parse
-from ductile.config.provenance import Draft
-from ductile.config.run import RLConfig
-from ductile.config.secrets import SECRETS
-from ductile.config.section import Section
+from ductile.config.reading.docs import ROOTS
+from ductile.config.reading.dump import ASKED_ONCE, to_table, to_toml, write_resolved
+from ductile.config.reading.fit import fit
+from ductile.config.reading.parse import parse
+from ductile.config.reading.provenance import Draft
+from ductile.config.schema.run import RLConfig
+from ductile.config.schema.secrets import SECRETS
+from ductile.config.schema.section import Section
 from tests.config.stories import furnish
 
 text = st.text(st.characters(codec="utf-8"), max_size=6).filter(lambda word: word != "None")

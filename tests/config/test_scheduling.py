@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from ductile.cli import main
-from ductile.config.cluster import ClusterConfig
-from ductile.config.errors import ConfigError
-from ductile.config.imports import ImportPathError
-from ductile.config.parse import parse
-from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig
-from ductile.config.scheduling import policy_of, replaced_roles
-from ductile.config.slots import placement_of
+from ductile.config.checks.asked_placement import placement_of
+from ductile.config.reading.errors import ConfigError
+from ductile.config.reading.imports import ImportPathError
+from ductile.config.reading.parse import parse
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig
+from ductile.config.schema.scheduling import policy_of, replaced_roles
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ductile import cli
-from ductile.config.secrets import secret_of, without_secrets
+from ductile.config.schema.secrets import secret_of, without_secrets
 from tests.config.stories import furnish
 
 COMMAND = ["--model.name", "model", "--client.base-url", "http://localhost:8000/v1"]
@@ -38,7 +38,9 @@ def test_what_is_shown_of_a_command_line(words: list[str], shown: list[str]) -> 
 
 def test_who_writes_the_command_line_down_finds_no_secret(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr("ductile.orchestrator.run.run_orchestrator", lambda config: seen.append(list(sys.argv)) or 0)
+    monkeypatch.setattr(
+        "ductile.orchestrator.commands.run.run_orchestrator", lambda config: seen.append(list(sys.argv)) or 0
+    )
     monkeypatch.setattr(sys, "argv", ["ductile", "orchestrator", *COMMAND, "--client.api-key", "sk-1"])
     assert cli.main() == 0
     assert "--client.api-key" in seen[0]

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ductile.config.errors import ConfigError
-from ductile.config.parse import parse
-from ductile.config.provenance import Draft, Origin
-from ductile.config.run import RLConfig
-from ductile.config.schema import value_at
-from ductile.config.share import SHARED, share
+from ductile.config.reading.errors import ConfigError
+from ductile.config.reading.key_tree import value_at
+from ductile.config.reading.parse import parse
+from ductile.config.reading.provenance import Draft, Origin
+from ductile.config.reading.share import SHARED, share
+from ductile.config.schema.run import RLConfig
 from tests.config.stories import furnish
 
 RULES = SHARED[RLConfig]

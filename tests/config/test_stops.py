@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ductile.config.preflight import warnings
-from ductile.config.run import OrchestratorRunConfig
-from ductile.generator.openai_api import CompletionRequest
+from ductile.config.checks.preflight import warnings
+from ductile.config.schema.run import OrchestratorRunConfig
+from ductile.generator.server.openai_api import CompletionRequest
 
 
 def is_refused(sampling: dict[str, Any]) -> bool:

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 import ductile
-from ductile.config.docs import ROOTS, fill_in
-from ductile.config.errors import ConfigError, dotted, flag
-from ductile.config.fit import fit
-from ductile.config.help import help_text, lines
-from ductile.config.orchestrator import SamplingConfig
-from ductile.config.parse import parse
-from ductile.config.provenance import COMMAND_LINE, Draft, leaves
-from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.schema import keys, walk
-from ductile.config.section import Section
-from ductile.config.trainer import SGDConfig
-from ductile.config.unread import UNREAD
+from ductile.config.reading.docs import ROOTS, fill_in
+from ductile.config.reading.errors import ConfigError, dotted, flag
+from ductile.config.reading.fit import fit
+from ductile.config.reading.help import help_text, lines
+from ductile.config.reading.key_tree import keys, walk
+from ductile.config.reading.parse import parse
+from ductile.config.reading.provenance import COMMAND_LINE, Draft, leaves
+from ductile.config.reading.unread import UNREAD
+from ductile.config.schema.orchestrator import SamplingConfig
+from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.section import Section
+from ductile.config.schema.trainer import SGDConfig
 from tests.config.reading import attributes_read
 from tests.config.stories import furnish
 
@@ -61,7 +61,7 @@ def _built_leaves(section: type[Section], path: tuple[str, ...] = ()) -> list[tu
 
 @pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
 def test_every_key_is_read_by_the_command_or_said_to_be_unread(command: str, root: type[Section]) -> None:
-    read = attributes_read("ductile.orchestrator.run", f"run_{command}") | MEANS_ONE_THING.keys()
+    read = attributes_read("ductile.orchestrator.commands.run", f"run_{command}") | MEANS_ONE_THING.keys()
     said = [tuple(key.split(".")) for unread in UNREAD.get(root, ()) for key in unread.keys]
     ignored = {
         dotted(path)
@@ -73,8 +73,8 @@ def test_every_key_is_read_by_the_command_or_said_to_be_unread(command: str, roo
 
 def test_the_guard_sees_the_command() -> None:
     """`heartbeat_timeout_s` is read where slots are started, and the server starts none."""
-    assert "heartbeat_timeout_s" in attributes_read("ductile.orchestrator.run", "run_sft")
-    assert "heartbeat_timeout_s" not in attributes_read("ductile.orchestrator.run", "run_inference")
+    assert "heartbeat_timeout_s" in attributes_read("ductile.orchestrator.commands.run", "run_sft")
+    assert "heartbeat_timeout_s" not in attributes_read("ductile.orchestrator.commands.run", "run_inference")
 
 
 OTHER_VALUES = {
@@ -176,7 +176,7 @@ def test_help_for_a_word_finds_variants_other_systems_names_and_what_is_not_buil
 
 def test_docs_are_up_to_date() -> None:
     text = PAGE.read_text()
-    assert fill_in(text) == text, "run: python -m ductile.config.docs docs/config.md"
+    assert fill_in(text) == text, "run: python -m ductile.config.reading.docs docs/config.md"
 
 
 def test_docs_have_every_key_that_help_has() -> None:

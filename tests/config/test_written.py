@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ductile.config.on_disk import model_findings
-from ductile.config.run import RLConfig, SFTConfig
-from ductile.config.written import WRITTEN, output_findings
-from ductile.orchestrator.folder import run_folder
+from ductile.config.checks.on_disk import model_findings
+from ductile.config.checks.written import WRITTEN, output_findings
+from ductile.config.schema.run import RLConfig, SFTConfig
+from ductile.orchestrator.ending.folder import run_folder
 from tests.config.stories import furnish
 
 

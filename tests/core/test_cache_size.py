@@ -3,7 +3,7 @@
 import pytest
 
 from ductile.core.cache_size import cpu_cache_bytes, gpu_cache_bytes, num_blocks, token_bytes
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.model.spec import ModelSpec
 
 GIB = 2**30
 QWEN3_8B = ModelSpec("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, max_position=40960)

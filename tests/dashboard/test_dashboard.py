@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ductile.core.scheduling.ledger import Activity, SlotLedger
+from ductile.core.scheduling.facts.ledger import Activity, SlotLedger
 from ductile.dashboard.follower import NUM_EVENTS, Follower
 from ductile.dashboard.run_display import show, step_line
 from ductile.dashboard.view import BARS, STYLES, SlotView, ViewEvent, ViewState, duration, render, sparkline

@@ -12,7 +12,7 @@ from ductile.dashboard.printable import printable
 from ductile.dashboard.run_display import Lines
 from ductile.dashboard.view import ViewEvent, ViewState, render
 from ductile.events.rollouts import RewardError
-from ductile.orchestrator.final_summary import _one_line
+from ductile.orchestrator.ending.final_summary import _one_line
 
 EVIL = "\x1b]52;c;cm0=\a\x9b2J\x1b[31m\r\n\u202etxt\ud83d"
 

@@ -10,11 +10,11 @@ import pytest
 
 from ductile.core.instances.instances import Instance, InstanceId, instance_on
 from ductile.core.instances.placement import Placement
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.ledger import IdleCause, Span
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import Limits
+from ductile.core.scheduling.facts.ledger import IdleCause, Span
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.core.scheduling.orders import Decision, RoleChange
-from ductile.core.scheduling.profile import Setting, StepProfile
-from ductile.core.scheduling.state import Limits
 from ductile.dashboard.causes import CAUSES
 from ductile.dashboard.curve import FIELD, Curve, round_up
 from ductile.dashboard.ownership import MOST_ROWS, ownership

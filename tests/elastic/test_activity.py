@@ -1,7 +1,7 @@
 import asyncio
 from typing import get_args
 
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.elastic.activity import ACTIVITIES, SlotActivity
 from ductile.elastic.situation import Situation
 from ductile.messages.workers import (

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from ductile.core.instances.instances import Instance
-from ductile.core.layout.layout_rules import NO_RULES
-from ductile.core.layout.parallel_layout import ParallelLayout, RankShape
-from ductile.core.scheduling.cost_model import CostModel, FixedCost
+from ductile.core.layout.choice.layout_rules import NO_RULES
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, RankShape
+from ductile.core.scheduling.costs.cost_model import CostModel, FixedCost
+from ductile.core.scheduling.facts.cluster_state import Unfinished
 from ductile.core.scheduling.orders import Migration
-from ductile.core.scheduling.state import Unfinished
 from ductile.elastic.actuator import LiveActuator
 from ductile.elastic.controller import NotDone
 from ductile.elastic.measuring import Measuring
@@ -19,7 +19,7 @@ from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.migration import MigrationResult
 from ductile.fleet.release import Release
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.workers import Finalize, ForwardBackward, Freeze, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
 from ductile.transport.deadlines import Deadlines

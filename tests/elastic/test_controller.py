@@ -10,11 +10,11 @@ import pytest
 
 from ductile.core.instances.instances import Instance, InstanceId, in_order, instance_on
 from ductile.core.instances.placement import compact
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.cost import TrainSpeed
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.costs.cost import TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import SlotState
 from ductile.core.scheduling.orders import Decision, Migration, Prediction, RoleChange
 from ductile.core.scheduling.policies.rules import Home
-from ductile.core.scheduling.state import SlotState
 from ductile.elastic import controller as controller_module
 from ductile.elastic.controller import ElasticController, NotDone
 from ductile.elastic.policy_decision import BadDecision

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from ductile.cluster.local import ROLES, LocalCluster
-from ductile.config.cluster import ClusterConfig
-from ductile.config.inference import InferenceConfig
-from ductile.config.trainer import TrainerConfig
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.inference import InferenceConfig
+from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.instances.instances import instance_on
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.assign_role import assign_role
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.fleet.scorer import RemoteScorer
-from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.workers import LeaseWeights
 from ductile.records import GenerateRequest, Generation, Sample, Sampling
 from ductile.transport.deadlines import Deadlines

@@ -3,10 +3,10 @@ import asyncio
 import pytest
 
 from ductile.core.instances.placement import place
-from ductile.core.scheduling.cost_model import CostModel
-from ductile.core.scheduling.ledger import Span
-from ductile.core.scheduling.profile import Setting, StepProfile
-from ductile.core.scheduling.state import Limits
+from ductile.core.scheduling.costs.cost_model import CostModel
+from ductile.core.scheduling.facts.cluster_state import Limits
+from ductile.core.scheduling.facts.ledger import Span
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.elastic.profiling import Profiler
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Generation

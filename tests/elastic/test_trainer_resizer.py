@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from ductile.cluster.local import LocalCluster
-from ductile.config.cluster import ClusterConfig
-from ductile.config.trainer import TrainerConfig
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules
-from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.requested_layout import LayoutRequest
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import LayoutRules
+from ductile.core.layout.choice.requested_layout import LayoutRequest
+from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
 from ductile.elastic.loss_log import LossLog
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.assign_role import assign_role
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import Done, Ping, ReleaseRole
 from ductile.observe import Recorder, read_jsonl

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.state import IN_FLIGHT
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.facts.cluster_state import IN_FLIGHT
 from ductile.elastic.participants import GRACE_S, LOOK_S, NUM_LOOKS
 from ductile.elastic.transaction import CAUSES_S, ResizeOptions, Transaction
 from ductile.fleet.release import Release
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import (
     AssignRole,

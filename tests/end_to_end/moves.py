@@ -5,8 +5,8 @@ import random
 from dataclasses import replace
 
 from ductile.core.instances.placement import Role
-from ductile.core.scheduling.cost import DecodeSpeed, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.migration import change
+from ductile.core.scheduling.costs.cost import DecodeSpeed, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.migration_targets import change
 from ductile.core.scheduling.orders import Decision, Migration, sentence, violations
 from ductile.core.scheduling.policies.model import Model
 

@@ -144,7 +144,7 @@ def test_the_server_of_a_benchmark_ends_with_it(model: Path):
         assert bench.stdout is not None
         assert bench.stdout.readline().startswith("Round 1 of 1000: ")
         (server,) = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()
-        assert b"ductile.generator.serve" in Path(f"/proc/{server}/cmdline").read_bytes()
+        assert b"ductile.generator.server.serve" in Path(f"/proc/{server}/cmdline").read_bytes()
         bench.kill()
         bench.wait(10)
         deadline = time.monotonic() + 10

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ductile.cli import main
-from ductile.core.layout.parallel_layout import ParallelDims
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from tests.end_to_end.runs import Run, checkpointed_steps, summary, write_config
 from tests.end_to_end.test_chaos import (
     GROUP_SIZE,

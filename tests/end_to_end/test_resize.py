@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.orchestrator.control import Run as LiveRun
+from ductile.orchestrator.control.control import Run as LiveRun
 from tests.end_to_end.runs import Run, checkpointed_steps, summary, write_config, write_sft
 
 NUM_STEPS = 20

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ductile.cli import main
-from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.messages.control import Unfit
-from ductile.orchestrator.control import Run as LiveRun
+from ductile.orchestrator.control.control import Run as LiveRun
 from tests.end_to_end.runs import summary, write_config
 
 BOTH_RULES = ("--cluster.use-pre-process-policy", "--cluster.use-wait-before-last-iter-policy")

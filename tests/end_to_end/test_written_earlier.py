@@ -2,7 +2,7 @@
 
 `written_earlier` is the output folder of a run on four slots: 3 steps, roles changed several times a step by
 `tests.end_to_end.moves.OnceAStep`, a checkpoint of step 3 by two train slots, and the model of that step. Its events
-are of format 1 (`ductile.core.scheduling.profile`).
+are of format 1 (`ductile.core.scheduling.facts.profile`).
 """
 
 import json

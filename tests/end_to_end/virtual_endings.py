@@ -16,9 +16,9 @@ from typing import Any
 from ductile.core.batch.advantage import mean_baseline
 from ductile.elastic.controller import BadDecision, ElasticController
 from ductile.observe import Recorder, read_jsonl
-from ductile.orchestrator.evaluate import RewardsFailed
-from ductile.orchestrator.progress import TRAINER, Checkpoints, Progress
-from ductile.orchestrator.run_until import SlotDied
+from ductile.orchestrator.ending.progress import TRAINER, Checkpoints, Progress
+from ductile.orchestrator.ending.run_until import SlotDied
+from ductile.orchestrator.loop.evaluate import RewardsFailed
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.grader import Graded
 from ductile.tasks.task import TaskError

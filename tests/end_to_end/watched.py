@@ -21,17 +21,17 @@ from torch import Tensor
 
 from ductile import cli
 from ductile.cluster import local
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.generator import sampler
-from ductile.generator.worker import GenerateRole
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.generator.engine import sampler
+from ductile.generator.generate_role import GenerateRole
 from ductile.messages.workers import Commit, ForwardBackward, Freeze, Receive
 from ductile.observe import read_jsonl
-from ductile.orchestrator import run
+from ductile.orchestrator.commands import run
 from ductile.records import RolloutGroup
 from ductile.roles import RoleAssignment
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.state import named_gradient, named_state, parts_of
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from tests.end_to_end.strikes import Striker, strike_of_environment
 from tests.tiny import IM_END, SPECIALS
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.instances.instances import InstanceId
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
+from ductile.core.scheduling.facts.cluster_state import Unfinished
 from ductile.core.scheduling.orders import Decision, Prediction
-from ductile.core.scheduling.state import Unfinished
 from ductile.events.decisions import DecisionJournal, StateReader, StateWriter
 from ductile.observe import Recorder, json_line, read_jsonl
 from tests.core.layout.test_layout_rules import RULES

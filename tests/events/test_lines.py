@@ -7,9 +7,9 @@ import pytest
 
 from ductile.core.instances.instances import InstanceId, instance_on
 from ductile.core.instances.placement import Placement
-from ductile.core.layout.parallel_layout import ParallelDims
-from ductile.core.scheduling.profile import Setting, StepProfile
-from ductile.core.scheduling.state import Limits
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
+from ductile.core.scheduling.facts.cluster_state import Limits
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events import checkpoints, ending, resizes, rollouts, scheduling, slots, steps
 from ductile.events.lines import KINDS, UnreadEvent, read_event
 from ductile.observe import JournalUnwritable, ListenerFailed, RunEvent, json_line, read_jsonl

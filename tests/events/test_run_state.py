@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ductile.core.instances.instances import instance_on
 from ductile.core.instances.placement import Placement
-from ductile.core.scheduling.profile import Setting, StepProfile
-from ductile.core.scheduling.state import Limits
+from ductile.core.scheduling.facts.cluster_state import Limits
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.lines import read_event
 from ductile.events.run_state import RunState
 from tests.core.scheduling.scenes import COSTS, SPEEDS

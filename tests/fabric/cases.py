@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.geometry.mesh import Mesh
 from tests.core.transfer.twin import Logical, Recipe
 
 HEADS = ((24, 4), (12, 2), (12, 2))

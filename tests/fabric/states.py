@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ductile.core.layout.layout import ITEM_BYTES, Layout
+from ductile.core.layout.geometry.layout import ITEM_BYTES, Layout
 from tests.core.transfer.twin import PAD, Buffers
 
 PADDING = 0x5A

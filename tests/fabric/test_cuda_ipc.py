@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ductile.core.transfer.reshard import Planner
+from ductile.core.transfer.planning import Planner
 from ductile.fabric.choice import choose
 from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.groups import Groups

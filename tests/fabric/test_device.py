@@ -1,6 +1,6 @@
 import torch
 
-from ductile.core.layout.peak import Peak
+from ductile.core.layout.model.peak import Peak
 from ductile.kernels import device
 from ductile.kernels.device import name_of, peak_memory, peak_of
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.mesh import Mesh
-from ductile.core.layout.sharding import Shard, place
-from ductile.core.transfer.reshard import Planner
+from ductile.core.layout.geometry.layout import Layout, Tensor
+from ductile.core.layout.geometry.mesh import Mesh
+from ductile.core.layout.geometry.sharding import Shard, place
+from ductile.core.transfer.planning import Planner
 from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs
 from ductile.fabric.choice import choose
 from ductile.fabric.exchange import StoreExchange

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 
-from ductile.core.layout.mesh import Mesh
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.mesh import Mesh
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric import groups as groups_module
 from ductile.fabric.backend import SETTINGS, Backend
 from ductile.fabric.groups import Groups

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ductile.core.transfer.plan import Plan
-from ductile.core.transfer.reshard import Planner
+from ductile.core.transfer.planning import Planner
 from ductile.fabric import peer_memory, slabs
 from ductile.fabric.exchange import Missing
 from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, unpack

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_param_group, _f
 from torch.distributed.pipelining import _utils, stage
 from torch.distributed.tensor import debug, placement_types
 
-from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
+from ductile.parallel.fsdp_collectives import DirectAllGather, DirectReduceScatter
 
 USED = [
     (_distributed_c10d, "HashStore", "fabric.universe: a group that connects nobody"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.holdings import View
+from ductile.core.layout.geometry.holdings import View
 from ductile.fabric import slabs as module
 from ductile.fabric.slabs import Slab, slabs
 

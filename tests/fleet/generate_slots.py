@@ -1,4 +1,4 @@
-"""Generate slots in memory that know the rules: the double of `ductile.generator.worker` behind its messages.
+"""Generate slots in memory that know the rules: the double of `ductile.generator.generate_role` behind its messages.
 
 A token says whose it is and where it stands, so that one which is lost, doubled or somebody else's shows. Commands that
 come at the wrong moment fail the test, not the slot. Caches and leased weights are in books of their own: what is left

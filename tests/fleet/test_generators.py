@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from ductile.config.cluster import ClusterConfig
+from ductile.config.schema.cluster import ClusterConfig
 from ductile.fleet.generators import NOT_TAKEN_S, RemoteGenerators
 from ductile.fleet.in_flight import RequestsInFlight
 from ductile.messages.workers import Abort, Command, Done, EngineStats, Finished, Generate, Heartbeat, Reply

@@ -7,9 +7,9 @@ import pytest
 
 from ductile.columns import Floats
 from ductile.core.instances.instances import Instance, instance_on
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.fleet.scorer import RemoteScorer
-from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.workers import (
     Command,
     Done,

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from ductile.core.batch.packing import SampleTooLong
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.state import IN_FLIGHT
-from ductile.fleet.trainer import MicroStepDone, RemoteTrainer
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.facts.cluster_state import IN_FLIGHT
+from ductile.fleet.remote_trainer import MicroStepDone, RemoteTrainer
 from ductile.messages.workers import ExportModel, ForwardBackward, OptimStep, Publish, SaveState, Withdraw
 from ductile.roles import Late, Refused, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines

@@ -6,7 +6,7 @@ import pytest
 
 from ductile.columns import Floats
 from ductile.core.instances.instances import Instance, instance_on, slot_groups
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fleet.scorer import RemoteScorer
 from ductile.fleet.worker_pool import MOST_LOST
 from ductile.messages.workers import (

@@ -1,4 +1,5 @@
-"""Train slots in memory that know the rules of a resize: the double of `ductile.trainer.worker` behind its messages.
+"""Train slots in memory that know the rules of a resize: the double of `ductile.trainer.train_role` behind its
+messages.
 
 A slot's gradient is the list of samples it has trained since the last optimizer step, so that a sample which is lost,
 or trained twice, shows. Commands that come at the wrong moment fail the test, not the slot.
@@ -9,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.messages.workers import (
     AssignRole,
     Command,

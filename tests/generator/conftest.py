@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ductile.config.inference import InferenceConfig, InferenceModelConfig
-from ductile.generator.engine import Engine
+from ductile.config.schema.inference import InferenceConfig, InferenceModelConfig
+from ductile.generator.engine.engine import Engine
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.tasks.tokenizer import Tokenizer

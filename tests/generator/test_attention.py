@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.layout.spec import ModelSpec
-from ductile.generator import attention
-from ductile.generator.attention import (
+from ductile.core.layout.model.spec import ModelSpec
+from ductile.generator.engine import paged_attention as attention
+from ductile.generator.engine.paged_attention import (
     GROUP_COST_TOKENS,
     KVCache,
     PagedAttention,
@@ -19,8 +19,8 @@ from ductile.generator.attention import (
     order_for_attention,
     without_cudnn,
 )
-from ductile.generator.scheduler import Chunk
-from ductile.generator.sequence import Sequence
+from ductile.generator.engine.scheduler import Chunk
+from ductile.generator.engine.sequence import Sequence
 from ductile.records import GenerateRequest, Sampling
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

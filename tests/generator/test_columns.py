@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from ductile.config.inference import InferenceConfig
-from ductile.core.layout.spec import ModelSpec
-from ductile.generator.columns import lay_by_columns
-from ductile.generator.engine import Engine
+from ductile.config.schema.inference import InferenceConfig
+from ductile.core.layout.model.spec import ModelSpec
+from ductile.generator.engine.engine import Engine
+from ductile.generator.engine.weight_columns import lay_by_columns
 from ductile.model.transformer import Transformer
 from ductile.weights.overwrite import overwrite
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ductile.config.inference import ServerConfig
-from ductile.generator.server import create_app
+from ductile.config.schema.inference import ServerConfig
+from ductile.generator.server.server import create_app
 from tests.generator.conftest import Family
 from tests.generator.test_server import Client, local
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from ductile.config.inference import InferenceConfig, InferenceModelConfig
-from ductile.core.layout.spec import ModelSpec
-from ductile.generator.engine import Engine, num_cache_blocks
-from ductile.generator.limits import RequestRefused
-from ductile.generator.responses import Choice
-from ductile.generator.runner import Delta
-from ductile.generator.worker import load_engine
+from ductile.config.schema.inference import InferenceConfig, InferenceModelConfig
+from ductile.core.layout.model.spec import ModelSpec
+from ductile.generator.engine.engine import Engine, num_cache_blocks
+from ductile.generator.engine.limits import RequestRefused
+from ductile.generator.generate_role import load_engine
+from ductile.generator.server.responses import Choice
+from ductile.generator.server.runner import Delta
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Generation, Sampling

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ductile.generator.generation_engine import GenerationEngine, KVMigration
-from ductile.generator.limits import RequestRefused
+from ductile.generator.engine.generation_engine import GenerationEngine, KVMigration
+from ductile.generator.engine.limits import RequestRefused
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
 from ductile.model.transformer import Transformer

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ductile.generator.openai_api import NEUTRAL, ChatRequest, CompletionRequest, TokenRequest
+from ductile.generator.server.openai_api import NEUTRAL, ChatRequest, CompletionRequest, TokenRequest
 from tests.generator.conftest import Family
 from tests.generator.hostile_requests import BOMBS, COMPLETIONS, GOOD, HEAD, MIB, SLOW, TOKENS, WIRE, big
 from tests.generator.test_serve import metric, server, wait_for
@@ -40,7 +40,7 @@ PATIENCE_S = 30.0
 
 FEW_FILES = """
 import resource, sys
-from ductile.generator.serve import main
+from ductile.generator.server.serve import main
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 sys.exit(main())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.generator.kv_cache import BlockPool, extend_keys
+from ductile.generator.engine.kv_cache import BlockPool, extend_keys
 
 
 class Twin:

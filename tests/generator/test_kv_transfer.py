@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ductile.config.inference import InferenceConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.generator.engine import Engine
-from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
-from ductile.generator.sampler import sample, stream_key
-from ductile.generator.worker import GenerateRole
+from ductile.config.schema.inference import InferenceConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.generator.engine.engine import Engine
+from ductile.generator.engine.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
+from ductile.generator.engine.sampler import sample, stream_key
+from ductile.generator.generate_role import GenerateRole
 from ductile.messages.workers import Abort, Done, Finished, Forget, Generate, MigratedOut, MigrateOut, Receive
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model

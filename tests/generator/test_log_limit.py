@@ -2,7 +2,7 @@
 
 import logging
 
-from ductile.generator.log_limit import MOST_LINES, WINDOW_S, LogLimit
+from ductile.generator.server.log_limit import MOST_LINES, WINDOW_S, LogLimit
 
 
 def test_a_flood_of_lines_is_a_few_lines_and_a_number() -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from ductile.config.inference import ServerConfig
-from ductile.generator.limits import Overloaded, RequestRefused, SequenceLimits
-from ductile.generator.prompts import CHARS_A_TOKEN, LARGE_CHARS, SURELY, PromptEncoder
-from ductile.generator.server import create_app
+from ductile.config.schema.inference import ServerConfig
+from ductile.generator.engine.limits import Overloaded, RequestRefused, SequenceLimits
+from ductile.generator.server.prompt_text import CHARS_A_TOKEN, LARGE_CHARS, SURELY, PromptEncoder
+from ductile.generator.server.server import create_app
 from ductile.tasks.tokenizer import Tokenizer
 from tests.generator.conftest import Family
 from tests.generator.test_server import local

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.generator import request_body
+from ductile.generator.server import request_body
 
 TEXTS = st.text('[{"\\]}\n a\u00e9', max_size=6)
 VALUES = st.recursive(

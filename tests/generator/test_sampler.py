@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ductile.generator.sampler import inverse_cdf, keep_likeliest, sample, stream_key, uniforms
+from ductile.generator.engine.sampler import inverse_cdf, keep_likeliest, sample, stream_key, uniforms
 from ductile.records import Sampling
 
 

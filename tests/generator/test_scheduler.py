@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.generator.kv_cache import BlockPool
-from ductile.generator.scheduler import Chunk, Scheduler
-from ductile.generator.sequence import Sequence
+from ductile.generator.engine.kv_cache import BlockPool
+from ductile.generator.engine.scheduler import Chunk, Scheduler
+from ductile.generator.engine.sequence import Sequence
 from ductile.records import GenerateRequest, Sampling
 
 

@@ -16,8 +16,8 @@ import httpx
 import openai
 import pytest
 
-from ductile.config.run import InferenceRunConfig
-from ductile.generator.serve import serve
+from ductile.config.schema.run import InferenceRunConfig
+from ductile.generator.server.serve import serve
 from tests.generator.conftest import Family, request, run
 
 
@@ -31,7 +31,7 @@ def server(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     process = subprocess.Popen(
-        [sys.executable, *(("-c", main) if main else ("-m", "ductile.generator.serve")), str(path)],
+        [sys.executable, *(("-c", main) if main else ("-m", "ductile.generator.server.serve")), str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -177,8 +177,8 @@ def test_responses_under_way_are_finished_before_the_server_goes(qwen3: Family, 
 
 BREAKS = """
 import sys
-from ductile.generator.engine import Engine
-from ductile.generator.serve import main
+from ductile.generator.engine.engine import Engine
+from ductile.generator.server.serve import main
 
 step = Engine.step
 
@@ -250,7 +250,7 @@ def test_a_signal_between_the_first_line_and_uvicorn_s_own_handlers_ends_it(
 ) -> None:
     main = f"""
 import signal, sys, uvicorn
-from ductile.generator.serve import main
+from ductile.generator.server.serve import main
 
 run = uvicorn.Server.run
 

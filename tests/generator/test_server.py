@@ -10,11 +10,11 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from ductile.config.inference import ServerConfig
-from ductile.generator.engine import Engine
-from ductile.generator.kv_transfer import RequestKV
-from ductile.generator.runner import EngineFailed
-from ductile.generator.server import create_app
+from ductile.config.schema.inference import ServerConfig
+from ductile.generator.engine.engine import Engine
+from ductile.generator.engine.kv_transfer import RequestKV
+from ductile.generator.server.runner import EngineFailed
+from ductile.generator.server.server import create_app
 from ductile.records import GenerateRequest, Generation
 from tests.generator.conftest import Family, request, run
 

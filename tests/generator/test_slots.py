@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ductile.cluster.local import LocalCluster
-from ductile.config.cluster import ClusterConfig
-from ductile.config.inference import InferenceConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.generator.worker import load_engine
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.inference import InferenceConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.generator.generate_role import load_engine
 from ductile.messages.workers import (
     AssignRole,
     Done,

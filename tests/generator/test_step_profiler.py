@@ -2,7 +2,7 @@
 
 import pytest
 
-from ductile.generator.step_profiler import MOST_POINTS, StepLoad, StepProfiler
+from ductile.generator.engine.step_profiler import MOST_POINTS, StepLoad, StepProfiler
 from tests.generator.conftest import Family, request
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.generator.text_stream import NUM_CONTEXT, TextStream
+from ductile.generator.engine.text_stream import NUM_CONTEXT, TextStream
 from ductile.records import Sampling
 
 

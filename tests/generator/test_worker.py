@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from ductile.config.inference import InferenceConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.generator.limits import RequestRefused
-from ductile.generator.worker import GenerateRole
+from ductile.config.schema.inference import InferenceConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.generator.engine.limits import RequestRefused
+from ductile.generator.generate_role import GenerateRole
 from ductile.messages.workers import (
     Abort,
     Done,

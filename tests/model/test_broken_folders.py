@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ductile.config.on_disk import model_findings
-from ductile.config.weight_headers import ModelFolderError
+from ductile.config.checks.on_disk import model_findings
+from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.model.checkpoint import load_model
 from tests.tiny import make_hf_model
 

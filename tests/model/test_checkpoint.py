@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ductile.config.weight_headers import ModelFolderError
+from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.model.checkpoint import load_model, read_spec, read_tensors, save_model, stored_dtype
 from ductile.model.transformer import Transformer
 from tests.model.test_parity import documents, packed_logits

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ductile.core.layout.flops import ForwardWork, forward_flops, training_flops
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.model.flops import ForwardWork, forward_flops, training_flops
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.checkpoint import load_model
 from ductile.model.logprobs import LogprobHead
 from ductile.model.packed import PackedSamples

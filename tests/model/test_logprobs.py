@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ductile.config.model import TrainerModelConfig
+from ductile.config.schema.model import TrainerModelConfig
 from ductile.model import logprobs
 from ductile.model.logprobs import LogprobHead, _logits, tokens_of_chunk
 

@@ -92,7 +92,7 @@ def test_gradients_equal_those_of_transformers(config: str, tmp_path: Path) -> N
 
 
 def theirs_of(model: Transformer, name: str, tensors: dict[str, Any]) -> Tensor:
-    """A tensor of theirs under our name, spelt out: the twin of `core/layout/parameters.py`."""
+    """A tensor of theirs under our name, spelt out: the twin of `core/layout/model/parameters.py`."""
     name = name.replace("attention_norm", "input_layernorm").replace("mlp_norm", "post_attention_layernorm")
     name = name.replace("attention.", "self_attn.").replace("embed.", "embed_tokens.")
     name = name if name.startswith("lm_head") else "model." + name

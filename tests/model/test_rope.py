@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ductile.core.layout.spec import spec_from_hf
+from ductile.core.layout.model.spec import spec_from_hf
 from ductile.kernels.plain import rotate
 from ductile.model.rope import Rope, frequencies
 from tests.tiny import hf_config

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ductile.core.layout.parameters import HfTensor
+from ductile.core.layout.model.parameters import HfTensor
 from ductile.model.safetensors_writer import write_safetensors
 
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from ductile.concurrency.deadline import Deadline
 from ductile.core.batch.advantage import Advantage, mean_baseline
-from ductile.core.scheduling.staleness import StalenessBound
+from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting, StepSize
 from ductile.observe import Recorder
-from ductile.orchestrator.buffer import Buffer
-from ductile.orchestrator.episode import Episodes
-from ductile.orchestrator.evaluate import Evaluation
-from ductile.orchestrator.loop import Loop, RunSchedule
-from ductile.orchestrator.progress import Checkpoints, Progress
-from ductile.orchestrator.rollouts import Rollouts
-from ductile.orchestrator.sample_builder import SampleBuilder
-from ductile.orchestrator.samples import sample_rows
-from ductile.orchestrator.saving import Saver
+from ductile.orchestrator.ending.progress import Checkpoints, Progress
+from ductile.orchestrator.ending.saving import Saver
+from ductile.orchestrator.loop.buffer import Buffer
+from ductile.orchestrator.loop.episode import Episodes
+from ductile.orchestrator.loop.evaluate import Evaluation
+from ductile.orchestrator.loop.loop import Loop, RunSchedule
+from ductile.orchestrator.loop.rollouts import Rollouts
+from ductile.orchestrator.loop.sample_builder import SampleBuilder
+from ductile.orchestrator.loop.samples import sample_rows
 from ductile.records import GenerateRequest, Generation, Manifest, Prompt, Sampling, StepReport
 from ductile.roles import Task
 from ductile.sim.clock import VirtualTimeLoop

@@ -5,9 +5,9 @@ It has trained 7 steps and saved none. It has no slots: what is at stake is the 
 
 import sys
 
-from ductile.config.run import RLConfig
-from ductile.orchestrator import interrupt
-from ductile.orchestrator.supervise import supervise
+from ductile.config.schema.run import RLConfig
+from ductile.orchestrator.ending import interrupt
+from ductile.orchestrator.ending.supervise import supervise
 
 
 def endless():

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from ductile.messages.workers import Surveyed
-from ductile.orchestrator.bench import GIB, Bench, written
+from ductile.orchestrator.commands.bench import GIB, Bench, written
 from ductile.roles import Late
 
 

@@ -7,16 +7,16 @@ import shutil
 
 import pytest
 
-from ductile.config.imports import ImportPathError
-from ductile.config.orchestrator import SamplingConfig, to_sampling
-from ductile.config.run import OrchestratorRunConfig, RLConfig
+from ductile.config.reading.imports import ImportPathError
+from ductile.config.schema.orchestrator import SamplingConfig, to_sampling
+from ductile.config.schema.run import OrchestratorRunConfig, RLConfig
 from ductile.observe import Recorder, read_jsonl
-from ductile.orchestrator.compose import prepare, run_loop
-from ductile.orchestrator.progress import CheckpointError
-from ductile.orchestrator.rollout_only import prepare_rollout_only, run_rollout_only, write_rollouts
-from ductile.orchestrator.run_context import RunContext
-from ductile.orchestrator.run_until import SlotDied
-from ductile.orchestrator.saving import ExportFailed
+from ductile.orchestrator.commands.compose import prepare, run_loop
+from ductile.orchestrator.commands.rollout_only import prepare_rollout_only, run_rollout_only, write_rollouts
+from ductile.orchestrator.commands.run_context import RunContext
+from ductile.orchestrator.ending.progress import CheckpointError
+from ductile.orchestrator.ending.run_until import SlotDied
+from ductile.orchestrator.ending.saving import ExportFailed
 from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, Sampling, StepReport
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
@@ -275,7 +275,7 @@ def test_bench_takes_four_steps_and_saves_nothing(tmp_path, folder):
     ids=lambda loss: loss["type"],
 )
 def test_a_reference_is_asked_for_when_the_loss_needs_it(tmp_path, folder, loss):
-    from ductile.orchestrator.compose import _sample_builder
+    from ductile.orchestrator.commands.compose import _sample_builder
 
     loss = {**loss, "aggregation": "seq_mean_token_sum"}
     sample_builder = _sample_builder(prepare(config(tmp_path, folder, trainer__loss=loss)), None)

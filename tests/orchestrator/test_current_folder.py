@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ductile.cluster.processes import ProcessServer
-from ductile.config.inference import InferenceConfig
-from ductile.config.run import InferenceRunConfig
-from ductile.orchestrator import run
+from ductile.config.schema.inference import InferenceConfig
+from ductile.config.schema.run import InferenceRunConfig
+from ductile.orchestrator.commands import run
 from ductile.records import Completion
 from ductile.tasks.grader import Graders
 from ductile.transport.sockets import LOOPBACK

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from ductile.core.layout.layout_text import parse_sizes
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.choice.layout_text import parse_sizes
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.events.resizes import TrainerResized
 from ductile.messages.control import (
     VERSION,
@@ -27,11 +27,11 @@ from ductile.messages.control import (
     SlotStatus,
     Unfit,
 )
-from ductile.orchestrator import control, run_commands
-from ductile.orchestrator.control import RESIZE_S, Run
-from ductile.orchestrator.endpoint import Endpoint
-from ductile.orchestrator.run_commands import slot_list, times
-from ductile.orchestrator.status_table import show, status_table
+from ductile.orchestrator.control import control, run_commands
+from ductile.orchestrator.control.control import RESIZE_S, Run
+from ductile.orchestrator.control.endpoint import Endpoint
+from ductile.orchestrator.control.run_commands import slot_list, times
+from ductile.orchestrator.control.status_table import show, status_table
 
 STATUS = RunStatus(
     command="sft",
@@ -161,7 +161,7 @@ def test_noise_is_refused_with_a_sentence(tmp_path: Path, line: bytes):
 
 
 def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ductile.orchestrator.endpoint.READ_S", 0.5)
+    monkeypatch.setattr("ductile.orchestrator.control.endpoint.READ_S", 0.5)
 
     def story(known: dict[str, Any]) -> None:
         silent = [socket.create_connection((known["host"], known["port"]), timeout=10) for _ in range(3)]
@@ -174,8 +174,8 @@ def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_who_says_nothing_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ductile.orchestrator.endpoint.READ_S", 3600)
-    monkeypatch.setattr("ductile.orchestrator.endpoint.MAX_SILENT", 2)
+    monkeypatch.setattr("ductile.orchestrator.control.endpoint.READ_S", 3600)
+    monkeypatch.setattr("ductile.orchestrator.control.endpoint.MAX_SILENT", 2)
 
     def story(known: dict[str, Any]) -> None:
         silent = [socket.create_connection((known["host"], known["port"]), timeout=10) for _ in range(4)]
@@ -203,7 +203,7 @@ def test_what_a_large_run_says_of_itself_is_read(tmp_path: Path):
 
 
 def test_a_run_that_ends_meanwhile_or_does_not_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ductile.orchestrator.endpoint.CLOSE_S", 0.1)
+    monkeypatch.setattr("ductile.orchestrator.control.endpoint.CLOSE_S", 0.1)
     waiting: list[Any] = []
     asked = threading.Event()
 

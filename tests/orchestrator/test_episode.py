@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from ductile.config.inference import InferenceConfig, InferenceModelConfig
-from ductile.generator.engine import Engine
+from ductile.config.schema.inference import InferenceConfig, InferenceModelConfig
+from ductile.generator.engine.engine import Engine
 from ductile.model.checkpoint import load_model
-from ductile.orchestrator.episode import Episodes
+from ductile.orchestrator.loop.episode import Episodes
 from ductile.records import Generation, Prompt, Sampling
 from ductile.roles import Task
 from ductile.tasks.grader import Graded, TaskReply

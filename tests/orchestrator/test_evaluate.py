@@ -3,8 +3,8 @@ import asyncio
 import pytest
 
 from ductile.observe import Recorder, read_jsonl
-from ductile.orchestrator.episode import Episodes
-from ductile.orchestrator.evaluate import Evaluation, RewardsFailed, pass_at_k
+from ductile.orchestrator.loop.episode import Episodes
+from ductile.orchestrator.loop.evaluate import Evaluation, RewardsFailed, pass_at_k
 from ductile.records import Prompt, Sampling
 from ductile.tasks.grader import Graded
 from tests.orchestrator.doubles import Count, Diary, FakeGenerators, InProcessGraders, Letters, run

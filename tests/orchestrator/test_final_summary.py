@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from ductile.orchestrator.compose import RunResult
-from ductile.orchestrator.evaluate import EvalReport, Sampled
-from ductile.orchestrator.final_summary import batches_summary, rl_summary, rollout_only_summary
+from ductile.orchestrator.commands.compose import RunResult
+from ductile.orchestrator.ending.final_summary import batches_summary, rl_summary, rollout_only_summary
+from ductile.orchestrator.loop.evaluate import EvalReport, Sampled
 
 SUMMARY = {
     "steps": 60,

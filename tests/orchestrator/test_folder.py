@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ductile.orchestrator.folder import WRITTEN, FolderInUse, run_folder
-from ductile.orchestrator.old_run import FAILED_START, OLD, ForgetOldRun, put_back, set_aside
+from ductile.orchestrator.ending.folder import WRITTEN, FolderInUse, run_folder
+from ductile.orchestrator.ending.old_run import FAILED_START, OLD, ForgetOldRun, put_back, set_aside
 
 
 def test_makes_the_folder_and_its_logs(tmp_path: Path):
@@ -113,7 +113,7 @@ def test_a_kill_after_the_first_step_keeps_the_new_run(tmp_path: Path):
 
 def test_one_run_at_a_time_and_a_killed_one_frees_it(tmp_path: Path):
     program = (
-        "import sys, signal\nfrom ductile.orchestrator.folder import run_folder\n"
+        "import sys, signal\nfrom ductile.orchestrator.ending.folder import run_folder\n"
         "with run_folder(sys.argv[1], False):\n    print('mine', flush=True)\n    signal.pause()\n"
     )
     other = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -4,8 +4,8 @@ import json
 import httpx
 import pytest
 
-from ductile.orchestrator import http_generators
-from ductile.orchestrator.http_generators import HttpGenerators
+from ductile.fleet import http_generators
+from ductile.fleet.http_generators import HttpGenerators
 from ductile.records import GenerateRequest, Sampling
 from ductile.roles import Late, Refused, SlotLost
 

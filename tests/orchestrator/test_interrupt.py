@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.orchestrator.interrupt import ONE_PRESS_S, Interrupt, interrupts
+from ductile.orchestrator.ending.interrupt import ONE_PRESS_S, Interrupt, interrupts
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -7,10 +7,10 @@ import pytest
 
 from ductile.core.batch.advantage import mean_baseline
 from ductile.observe import read_jsonl
-from ductile.orchestrator.evaluate import RewardsFailed
-from ductile.orchestrator.run_until import SlotDied
-from ductile.orchestrator.save_once import SaveOncePerStep
-from ductile.orchestrator.skipped_steps import Diverged
+from ductile.orchestrator.ending.run_until import SlotDied
+from ductile.orchestrator.ending.save_once import SaveOncePerStep
+from ductile.orchestrator.loop.evaluate import RewardsFailed
+from ductile.orchestrator.loop.skipped_steps import Diverged
 from ductile.roles import CustomCodeFailed, Late, SlotLost
 from ductile.tasks.grader import Graded
 from tests.orchestrator.doubles import (

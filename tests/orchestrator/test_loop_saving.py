@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from ductile.observe import read_jsonl
-from ductile.orchestrator.progress import Progress
+from ductile.orchestrator.ending.progress import Progress
 from ductile.roles import Late
 from tests.orchestrator.doubles import (
     FakeGenerators,

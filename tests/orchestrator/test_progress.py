@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ductile.config.trainer import CheckpointConfig
+from ductile.config.schema.trainer import CheckpointConfig
 from ductile.disk import DiskError
 from ductile.events.checkpoints import ModelExported
 from ductile.observe import Recorder, read_jsonl
-from ductile.orchestrator.progress import CheckpointError, Checkpoints, Progress
-from ductile.orchestrator.saving import ExportFailed, Saver, is_time, lacks_model, where_to_begin
+from ductile.orchestrator.ending.progress import CheckpointError, Checkpoints, Progress
+from ductile.orchestrator.ending.saving import ExportFailed, Saver, is_time, lacks_model, where_to_begin
 from ductile.roles import Refused
 from ductile.tasks.prompts import PromptPosition
 from tests.orchestrator.doubles import read, write
@@ -161,7 +161,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
     code = textwrap.dedent(f"""
         import itertools, pathlib, sys
         from tests.orchestrator.test_progress import save
-        from ductile.orchestrator.progress import Checkpoints
+        from ductile.orchestrator.ending.progress import Checkpoints
         checkpoints = Checkpoints(pathlib.Path({str(tmp_path)!r}), keep_last=1)
         for step in itertools.count(1):
             save(checkpoints, step, text=f"{{step}}" * 10000)
@@ -360,7 +360,7 @@ def test_when_a_save_is_due(tmp_path):
 def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Files, the folders that name them, and then the name itself: else a power cut may leave an empty folder."""
     synced = []
-    for user in ("ductile.disk", "ductile.orchestrator.progress"):
+    for user in ("ductile.disk", "ductile.orchestrator.ending.progress"):
         monkeypatch.setattr(f"{user}.sync", lambda path: synced.append(str(path.relative_to(tmp_path))))
     save(Checkpoints(tmp_path / "state"), 2)
     partial = "state/partial_step_2"

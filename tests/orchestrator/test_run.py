@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from ductile.config.cluster import ClusterConfig
-from ductile.config.model import TrainerModelConfig
-from ductile.core.layout.layout_rules import NO_RULES
-from ductile.orchestrator import run
-from ductile.orchestrator import run_until as run_until_module
-from ductile.orchestrator.bench import Bench
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.model import TrainerModelConfig
+from ductile.core.layout.choice.layout_rules import NO_RULES
+from ductile.orchestrator.commands import run
+from ductile.orchestrator.commands.bench import Bench
+from ductile.orchestrator.ending import run_until as run_until_module
 from ductile.transport.mailbox import Mailbox
 from tests.cluster.memory_cluster import MemoryCluster
 from tests.transport.memory_transport import MemoryTransport

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ductile.orchestrator.run_until import SlotDied, Stopped, run_until
+from ductile.orchestrator.ending.run_until import SlotDied, Stopped, run_until
 
 
 async def forever() -> str:

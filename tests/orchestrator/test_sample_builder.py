@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ductile.orchestrator.sample_builder import SampleBuilder
+from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Manifest, Prompt, Rollout, RolloutGroup, Sample
 
 

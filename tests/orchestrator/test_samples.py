@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from ductile.orchestrator.samples import choose, sample_rows
+from ductile.orchestrator.loop.samples import choose, sample_rows
 from ductile.records import Prompt, Rollout, RolloutGroup
 from tests.orchestrator.doubles import Letters
 

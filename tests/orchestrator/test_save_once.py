@@ -3,8 +3,8 @@ import asyncio
 import pytest
 
 from ductile.observe import Recorder, read_jsonl
-from ductile.orchestrator.save_once import SaveOncePerStep
-from ductile.orchestrator.saving import ExportFailed
+from ductile.orchestrator.ending.save_once import SaveOncePerStep
+from ductile.orchestrator.ending.saving import ExportFailed
 
 
 def test_a_step_is_saved_once_also_when_that_has_failed(tmp_path):

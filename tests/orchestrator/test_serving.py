@@ -1,7 +1,7 @@
 """A server that is started to be asked by `--bench`."""
 
-from ductile.config.run import InferenceRunConfig
-from ductile.orchestrator.run import run_inference
+from ductile.config.schema.run import InferenceRunConfig
+from ductile.orchestrator.commands.run import run_inference
 
 
 def test_a_server_that_cannot_start_says_why_itself(tmp_path, capfd):

@@ -7,9 +7,9 @@ import httpx
 import pytest
 from rich.console import Console
 
-from ductile.config.bench import Load
-from ductile.orchestrator.bench import GIB, written
-from ductile.orchestrator.serving_bench import BenchRound, RequestTimes, ServingBench, run_rounds
+from ductile.config.schema.bench import Load
+from ductile.orchestrator.commands.bench import GIB, written
+from ductile.orchestrator.commands.serving_bench import BenchRound, RequestTimes, ServingBench, run_rounds
 from ductile.roles import Late, Refused, SlotLost
 
 LOAD = Load(num_requests=3, prompt_tokens=5, max_tokens=4)

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.config.run import SFTConfig, TrainerRunConfig
+from ductile.config.schema.run import SFTConfig, TrainerRunConfig
 from ductile.observe import Recorder, read_jsonl
-from ductile.orchestrator.progress import CheckpointError
-from ductile.orchestrator.run_context import RunContext
-from ductile.orchestrator.saving import ExportFailed
-from ductile.orchestrator.sft import prepare_fake, prepare_sft, run_batches
-from ductile.orchestrator.sft_data import fake_samples, read_conversations, tokenise
-from ductile.orchestrator.skipped_steps import Diverged
+from ductile.orchestrator.commands.run_context import RunContext
+from ductile.orchestrator.commands.sft import prepare_fake, prepare_sft, run_batches
+from ductile.orchestrator.commands.sft_data import fake_samples, read_conversations, tokenise
+from ductile.orchestrator.ending.progress import CheckpointError
+from ductile.orchestrator.ending.saving import ExportFailed
+from ductile.orchestrator.loop.skipped_steps import Diverged
 from ductile.records import StepReport
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from ductile.events.checkpoints import CheckpointSaved
-from ductile.orchestrator.sinks import SinkMissing, TensorboardSink, WandbSink
+from ductile.orchestrator.commands.sinks import SinkMissing, TensorboardSink, WandbSink
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):
@@ -24,7 +24,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
 
 def test_tensorboard_needs_no_torch(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from ductile.orchestrator.sinks import TensorboardSink\n"
+        "import sys; from pathlib import Path; from ductile.orchestrator.commands.sinks import TensorboardSink\n"
         f"sink = TensorboardSink(Path({str(tmp_path)!r})); sink.on_metrics(1, {{'x': 1.0}}); sink.close()\n"
         "assert 'torch' not in sys.modules"
     )

@@ -3,8 +3,8 @@ from math import isnan
 
 import pytest
 
-from ductile.orchestrator.run_summary import per_second, summarise_rl
-from ductile.orchestrator.step_metrics import StepMetrics
+from ductile.orchestrator.ending.run_summary import per_second, summarise_rl
+from ductile.orchestrator.loop.step_metrics import StepMetrics
 from ductile.records import Prompt, Rollout, RolloutGroup, StepReport
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from ductile.cluster.cluster import StartFailed
-from ductile.config.run import RLConfig, TrainerRunConfig
-from ductile.config.trainer import CheckpointConfig
-from ductile.config.written import output_findings
+from ductile.config.checks.written import output_findings
+from ductile.config.schema.run import RLConfig, TrainerRunConfig
+from ductile.config.schema.trainer import CheckpointConfig
 from ductile.events.checkpoints import RunResumed
 from ductile.events.steps import BatchesReady
 from ductile.observe import read_jsonl
-from ductile.orchestrator.evaluate import RewardsFailed
-from ductile.orchestrator.old_run import set_aside
-from ductile.orchestrator.progress import Checkpoints, Progress
-from ductile.orchestrator.run_until import SlotDied, Stopped
-from ductile.orchestrator.saving import where_to_begin
-from ductile.orchestrator.supervise import Session, supervise
+from ductile.orchestrator.ending.old_run import set_aside
+from ductile.orchestrator.ending.progress import Checkpoints, Progress
+from ductile.orchestrator.ending.run_until import SlotDied, Stopped
+from ductile.orchestrator.ending.saving import where_to_begin
+from ductile.orchestrator.ending.supervise import Session, supervise
+from ductile.orchestrator.loop.evaluate import RewardsFailed
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.task import TaskError
 

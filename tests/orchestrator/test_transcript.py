@@ -1,4 +1,4 @@
-from ductile.orchestrator.transcript import transcript
+from ductile.orchestrator.loop.transcript import transcript
 from ductile.records import Rollout
 
 

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ductile.config.trainer import SFTLoss, TrainerConfig
+from ductile.config.schema.trainer import SFTLoss, TrainerConfig
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.trainer.trainer import Trainer

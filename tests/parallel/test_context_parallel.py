@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ductile.core.layout.context_parallel import CpStyle, token_multiple, tokens_of_slots
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.context_parallel import CpStyle, token_multiple, tokens_of_slots
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.model.attention import Attend, PackedAttention
 from ductile.model.checkpoint import load_model

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.geometry.mesh import Mesh
 from ductile.fabric.groups import Groups
-from ductile.parallel import exchange
-from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter, FreshMemory
+from ductile.parallel import fsdp_collectives as exchange
+from ductile.parallel.fsdp_collectives import DirectAllGather, DirectReduceScatter, FreshMemory
 from ductile.parallel.gathered import full
 from tests.ranks import run_ranks
 

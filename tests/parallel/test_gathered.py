@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ductile.config.trainer import TrainerConfig
+from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.trainer.trainer import Trainer

@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.sharding import Shard, place
+from ductile.core.layout.geometry.layout import Layout, Tensor
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.sharding import Shard, place
 from ductile.fabric.groups import Groups
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FSDPModule
 
-from ductile.config.trainer import GRPOLoss, TrainerConfig
+from ductile.config.schema.trainer import GRPOLoss, TrainerConfig
 from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.parameters import parameters
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.parameters import parameters
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.fabric.groups import Groups
-from ductile.parallel import data, state
+from ductile.parallel import data
+from ductile.parallel import distributed_checkpoint as state
+from ductile.parallel.distributed_checkpoint import HeldTensor
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
-from ductile.parallel.state import HeldTensor
 from tests.ranks import run_ranks
 
 SPEC = ModelSpec("qwen3", 31, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from ductile.config.trainer import AdamWConfig, CustomLoss, GRPOLoss, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, CustomLoss, GRPOLoss, TrainerConfig
 from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.pipeline import PipelineSchedule, num_to_run
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule, num_to_run
 from ductile.fabric.groups import Groups
 from ductile.parallel import data, pipeline
-from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
+from ductile.parallel.fsdp_collectives import DirectAllGather, DirectReduceScatter
 from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.torch_pipelining import HAS_ZERO_BUBBLE
 from ductile.records import MicroBatch, Sample
 from ductile.roles import RoleAssignment
 from ductile.trainer.loss import LossInputs, LossOutputs, ppo_clip
+from ductile.trainer.train_role import TrainRole
 from ductile.trainer.trainer import LossFailed, Trainer
-from ductile.trainer.worker import TrainRole
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import NaiveTrainer, make_samples

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ductile.core.layout.layout import Layout
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.parameters import parameters
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.parameters import parameters
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.fabric.groups import Groups
 from ductile.model.attention import PackedAttention
 from ductile.model.logprobs import LogprobHead

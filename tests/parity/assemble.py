@@ -11,10 +11,10 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.geometry.layout import Layout, Tensor
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import ModelSpec
 
 Array = NDArray[np.generic]
 Buffers = Mapping[str, Array]

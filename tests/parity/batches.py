@@ -7,7 +7,7 @@ from itertools import count
 
 from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.records import MicroBatch, Sample
 from tests.trainer.naive import make_samples
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.checkpoint import read_spec
 from tests.parity.batches import BATCHES
 from tests.parity.measured import Measured, measure, measure_textbook

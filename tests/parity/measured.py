@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from ductile.config.trainer import AdamWConfig, TrainerConfig
-from ductile.core.layout.spec import ModelSpec
+from ductile.config.schema.trainer import AdamWConfig, TrainerConfig
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.messages.workers import ForwardBackward
 from ductile.records import Sample, StepReport
 from ductile.trainer.state import named_gradient, named_state, parts_of
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from tests.parity.assemble import Array, Buffers, assemble, state_layout
 from tests.parity.batches import TrainingBatch, micro_batches
 from tests.parity.recorded import Recorded, Token, take_recorded

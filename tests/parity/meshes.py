@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 
 NUM_SLOTS = 8
 """Slots that there are. A mesh lies on some of them, in an order of its own: coordinates are no slot numbers."""

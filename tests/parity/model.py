@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ductile.config.trainer import AdamWConfig, CustomLoss, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, CustomLoss, TrainerConfig
 from tests.parity.meshes import NUM_LAYERS
 from tests.tiny import make_model_folder
 

@@ -6,7 +6,7 @@ A token is known by the log-prob at which it was sampled; `tests.trainer.naive.m
 from dataclasses import replace
 from typing import NamedTuple
 
-from ductile.config.trainer import GRPOLoss
+from ductile.config.schema.trainer import GRPOLoss
 from ductile.trainer.loss import LossInputs, LossOutputs, ppo_clip
 
 LOSS = GRPOLoss(kl_coef=0.01, clip_high=0.3)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ductile.core.layout.layout import Layout
-from ductile.core.layout.parameters import parameters
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.model.parameters import parameters
+from ductile.core.layout.model.spec import ModelSpec
 from tests.parity.assemble import Array, WrongParts, assemble, differing, state_layout
 from tests.parity.meshes import RING, MeshCase, mesh
 

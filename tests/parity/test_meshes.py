@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.model.spec import ModelSpec
 from tests.parity.assemble import state_layout
 from tests.parity.meshes import INTERLEAVED, MESHES, NUM_LAYERS, NUM_SLOTS, RING, ULYSSES, MeshCase
 from tests.parity.model import MODELS, SHAPES

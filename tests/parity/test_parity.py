@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ductile.parallel.data import local_shard
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from tests.parity.assemble import WrongParts, differing
 from tests.parity.batches import BATCHES
 from tests.parity.checks import Check

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from ductile.columns import Floats
-from ductile.config.trainer import TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.messages.workers import Done, EndLease, LeaseWeights, Receive, Score
 from ductile.model.checkpoint import load_model
 from ductile.records import Manifest, Sample
 from ductile.roles import RoleAssignment
-from ductile.scorer.worker import ScoreRole
+from ductile.scorer.score_role import ScoreRole
 from ductile.weights.shared_memory import SharedMemory
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ductile.config.trainer import TrainerConfig
+from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.messages.workers import Done, EndLease, LeaseWeights, Receive, Score
 from ductile.model.attention import PackedAttention
@@ -20,7 +20,7 @@ from ductile.model.transformer import Transformer
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import Sample
 from ductile.roles import Refused, RoleAssignment
-from ductile.scorer.worker import ScoreRole
+from ductile.scorer.score_role import ScoreRole
 from ductile.trainer.trainer import Trainer
 from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
 from tests.tiny import make_model_folder

@@ -1,7 +1,7 @@
 """A run's folder, written down by a simulated run: what `plan`, `report` and `simulate --run` read."""
 
-from ductile.config.policy import named_policy
-from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.config.checks.named_policy import named_policy
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.scheduling import OrdersGiven
 from ductile.events.slots import SlotStarted
 from ductile.events.steps import StepProfiled, WorkBegan

@@ -1,7 +1,7 @@
 from ductile.core.instances.placement import place
-from ductile.core.layout.layout_rules import NO_RULES
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.state import Limits
+from ductile.core.layout.choice.layout_rules import NO_RULES
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal
 
 

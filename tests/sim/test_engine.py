@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.instances.instances import instance_on
-from ductile.core.scheduling.cost import DecodeSpeed
+from ductile.core.scheduling.costs.cost import DecodeSpeed
 from ductile.records import GenerateRequest, Sampling
 from ductile.sim.clock import now_s, run
-from ductile.sim.engine import SimulatedEngine, SimulatedRequest
+from ductile.sim.simulated_engine import SimulatedEngine, SimulatedRequest
 
 
 def in_flight(name, num_tokens, prompt_tokens=10):

@@ -5,7 +5,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from ductile.core.scheduling.migration import length_model
+from ductile.core.scheduling.migration_targets import length_model
 from ductile.core.scheduling.policies.forecast import NEVER, Plans, forecast, work
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.static import InTurns

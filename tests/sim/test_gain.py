@@ -2,7 +2,7 @@
 
 import pytest
 
-from ductile.core.scheduling.cost import DecodeSpeed, SwitchCosts
+from ductile.core.scheduling.costs.cost import DecodeSpeed, SwitchCosts
 from ductile.sim.arms import run_arms
 from tests.sim.scenarios import scenario
 

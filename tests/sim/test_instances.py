@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from ductile.core.instances.instances import Instance, InstanceId
+from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.core.scheduling.orders import Decision, RoleChange
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
-from ductile.core.scheduling.state import Limits
 from ductile.elastic.policy_decision import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.run import simulate

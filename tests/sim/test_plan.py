@@ -6,18 +6,18 @@ from statistics import fmean
 
 import pytest
 
-from ductile.config.parse import parse
-from ductile.config.run import RLConfig
-from ductile.config.scheduling import policy_of
-from ductile.config.simulate import SimulateConfig
-from ductile.config.slots import placement_of
+from ductile.config.checks.asked_placement import placement_of
+from ductile.config.reading.parse import parse
+from ductile.config.schema.run import RLConfig
+from ductile.config.schema.scheduling import policy_of
+from ductile.config.schema.simulate import SimulateConfig
 from ductile.core.instances.placement import Placement
+from ductile.core.scheduling.facts.profile import FORMAT
 from ductile.core.scheduling.policies.arrange import BOTH
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.names import NAMES
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
-from ductile.core.scheduling.profile import FORMAT
 from ductile.events.checkpoints import CheckpointSaved
 from ductile.events.resizes import TrainerResized
 from ductile.observe import Recorder

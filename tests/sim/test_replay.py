@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from ductile.cli import main
-from ductile.config.policy import named_policy
+from ductile.config.checks.named_policy import named_policy
 from ductile.core.scheduling.orders import Decision, RoleChange
 from ductile.core.scheduling.policies.rules import Home
 from ductile.elastic.policy_decision import BadDecision, decide

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.fits import by_slots, line, migration_cost
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.costs.fits import by_slots, line, migration_cost
 from ductile.core.scheduling.policies.model import Model
 from ductile.sim.run import simulate
 from tests.sim.scenarios import scenario

@@ -4,29 +4,29 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.config.parse import parse
-from ductile.config.simulate import SimulateConfig
+from ductile.config.reading.parse import parse
+from ductile.config.schema.simulate import SimulateConfig
 from ductile.core.instances.instances import instance_on
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules, choose_layout, layout_for
-from ductile.core.layout.layout_text import in_words
-from ductile.core.layout.parallel_layout import RankShape
-from ductile.core.scheduling.cost import TrainSpeed
-from ductile.core.scheduling.ledger import Span
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, layout_for
+from ductile.core.layout.choice.layout_text import in_words
+from ductile.core.layout.geometry.parallel_layout import RankShape
+from ductile.core.scheduling.costs.cost import TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import ClusterState
+from ductile.core.scheduling.facts.ledger import Span
 from ductile.core.scheduling.orders import Decision, RoleChange
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
-from ductile.core.scheduling.state import ClusterState
 from ductile.elastic.policy_decision import BadDecision
 from ductile.observe import read_jsonl
-from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
 from ductile.sim.configured import configured
 from ductile.sim.loads import SimulatedLoads
 from ductile.sim.recording import read_recording, recorded_scenario
 from ductile.sim.run import simulate
+from ductile.sim.simulated_actuator import SimulatedActuator
 from ductile.sim.timeline import causes, gantt, svg
 from tests.core.scheduling.scenes import id_on
 from tests.sim.recorded import record_run

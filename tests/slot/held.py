@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ductile.core.layout.parallel_layout import ResizeOrder
+from ductile.core.layout.geometry.parallel_layout import ResizeOrder
 from ductile.messages.workers import (
     Commit,
     Done,
@@ -31,7 +31,7 @@ from ductile.messages.workers import (
 from ductile.records import StepReport, TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.slot import link
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 
 link.HEARTBEAT_INTERVAL_S = 0.1
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ductile.cluster.local import LocalCluster
-from ductile.config.cluster import ClusterConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.workers import (
     AssignRole,
     Done,

@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from ductile.config.orchestrator import ImportTask, JsonlTask
+from ductile.config.schema.orchestrator import ImportTask, JsonlTask
 from ductile.records import Completion
 from ductile.tasks.build import build_task
 from ductile.tasks.task import score, takes_turns

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.config.orchestrator import GradersConfig
+from ductile.config.schema.orchestrator import GradersConfig
 from ductile.lifeline import SENT_TO_GROUPS
 from ductile.records import Completion
 from ductile.tasks.grader import Graders
@@ -467,7 +467,7 @@ def test_what_a_reward_has_started_does_not_outlive_it(config, killed, fenced, t
     env = {} if fenced else {"PYTHONPATH": str(Path(__file__).parent / "no_namespaces")}
     code = textwrap.dedent(f"""
         import asyncio
-        from ductile.config.orchestrator import GradersConfig
+        from ductile.config.schema.orchestrator import GradersConfig
         from ductile.records import Completion
         from ductile.tasks.grader import Graders
         async def main():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ductile.config.orchestrator import ImportTask, JsonlTask
-from ductile.config.reward_signature import WrongSignature, reward_signature
+from ductile.config.checks.reward_signature import WrongSignature, reward_signature
+from ductile.config.schema.orchestrator import ImportTask, JsonlTask
 from ductile.records import Completion
 from ductile.tasks.build import build_task
 from ductile.tasks.jsonl import JsonlDataset, names_of

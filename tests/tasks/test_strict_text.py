@@ -10,7 +10,7 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from ductile.config.orchestrator import ReasoningGymTask
+from ductile.config.schema.orchestrator import ReasoningGymTask
 from ductile.tasks.build import build_task
 from ductile.tasks.strict_text import DISARMED, read_formula, read_literal
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from ductile.config.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask
+from ductile.config.schema.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask
 from ductile.records import Completion
 from ductile.tasks.build import build_task
 from ductile.tasks.rows import conversation, read_rows

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from ductile.core.batch.packing import pack
-from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.fabric import rendezvous
 from ductile.messages.workers import (
     Commit,
@@ -37,7 +37,7 @@ from ductile.messages.workers import (
 from ductile.records import Sample, StepReport, TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.trainer.prepare import ResizeFailed
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from tests.ranks import start, stop
 
 DEADLINE_S = 60.0

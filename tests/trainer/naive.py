@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ductile.config.trainer import LossConfig
+from ductile.config.schema.trainer import LossConfig
 from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from ductile.config.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
+from ductile.parallel.distributed_checkpoint import StateError
 from ductile.parallel.gathered import full
 from ductile.parallel.metadata import SafeReader, UnsafeMetadata
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.state import StateError
 from ductile.records import MicroBatch
 from ductile.trainer.checkpoint import load_state, save_state
 from ductile.trainer.trainer import Trainer

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ductile.config.trainer import AdamWConfig, CustomLoss, GRPOLoss, LossConfig, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, CustomLoss, GRPOLoss, LossConfig, TrainerConfig
 from ductile.core.batch.loss_aggregation import loss_denominator, weigh
 from ductile.core.batch.packing import pack
-from ductile.core.layout.context_parallel import CpStyle
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.context_parallel import CpStyle
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import Sample, StepReport

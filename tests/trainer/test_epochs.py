@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ductile.config.trainer import SFTLoss, SGDConfig, TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.trainer import SFTLoss, SGDConfig, TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import MicroBatch, StepReport

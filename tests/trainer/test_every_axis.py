@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from ductile.config.trainer import TrainerConfig
+from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.instances.membership import describe, judge
-from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout, ResizeOrder
-from ductile.core.layout.sharding import Shard, place
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.geometry.layout import Layout, Tensor
+from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout, ResizeOrder
+from ductile.core.layout.geometry.sharding import Shard, place
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.order import stays_put
-from ductile.core.transfer.reshard import Planner
+from ductile.core.transfer.planning import Planner
 from ductile.elastic.transaction import ResizeOptions, Transaction
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import AssignRole, Envelope, ForwardBackward, Prepare
 from ductile.parallel import parallelize

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.config.imports import ImportPathError
-from ductile.config.trainer import CustomLoss, DefaultLoss, GRPOLoss, IPOLoss, LossConfig, SFTLoss
+from ductile.config.reading.imports import ImportPathError
+from ductile.config.schema.trainer import CustomLoss, DefaultLoss, GRPOLoss, IPOLoss, LossConfig, SFTLoss
 from ductile.records import MicroBatch, Sample
 from ductile.trainer.collate import collate
 from ductile.trainer.loss import LossInputs, LossOutputs, make_loss, required_fields

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.config.trainer import ConstantSchedule, CosineSchedule, LinearSchedule, in_steps
+from ductile.config.schema.trainer import ConstantSchedule, CosineSchedule, LinearSchedule, in_steps
 from ductile.trainer.lr_schedule import learning_rate
 
 

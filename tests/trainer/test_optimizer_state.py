@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from ductile.config.optimizer_state import OptimizerTensor, Supported, state_of
-from ductile.config.trainer import AdamWConfig, SGDConfig, TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.spec import ModelSpec
+from ductile.config.schema.optimizer_state import OptimizerTensor, Supported, state_of
+from ductile.config.schema.trainer import AdamWConfig, SGDConfig, TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.trainer import state as state_module
 from ductile.trainer.optimizer import make_optimizer, set_num_updates
 from ductile.trainer.state import StatePlans

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.messages.workers import PreparationEnded
 from ductile.roles import OutOfMemory, RoleAssignment
 from ductile.trainer.prepare import Preparation, ResizeFailed

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.transfer.reshard import Planner
+from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.transfer.planning import Planner
 from ductile.fabric.groups import Groups
 from ductile.messages.workers import Commit, ForwardBackward, Freeze, Prepare, Publish, StateTransferred, Withdraw
 from ductile.parallel.gathered import full
 from ductile.trainer import prepare
 from ductile.trainer.state import named_gradient, named_state
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet, SlotFailed
 from tests.trainer.naive import make_samples

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.messages.workers import SaveState
 from ductile.parallel.data import local_shard
@@ -18,8 +18,8 @@ from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import StepReport
 from ductile.trainer.checkpoint import load_state
 from ductile.trainer.state import named_gradient, named_state, parts_of
+from ductile.trainer.train_role import TrainRole
 from ductile.trainer.trainer import Trainer
-from ductile.trainer.worker import TrainRole
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import make_samples

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric import modes
 from ductile.trainer import prepare, resize
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from tests.trainer.fleet import Fleet, SlotFailed, SlotGone
 from tests.trainer.naive import make_samples
 from tests.trainer.test_resize import leave_groups_to_the_pause, settings, whole  # noqa: F401 (a fixture)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.workers import Prepare
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import make_samples

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.batch.packing import pack
-from ductile.core.layout.holdings import Box
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.holdings import Box
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.workers import ForwardBackward
 from ductile.records import StepReport
 from ductile.trainer.state import named_gradient, named_state, parts_of
-from ductile.trainer.worker import TrainRole
+from ductile.trainer.train_role import TrainRole
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import DEADLINE_S, Fleet, SlotFailed
 from tests.trainer.naive import make_samples

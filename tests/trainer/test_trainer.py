@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ductile.config.trainer import (
+from ductile.config.checks.weight_headers import ModelFolderError
+from ductile.config.schema.trainer import (
     AdamWConfig,
     CustomLoss,
     DefaultLoss,
@@ -18,12 +19,11 @@ from ductile.config.trainer import (
     SGDConfig,
     TrainerConfig,
 )
-from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
-from ductile.core.layout.flops import training_flops
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.peak import Peak
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.model.flops import training_flops
+from ductile.core.layout.model.peak import Peak
 from ductile.fabric.groups import Groups
 from ductile.model.packed import PackedSamples
 from ductile.parallel.parallel_context import ParallelContext

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ductile.config.trainer import SFTLoss, SGDConfig, TrainerConfig
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.config.schema.trainer import SFTLoss, SGDConfig, TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric import rendezvous
 from ductile.messages.workers import (
     Done,
@@ -32,8 +32,8 @@ from ductile.records import MicroBatch, Sample
 from ductile.roles import RoleAssignment, StateKept
 from ductile.trainer.export import export_model
 from ductile.trainer.loss import LossInputs, LossOutputs
+from ductile.trainer.train_role import TrainRole
 from ductile.trainer.trainer import LossFailed
-from ductile.trainer.worker import TrainRole
 from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
 from tests.ranks import result_of, start, stop
 from tests.tiny import IM_END, PAD, make_model_folder

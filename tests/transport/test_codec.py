@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.columns import Floats, Mask, TokenIds, Versions
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.agents import FromAgent, NodeReady, Renew, SignalSlot, SlotEnded, StartSlot, ToAgent
 from ductile.messages.workers import AssignRole, Done, Envelope, Finished, ForwardBackward, Generate, Ping, Score
 from ductile.records import GenerateRequest, Generation, MicroBatch, Sample, Sampling

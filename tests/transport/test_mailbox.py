@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.workers import (
     AssignRole,
     Command,

@@ -20,7 +20,7 @@ from ductile.cluster.node import KILL_S, Devices, Node, slot_name
 from ductile.cluster.nodes import NodesCluster, SlotNode
 from ductile.cluster.processes import ForkedProcess
 from ductile.concurrency.background import start, start_reported
-from ductile.config.cluster import ClusterConfig
+from ductile.config.schema.cluster import ClusterConfig
 from ductile.messages.agents import (
     AgentHello,
     AgentSettings,

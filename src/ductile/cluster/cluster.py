@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ductile.core.layout.peak import Arithmetic
+from ductile.core.layout.model.peak import Arithmetic
 from ductile.messages.workers import Surveyed
 from ductile.transport.mailbox import Mailbox
 

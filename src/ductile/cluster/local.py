@@ -5,15 +5,15 @@ from pathlib import Path
 
 from ductile.cluster.node import Node
 from ductile.cluster.nodes import NodesCluster, SlotNode
-from ductile.config.cluster import ClusterConfig
+from ductile.config.schema.cluster import ClusterConfig
 from ductile.messages.workers import RoleName
 from ductile.transport.router import Router
 from ductile.transport.sockets import LOOPBACK, SocketFolder
 
 ROLES: dict[RoleName, str] = {
-    "train": "ductile.trainer.worker:TrainRole",
-    "generate": "ductile.generator.worker:GenerateRole",
-    "score": "ductile.scorer.worker:ScoreRole",
+    "train": "ductile.trainer.train_role:TrainRole",
+    "generate": "ductile.generator.generate_role:GenerateRole",
+    "score": "ductile.scorer.score_role:ScoreRole",
 }
 
 

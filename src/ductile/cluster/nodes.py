@@ -19,8 +19,8 @@ from ductile.cluster.node import Devices, Node, slot_of
 from ductile.cluster.processes import ForkedProcess, all_ended
 from ductile.cluster.survey import survey
 from ductile.concurrency.background import start_reported
-from ductile.config.cluster import ClusterConfig
-from ductile.core.layout.peak import Arithmetic
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.core.layout.model.peak import Arithmetic
 from ductile.error_text import capitalised
 from ductile.messages.agents import NodeSettings
 from ductile.messages.workers import Done, Hello, RoleName, Stop, Surveyed

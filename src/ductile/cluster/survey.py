@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ductile.core.layout.peak import Arithmetic
+from ductile.core.layout.model.peak import Arithmetic
 from ductile.messages.workers import Survey, Surveyed
 from ductile.roles import SlotLost
 from ductile.transport.fanout import ask_each

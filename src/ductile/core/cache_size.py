@@ -1,6 +1,6 @@
 """How large a generator's KV cache may be, in plain numbers: the same for `ductile check` and for the engine."""
 
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.model.spec import ModelSpec
 
 CPU_SHARE = 1 / 16
 """Share of the machine's memory that a KV cache may have: several slots share the memory, and a cache takes up what it

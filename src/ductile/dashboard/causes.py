@@ -1,6 +1,6 @@
 """Why a slot was idle, in words for a reader who has not seen the code."""
 
-from ductile.core.scheduling.ledger import Activity, IdleCause
+from ductile.core.scheduling.facts.ledger import Activity, IdleCause
 
 CAUSES: dict[IdleCause, str] = {
     "start_up": "it had not begun yet",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ductile.core.scheduling.ledger import Activity, SlotLedger
+from ductile.core.scheduling.facts.ledger import Activity, SlotLedger
 from ductile.dashboard.view import SlotView, ViewEvent, ViewState
 from ductile.events.run_state import RunState
 from ductile.observe import Listener

@@ -7,7 +7,7 @@ and moves it.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ductile.core.scheduling.ledger import Span
+from ductile.core.scheduling.facts.ledger import Span
 from ductile.dashboard.causes import said
 from ductile.dashboard.colours import COLOURS
 

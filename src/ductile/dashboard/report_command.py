@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ductile.config.command_line import parse_with_folder, print_error, require_folder
+from ductile.config.reading.command_line import parse_with_folder, print_error, require_folder
 
 DONE, NO_REPORT = 0, 2
 

@@ -13,7 +13,7 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.live import Live
 
-from ductile.core.scheduling.ledger import SlotLedger
+from ductile.core.scheduling.facts.ledger import SlotLedger
 from ductile.dashboard.follower import Follower
 from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render

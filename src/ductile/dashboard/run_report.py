@@ -1,7 +1,7 @@
 """What a run's folder says about the run: everything that `ductile report` tells, as plain values.
 
 `events.jsonl` and `metrics.jsonl` are enough; `config.toml` and `summary.json` add to it where they are there. A run
-without profiles (`core.scheduling.profile`) has no ownership timeline, and the report says so.
+without profiles (`core.scheduling.facts.profile`) has no ownership timeline, and the report says so.
 """
 
 import tomllib
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ductile.core.scheduling.ledger import Activity, IdleCause, Span
-from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.core.scheduling.facts.ledger import Activity, IdleCause, Span
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.run_state import InstanceSpan, RunState
 from ductile.events.scheduling import OrdersDone, OrdersGiven, PolicyFailed

@@ -23,7 +23,7 @@ class SlotView:
     slot: int
     roles: tuple[str, ...]
     doing: str
-    """An activity of `ductile.core.scheduling.ledger`."""
+    """An activity of `ductile.core.scheduling.facts.ledger`."""
     busy: float
     """Share of the time since the slot had its roles in which it was not idle, 0 to 1."""
 

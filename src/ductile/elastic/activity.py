@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
-from ductile.core.scheduling.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
+from ductile.core.scheduling.facts.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
 from ductile.elastic.situation import Situation
 from ductile.messages.workers import (
     Abort,

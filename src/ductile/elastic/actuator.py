@@ -10,11 +10,11 @@ from ductile.cluster.cluster import Cluster
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance
 from ductile.core.instances.placement import SPELLED, Role, slots_of
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.cost_model import CostModel
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.costs.cost_model import CostModel
+from ductile.core.scheduling.facts.cluster_state import ClusterState, SlotState, TrainerState
+from ductile.core.scheduling.facts.profile import Setting
 from ductile.core.scheduling.orders import RoleChange
-from ductile.core.scheduling.profile import Setting
-from ductile.core.scheduling.state import ClusterState, SlotState, TrainerState
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.controller import NotDone
 from ductile.elastic.recovery import Recovery

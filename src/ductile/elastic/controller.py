@@ -30,9 +30,9 @@ from typing import Protocol
 
 from ductile.concurrency.structured import DaemonThreads, Pause, gather_all
 from ductile.core.instances.instances import Instance, InstanceId, in_order
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.facts.cluster_state import ClusterState
 from ductile.core.scheduling.orders import Decision, Migration, Policy, RoleChange, instances_after, layout_after
-from ductile.core.scheduling.state import ClusterState
 from ductile.elastic.decision_log import DecisionLog, ExecutedDecision
 from ductile.elastic.policy_decision import BadDecision, LateDecision, decide
 from ductile.events.decisions import DecisionJournal

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ductile.config.command_line import as_sentence
+from ductile.config.reading.command_line import as_sentence
 from ductile.core.instances.instances import Instance, in_order
 from ductile.core.scheduling.orders import Decision, sentence
 from ductile.error_text import capitalised

@@ -6,10 +6,10 @@ What the parts of a policy's changes cost, their actuator says (`ductile.elastic
 from functools import partial
 
 from ductile.concurrency.listeners import Listeners
-from ductile.core.layout.pipeline import PipelineShape
-from ductile.core.scheduling.cost_model import CostModel
+from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
+from ductile.core.scheduling.costs.cost_model import CostModel
 from ductile.fleet.fleet import Fleet
-from ductile.fleet.trainer import MicroStepDone
+from ductile.fleet.remote_trainer import MicroStepDone
 from ductile.messages.workers import EngineStats
 from ductile.transport.mailbox import Mailbox, SlotEvent
 

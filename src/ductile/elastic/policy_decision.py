@@ -4,8 +4,8 @@ sentence."""
 import inspect
 import time
 
+from ductile.core.scheduling.facts.cluster_state import ClusterState
 from ductile.core.scheduling.orders import ORDERS, Decision, Policy, malformed, violations
-from ductile.core.scheduling.state import ClusterState
 from ductile.error_text import error_text, error_with_place
 
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ductile.core.scheduling.cost_model import CostModel
-from ductile.core.scheduling.ledger import Span
-from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.core.scheduling.costs.cost_model import CostModel
+from ductile.core.scheduling.facts.ledger import Span
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.elastic.activity import SlotActivity
 from ductile.events.steps import StepProfiled, WorkBegan
 from ductile.observe import Listener, Recorder

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ductile.core.scheduling.state import BatchProgress
+from ductile.core.scheduling.facts.cluster_state import BatchProgress
 from ductile.records import RolloutGroup
 
 

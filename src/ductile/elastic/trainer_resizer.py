@@ -13,9 +13,9 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
-from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.requested_layout import LayoutRequest, RequestError, requested_layout
+from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
+from ductile.core.layout.choice.requested_layout import LayoutRequest, RequestError, requested_layout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.error_text import error_text
@@ -23,7 +23,7 @@ from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.slots import SlotStarted
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.observe import Recorder
 from ductile.roles import TrainerLost

@@ -36,12 +36,12 @@ from ductile.core.instances.membership import (
     violation_in_plans,
     violation_in_progress,
 )
-from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.elastic.participants import LOOK_S, Participants
 from ductile.error_text import error_text
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import (
     AssignRole,

@@ -22,9 +22,9 @@ from typing import Any, cast
 
 import msgspec
 
+from ductile.core.scheduling.facts.cluster_state import ClusterState, Unfinished
+from ductile.core.scheduling.facts.profile import FORMAT
 from ductile.core.scheduling.orders import Decision
-from ductile.core.scheduling.profile import FORMAT
-from ductile.core.scheduling.state import ClusterState, Unfinished
 from ductile.observe import Recorder
 
 Plain = dict[str, Any]
@@ -40,7 +40,7 @@ class DecisionJournal:
     """Writes the decisions of one start of a run."""
 
     def __init__(self, record: Recorder, policy: Mapping[str, Any]) -> None:
-        """policy: the arguments of `ductile.config.policy.named_policy` that make the policy anew."""
+        """policy: the arguments of `ductile.config.checks.named_policy.named_policy` that make the policy anew."""
         self._record = record
         self._first: Plain = {"version": FORMAT, "policy": policy}
         self._states = StateWriter()

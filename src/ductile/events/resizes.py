@@ -1,6 +1,6 @@
 """Events of the trainer's resizes."""
 
-from ductile.core.layout.parallel_layout import ParallelDims
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.observe import RunEvent
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.lines import KINDS, UnreadEvent, read_event
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.scheduling import OrdersDone, TrainingHeld

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.observe import RunEvent
 
 

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.geometry.mesh import Mesh
 from ductile.error_text import error_text
 from ductile.fabric import rendezvous, universe
 from ductile.fabric.backend import SETTINGS, Backend, choose_backend, device_id, tell_devices

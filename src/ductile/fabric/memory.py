@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ductile.core.layout.holdings import Box, View
-from ductile.core.layout.layout import Layout
+from ductile.core.layout.geometry.holdings import Box, View
+from ductile.core.layout.geometry.layout import Layout
 from ductile.fabric import boxes
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -18,8 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ductile.core.layout.holdings import volume
-from ductile.core.layout.layout import Layout
+from ductile.core.layout.geometry.holdings import volume
+from ductile.core.layout.geometry.layout import Layout
 from ductile.core.transfer.plan import Part, PeerMessage, Round
 from ductile.core.transfer.topology import MIB
 from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ductile.core.layout.holdings import Ints
+from ductile.core.layout.geometry.holdings import Ints
 from ductile.core.transfer.plan import Part, PeerMessage
 from ductile.fabric import boxes
 from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs

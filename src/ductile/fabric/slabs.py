@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ductile.core.layout.holdings import Ints, View
+from ductile.core.layout.geometry.holdings import Ints, View
 
 SLAB_BYTES = 512 << 10
 """Largest slab. It stays in the cache (2 MiB a core) until it is hashed and put in its place. Half of it costs 3 %."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from ductile.core.instances.instances import Instance
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.workers import AssignRole, Done, RoleName
 from ductile.transport.fanout import ask_each
 from ductile.transport.mailbox import Mailbox

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from ductile.core.scheduling.state import Lengths
+from ductile.core.scheduling.facts.cluster_state import Lengths
 from ductile.records import GenerateRequest, Generation
 
 KEPT = 2048

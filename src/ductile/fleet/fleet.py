@@ -12,8 +12,8 @@ from ductile.core.instances.instances import Instance, InstanceId, Serving, in_o
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.release import Release
+from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.fleet.scorer import RemoteScorer
-from ductile.fleet.trainer import RemoteTrainer
 from ductile.roles import Failure, SlotLost
 
 

@@ -16,8 +16,8 @@ from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.routing import route
+from ductile.core.scheduling.facts.cluster_state import Lengths, Unfinished
 from ductile.core.scheduling.orders import Migration
-from ductile.core.scheduling.state import Lengths, Unfinished
 from ductile.fleet.dispatch import Dispatch
 from ductile.fleet.in_flight import InFlight, RequestsInFlight
 from ductile.fleet.leases import WeightLeases

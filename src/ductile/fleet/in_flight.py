@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.routing import GeneratorLoad, predicted_tokens
-from ductile.core.scheduling.state import Unfinished
+from ductile.core.scheduling.facts.cluster_state import Unfinished
 from ductile.fleet.completion_lengths import CompletionLengths
 from ductile.messages.workers import EngineStats
 from ductile.records import GenerateRequest, Generation

@@ -25,7 +25,7 @@ from ductile.transport.mailbox import Mailbox, Outcome
 
 
 class WeightSource(Protocol):
-    """First source of all weights: the trainer of `ductile.fleet.trainer`."""
+    """First source of all weights: the trainer of `ductile.fleet.remote_trainer`."""
 
     def can_lease(self, version: int) -> bool: ...
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ductile.core.layout.peak import Arithmetic, Peak, known_peak
+from ductile.core.layout.model.peak import Arithmetic, Peak, known_peak
 from ductile.kernels.dispatch import linear
 
 SIZES = {"cuda": 8192, "cpu": 1024}

@@ -1,11 +1,11 @@
-"""What is said to a live run from outside (`ductile.orchestrator.control`, `ductile.orchestrator.endpoint`), and what
-becomes of it. One line of JSON each way."""
+"""What is said to a live run from outside (`ductile.orchestrator.control.control`,
+`ductile.orchestrator.control.endpoint`), and what becomes of it. One line of JSON each way."""
 
 from typing import Literal
 
 import msgspec
 
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 
 VERSION = 5
@@ -17,7 +17,7 @@ class Words(msgspec.Struct, forbid_unknown_fields=True):
 
 class ResizeRequest(Words, tag="resize"):
     """Have the trainer go on with other slots, in another layout, or both, in the order of slots that moves least of
-    its state. What it means is said in `ductile.core.layout.requested_layout`."""
+    its state. What it means is said in `ductile.core.layout.choice.requested_layout`."""
 
     train: tuple[int, ...] | None = None
     """Slots; None: as many as the layout has, preferring those that train."""

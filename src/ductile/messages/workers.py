@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from ductile.columns import Floats
-from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
-from ductile.core.layout.peak import Arithmetic
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.layout.model.peak import Arithmetic
 from ductile.records import (
     GenerateRequest,
     Generation,

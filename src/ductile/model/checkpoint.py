@@ -1,6 +1,7 @@
 """Hugging Face model folders: read one into a `Transformer`, write one that `transformers` loads.
 
-Both ways go parameter by parameter (`ductile.core.layout.parameters`), so that neither ever holds the model twice.
+Both ways go parameter by parameter (`ductile.core.layout.model.parameters`), so that neither ever holds the model
+twice.
 """
 
 import itertools
@@ -16,9 +17,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderError, find_weights, read_json, stranger
-from ductile.core.layout.parameters import HfTensor, Parameter, parameters
-from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
+from ductile.config.checks.weight_headers import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    ModelFolderError,
+    find_weights,
+    read_json,
+    stranger,
+)
+from ductile.core.layout.model.parameters import HfTensor, Parameter, parameters
+from ductile.core.layout.model.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import exchange, named, sync, sync_tree
 from ductile.model.safetensors_writer import DTYPES, write_safetensors
 from ductile.model.transformer import Transformer

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ductile.core.layout.flops import ForwardWork
+from ductile.core.layout.model.flops import ForwardWork
 from ductile.model.attention import PackedAttention
 from ductile.model.logprobs import LogprobHead
 from ductile.model.transformer import Transformer

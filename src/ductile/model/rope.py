@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ductile.core.layout.spec import ModelSpec, RopeScaling
+from ductile.core.layout.model.spec import ModelSpec, RopeScaling
 
 
 class Rope:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from ductile.config import weight_headers
-from ductile.core.layout.parameters import HfTensor
+from ductile.config.checks import weight_headers
+from ductile.core.layout.model.parameters import HfTensor
 
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): spelled for spelled, name in weight_headers.DTYPES.items()}
 """Dtypes that we read and write, and how safetensors spells them."""

@@ -1,7 +1,7 @@
 """A decoder-only transformer: Llama, Qwen2 and Qwen3 on one page. It knows no batch, no cache and no mesh.
 
 Tokens come flat, documents one after the other; `attend` knows which may see which. Names on disk differ
-(`ductile.core.layout.parameters`).
+(`ductile.core.layout.model.parameters`).
 
 T tokens, M hidden size, H query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.kernels.dispatch import add_norm, linear, rms_norm, split_heads, swiglu
 from ductile.model.attention import Attend
 from ductile.model.rope import Rope

@@ -7,7 +7,8 @@
 4. `ContextPart.gather` brings the scores of all slots together, so that each computes the same loss of whole samples.
    Its gradient is the slot's own part: the slots' gradients add up where those of samples do, in FSDP2's reduction.
 
-`ductile.core.layout.context_parallel` says which tokens are whose, `ulysses` and `ring` how they see each other.
+`ductile.core.layout.geometry.context_parallel` says which tokens are whose, `ulysses` and `ring` how they see each
+other.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ductile.core.layout.context_parallel import CpStyle, document_multiple, num_laid_out, tokens_of_slots
+from ductile.core.layout.geometry.context_parallel import CpStyle, document_multiple, num_laid_out, tokens_of_slots
 from ductile.model.attention import Attend, PackedAttention
 from ductile.model.packed import PackedSamples
 from ductile.parallel.ring import RingAttention

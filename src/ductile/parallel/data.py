@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ductile.core.layout.holdings import volume
+from ductile.core.layout.geometry.holdings import volume
 from ductile.model.transformer import Transformer
-from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
+from ductile.parallel.fsdp_collectives import DirectAllGather, DirectReduceScatter
 from ductile.parallel.parts import SlotParts
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ductile.core.layout.layout import Layout
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.parameters import Parameter, parameters
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.parameters import Parameter, parameters
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel.data import local_shard
 from ductile.parallel.parallel_context import ParallelContext

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ductile.core.layout.parallel_layout import AXES, FULLY_SHARDED, ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import AXES, FULLY_SHARDED, ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.data import flat_shard
 from ductile.parallel.parts import SlotParts

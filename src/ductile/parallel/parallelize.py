@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ductile.config.model import TrainerModelConfig
-from ductile.config.schema import keys
-from ductile.core.layout.parallel_layout import ParallelDims
-from ductile.core.layout.peak import compute_dtype
-from ductile.core.layout.spec import ModelSpec
+from ductile.config.reading.key_tree import keys
+from ductile.config.schema.model import TrainerModelConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
+from ductile.core.layout.model.peak import compute_dtype
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel import data, pipeline, tensor_parallel
 from ductile.parallel.parallel_context import ParallelContext

@@ -1,18 +1,18 @@
 """A slot's part of a model's tensors: boxes of the whole tensors, as views of the slot's own memory.
 
-Which boxes these are follows from the layout (`ductile.core.layout.strategy.model_layout`), so nothing here knows an
-axis. Parameters, moments and gradients of one parameter all lie alike.
+Which boxes these are follows from the layout (`ductile.core.layout.geometry.strategy.model_layout`), so nothing here
+knows an axis. Parameters, moments and gradients of one parameter all lie alike.
 """
 
 from functools import lru_cache
 
 from torch import Tensor
 
-from ductile.core.layout.holdings import Box, volume
-from ductile.core.layout.layout import Layout
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.geometry.holdings import Box, volume
+from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.cells import Atoms, atoms
 from ductile.core.transfer.owners import owned_boxes
 

@@ -18,9 +18,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.pipeline import PipelineSchedule, num_to_run, runs_of_layers
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule, num_to_run, runs_of_layers
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.scoring import ModelInputs

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ductile.core.layout.context_parallel import CpStyle
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.geometry.context_parallel import CpStyle
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.attention import Attend
 from ductile.model.logprobs import LogprobHead
 from ductile.model.packed import PackedSamples

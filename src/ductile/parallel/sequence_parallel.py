@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
+from ductile.parallel.fsdp_collectives import DirectAllGather, DirectReduceScatter
 
 
 @dataclass(frozen=True, slots=True)

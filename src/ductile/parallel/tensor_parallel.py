@@ -16,7 +16,7 @@
 A module with parameters that is not in this table is refused: if its weight is whole on every slot and sees a part of
 the tokens, slots would go apart without its gradient being summed.
 
-Where it cuts is for `ductile.core.layout.strategy` to say. Parts may differ in size.
+Where it cuts is for `ductile.core.layout.geometry.strategy` to say. Parts may differ in size.
 
 The number of tokens, T, must be a multiple of the number of slots, R. Between the modules a slot has S = T / R tokens
 (`ductile.parallel.sequence_parallel`). H query heads and K key/value heads on a slot, D head size, M hidden size.
@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ductile.core.layout.heads import Heads, heads_on, share_key_heads
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import tensor_parallel_shapes
+from ductile.core.layout.geometry.attention_heads import Heads, heads_on, share_key_heads
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import tensor_parallel_shapes
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.kernels.dispatch import add_norm, linear, rms_norm
 from ductile.model.attention import Attend
 from ductile.model.transformer import Attention, Linear, RMSNorm, Transformer

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ductile.config.trainer import TrainerConfig, needs_reference
-from ductile.config.weight_headers import ModelFolderError
+from ductile.config.checks.weight_headers import ModelFolderError
+from ductile.config.schema.trainer import TrainerConfig, needs_reference
 from ductile.core.batch.packing import pack
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
 from ductile.model.packed import PackedSamples

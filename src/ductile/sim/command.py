@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Sequence
 
-from ductile.config.errors import ConfigError
-from ductile.config.help import help_text
-from ductile.config.parse import parse
-from ductile.config.simulate import SimulateConfig
+from ductile.config.reading.errors import ConfigError
+from ductile.config.reading.help import help_text
+from ductile.config.reading.parse import parse
+from ductile.config.schema.simulate import SimulateConfig
 
 BAD_CONFIG = 2
 
@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
         print(f"ductile simulate: {error}", file=sys.stderr)
         return BAD_CONFIG
     # Help and refusals come at once: what simulates is loaded when there is something to simulate.
-    from ductile.config.imports import ImportPathError
+    from ductile.config.reading.imports import ImportPathError
     from ductile.elastic.policy_decision import BadDecision
     from ductile.sim.compare import compare
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ductile.config.simulate import SimulateConfig
+from ductile.config.schema.simulate import SimulateConfig
 from ductile.core.instances.placement import many
 from ductile.disk import write_whole
 from ductile.observe import write_json

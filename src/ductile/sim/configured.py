@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ductile.config.section import Section
-from ductile.config.simulate import LengthsConfig, LognormalLengths, SimulateConfig
+from ductile.config.schema.section import Section
+from ductile.config.schema.simulate import LengthsConfig, LognormalLengths, SimulateConfig
 from ductile.core.instances.placement import place
-from ductile.core.layout.asked_layout import DATA_PARALLELISM
-from ductile.core.layout.layout_rules import LayoutRules
-from ductile.core.layout.layout_text import LayoutTextError, parse_sizes
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.state import Limits
+from ductile.core.layout.choice.asked_layout import DATA_PARALLELISM
+from ductile.core.layout.choice.layout_rules import LayoutRules
+from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal, recorded
 

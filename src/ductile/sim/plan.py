@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ductile.config.policy import named_policy
+from ductile.config.checks.named_policy import named_policy
 from ductile.core.instances.placement import SPELLED, Placement, compact, many
+from ductile.core.scheduling.facts.profile import Setting
 from ductile.core.scheduling.orders import Policy
 from ductile.core.scheduling.policies.names import described
 from ductile.core.scheduling.policies.static import InTurns
-from ductile.core.scheduling.profile import Setting
 from ductile.sim.arms import COLLOCATED, RULES_POLICIES, collocate, named, splits
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.run import Simulated, simulate

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ductile.config.command_line import parse_with_folder, print_error, require_folder
+from ductile.config.reading.command_line import parse_with_folder, print_error, require_folder
 from ductile.error_text import capitalised
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="F", help="write the table to this file too")
     asked = parse_with_folder(parser, words)
     # Help comes at once: what simulates is loaded when there is something to simulate.
-    from ductile.config.imports import ImportPathError
+    from ductile.config.reading.imports import ImportPathError
     from ductile.elastic.policy_decision import BadDecision
     from ductile.sim.recording import read_recording
 

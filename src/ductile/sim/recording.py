@@ -1,4 +1,4 @@
-"""What a run wrote down of itself (`core.scheduling.profile`), as a scenario: its slots, its work, its speeds and
+"""What a run wrote down of itself (`core.scheduling.facts.profile`), as a scenario: its slots, its work, its speeds and
 costs.
 
 1. Of the run since its last start, the latest profiles are taken. The first of them warms up: it is simulated and not
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.instances.placement import many
-from ductile.core.scheduling.cost import mean_speeds
-from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.core.scheduling.costs.cost import mean_speeds
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.resizes import TrainerResized
 from ductile.events.run_state import RunState
 from ductile.observe import read_jsonl

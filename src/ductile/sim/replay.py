@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ductile.config.policy import named_policy
+from ductile.config.checks.named_policy import named_policy
 from ductile.core.instances.placement import many
+from ductile.core.scheduling.facts.cluster_state import ClusterState
+from ductile.core.scheduling.facts.profile import FORMAT
 from ductile.core.scheduling.orders import Policy
 from ductile.core.scheduling.policies.names import described
 from ductile.core.scheduling.policies.rules import Home
-from ductile.core.scheduling.profile import FORMAT
-from ductile.core.scheduling.state import ClusterState
 from ductile.elastic.policy_decision import BadDecision, decide
 from ductile.events.decisions import StateReader, decision_row
 from ductile.observe import json_line, read_jsonl

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ductile.config.command_line import parse_with_folder, print_error
+from ductile.config.reading.command_line import parse_with_folder, print_error
 
 EQUAL, DIFFERENT, NOTHING = 0, 1, 2
 
@@ -18,7 +18,7 @@ def main(words: Sequence[str]) -> int:
     )
     asked = parse_with_folder(parser, words)
     # Help comes at once: policies are loaded when there is something to ask them.
-    from ductile.config.imports import ImportPathError
+    from ductile.config.reading.imports import ImportPathError
     from ductile.dashboard.printable import printable
     from ductile.sim.replay import replay_run
 

@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ductile.core.scheduling.ledger import Activity, IdleCause, Ledger, Span
+from ductile.core.rollouts.staleness import StalenessBound
+from ductile.core.scheduling.facts.ledger import Activity, IdleCause, Ledger, Span
 from ductile.core.scheduling.orders import Policy
-from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.decision_log import ExecutedDecision
 from ductile.elastic.step_accounting import StepAccounting, StepSize
 from ductile.observe import Recorder
-from ductile.orchestrator.buffer import Buffer
-from ductile.orchestrator.episode import Episodes
-from ductile.orchestrator.loop import Loop, RunSchedule
-from ductile.orchestrator.rollouts import Rollouts
-from ductile.orchestrator.sample_builder import SampleBuilder
+from ductile.orchestrator.loop.buffer import Buffer
+from ductile.orchestrator.loop.episode import Episodes
+from ductile.orchestrator.loop.loop import Loop, RunSchedule
+from ductile.orchestrator.loop.rollouts import Rollouts
+from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Sampling
-from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.clock import now_s, run
-from ductile.sim.roles import SimGenerators, SimScorer, SimTrainer
 from ductile.sim.scenario import Scenario
+from ductile.sim.simulated_actuator import SimulatedActuator
+from ductile.sim.simulated_roles import SimGenerators, SimScorer, SimTrainer
 from ductile.sim.simulated_task import Blocks, NoGraders, SimulatedTask
 from ductile.tasks.prompts import ExampleOrder, Prompts
 

@@ -8,9 +8,9 @@ from math import exp
 
 from ductile.core.instances.instances import Instance
 from ductile.core.instances.placement import Placement
-from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
-from ductile.core.scheduling.cost import Speeds, SwitchCosts
-from ductile.core.scheduling.state import Limits
+from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
+from ductile.core.scheduling.costs.cost import Speeds, SwitchCosts
+from ductile.core.scheduling.facts.cluster_state import Limits
 
 DrawLength = Callable[[random.Random], float]
 """Draws the tokens of one completion, before the limit cuts it."""

@@ -8,7 +8,7 @@ Letters in the text say what a slot did for most of a column's time:
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from ductile.core.scheduling.ledger import Activity, IdleCause, Span
+from ductile.core.scheduling.facts.ledger import Activity, IdleCause, Span
 from ductile.dashboard.causes import named, said
 from ductile.dashboard.colours import COLOURS
 from ductile.dashboard.ownership import chosen

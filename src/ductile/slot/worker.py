@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ductile.core.layout.peak import Arithmetic
+from ductile.core.layout.model.peak import Arithmetic
 from ductile.error_text import error_text
 from ductile.kernels.device import is_out_of_memory, name_of, peak_memory, peak_of
 from ductile.messages.workers import (

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ductile.config.imports import ImportPathError, import_object
-from ductile.config.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask, TaskConfig
+from ductile.config.reading.imports import ImportPathError, import_object
+from ductile.config.schema.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask, TaskConfig
 from ductile.roles import Task
 from ductile.tasks.builtin import make_builtin
 from ductile.tasks.jsonl import JsonlDataset

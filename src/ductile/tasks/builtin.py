@@ -5,7 +5,7 @@ import random
 import re
 from collections.abc import Callable
 
-from ductile.config.orchestrator import BuiltinTask
+from ductile.config.schema.orchestrator import BuiltinTask
 from ductile.roles import Task
 from ductile.tasks.task import TaskError, did_you_mean
 

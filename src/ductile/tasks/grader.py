@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ductile.config.orchestrator import GradersConfig
+from ductile.config.schema.orchestrator import GradersConfig
 from ductile.records import Completion, RewardFailure
 from ductile.surrogates import mended
 from ductile.tasks.grader_log import appender
@@ -75,9 +75,10 @@ class Graders:
         on_note: Callable[[str], None] = lambda sentence: None,
         log: Path | None = None,
     ) -> None:
-        """tasks: by the name that calls use, each a dumped task config (`ductile.config.orchestrator.TaskConfig`).
-        on_error: told of every reward that failed, in a sentence and with its traceback. on_note: told once what
-        rewards could not be kept from. log: a file for what rewards print, which goes nowhere without one."""
+        """tasks: by the name that calls use, each a dumped task config
+        (`ductile.config.schema.orchestrator.TaskConfig`). on_error: told of every reward that failed, in a sentence and
+        with its traceback. on_note: told once what rewards could not be kept from. log: a file for what rewards print,
+        which goes nowhere without one."""
         self._tasks = {name: dict(task) for name, task in tasks.items()}
         self._num_workers = config.num_workers or default_num_workers()
         self._config, self._on_error, self._on_note = config, on_error, on_note

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from ductile.config.orchestrator import TaskConfig
+from ductile.config.schema.orchestrator import TaskConfig
 from ductile.error_text import error_with_place
 from ductile.lifeline import SENT_TO_GROUPS
 from ductile.roles import Task

@@ -21,7 +21,7 @@ class MakeTasks(msgspec.Struct, tag=True, frozen=True):
 
     number: int
     tasks: dict[str, Any]
-    """Dumped task configs (`ductile.config.orchestrator.TaskConfig`), by the name that calls use."""
+    """Dumped task configs (`ductile.config.schema.orchestrator.TaskConfig`), by the name that calls use."""
     timeout_s: float
     """Deadline of each later call, in seconds; it also bounds the CPU time that the call may use."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ductile.config.orchestrator import GradersConfig
+from ductile.config.schema.orchestrator import GradersConfig
 from ductile.records import RewardFailure
 from ductile.tasks.grader_protocol import MAX_LINE_BYTES, GraderReply, GraderRequest, decode_reply, encode
 from ductile.tasks.keeper import LEAVE

@@ -6,9 +6,7 @@ from math import fsum
 from numbers import Real
 from typing import Any
 
-from ductile.config.imports import ImportPathError, import_object
-from ductile.config.orchestrator import JsonlTask
-from ductile.config.reward_signature import (
+from ductile.config.checks.reward_signature import (
     FACTS,
     IS_A_CLASS,
     RewardSignature,
@@ -16,6 +14,8 @@ from ductile.config.reward_signature import (
     columns_of,
     reward_signature,
 )
+from ductile.config.reading.imports import ImportPathError, import_object
+from ductile.config.schema.orchestrator import JsonlTask
 from ductile.roles import Task
 from ductile.tasks.rows import Row, conversation, read_rows
 from ductile.tasks.task import TaskError

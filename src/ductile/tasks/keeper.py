@@ -37,7 +37,7 @@ GIB = 1 << 30
 
 
 def main(parent: int, limits: Mapping[str, Any]) -> None:
-    """limits: those of `ductile.config.orchestrator.GradersConfig`."""
+    """limits: those of `ductile.config.schema.orchestrator.GradersConfig`."""
     notes: list[str] = []
     inside = _unshare(bool(limits["network"]), notes)
     prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -4,7 +4,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from ductile.config.orchestrator import ReasoningGymTask
+from ductile.config.schema.orchestrator import ReasoningGymTask
 from ductile.roles import Task
 from ductile.tasks.strict_text import disarm
 from ductile.tasks.task import TaskError, did_you_mean

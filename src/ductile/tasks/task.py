@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar, cast
 
-from ductile.config import errors
-from ductile.config.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
+from ductile.config.checks.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
+from ductile.config.reading import errors
 from ductile.error_text import error_with_place
 from ductile.records import Completion
 from ductile.roles import Task

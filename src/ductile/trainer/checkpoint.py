@@ -1,6 +1,6 @@
 """A trainer's state on disk: `ductile.trainer.state` without the gradient. Save after an optimizer step.
 
-How it gets there and back is `ductile.parallel.state`.
+How it gets there and back is `ductile.parallel.distributed_checkpoint`.
 """
 
 from pathlib import Path
@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ductile.parallel import state
-from ductile.parallel.state import HeldTensor
+from ductile.parallel import distributed_checkpoint as state
+from ductile.parallel.distributed_checkpoint import HeldTensor
 from ductile.trainer.state import named_state, parts_of
 from ductile.trainer.trainer import Trainer
 

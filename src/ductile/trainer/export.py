@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ductile.config.weight_headers import ModelFolderError
-from ductile.core.layout.spec import SpecError
+from ductile.config.checks.weight_headers import ModelFolderError
+from ductile.core.layout.model.spec import SpecError
 from ductile.model.checkpoint import (
     MAX_SHARD_BYTES,
     begin_folder,

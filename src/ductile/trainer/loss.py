@@ -27,8 +27,8 @@ from math import log
 import torch
 from torch import Tensor
 
-from ductile.config.imports import import_object
-from ductile.config.trainer import (
+from ductile.config.reading.imports import import_object
+from ductile.config.schema.trainer import (
     CustomLoss,
     DefaultLoss,
     GRPOLoss,

@@ -9,7 +9,7 @@ lr  |   __________
 
 from math import cos, pi
 
-from ductile.config.trainer import ConstantSchedule, CosineSchedule, LinearSchedule, SchedulerConfig, in_steps
+from ductile.config.schema.trainer import ConstantSchedule, CosineSchedule, LinearSchedule, SchedulerConfig, in_steps
 
 
 def learning_rate(config: SchedulerConfig, peak: float, step: int, max_steps: int | None) -> float:

@@ -1,6 +1,6 @@
 """The optimizer, with its state in place from the start, so that a checkpoint always knows what to read and write.
 
-What it keeps is described (`ductile.config.optimizer_state`), and all that saves, moves or builds it reads the
+What it keeps is described (`ductile.config.schema.optimizer_state`), and all that saves, moves or builds it reads the
 description.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, MutableMapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ductile.config.optimizer_state import OptimizerTensor, Supported
-from ductile.config.trainer import AdamWConfig
+from ductile.config.schema.optimizer_state import OptimizerTensor, Supported
+from ductile.config.schema.trainer import AdamWConfig
 from ductile.parallel.data import like
 
 

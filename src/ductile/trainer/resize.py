@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ductile.config.trainer import TrainerConfig
-from ductile.core.layout.parallel_layout import ResizeOrder
+from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ResizeOrder
 from ductile.core.transfer.plan import Plan
 from ductile.fabric import heap, transfer
 from ductile.fabric.memory import Memory

@@ -1,7 +1,7 @@
 """What a trainer's state consists of, under which names, and where each of its numbers lies.
 
     model/<parameter>            the parameters that the optimizer updates
-    exp_avg/<parameter>          what the optimizer keeps beside each parameter (`ductile.config.optimizer_state`)
+    exp_avg/<parameter>          what the optimizer keeps beside each parameter (`config.schema.optimizer_state`)
     gradient/<parameter>         what has been accumulated since the last optimizer step, if anything
     step, num_updates, sums      numbers: `ductile.records.TrainProgress`
 
@@ -14,14 +14,14 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ductile.config.optimizer_state import state_of, supported
-from ductile.config.trainer import TrainerConfig
-from ductile.core.layout.layout import Layout
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
+from ductile.config.schema.optimizer_state import state_of, supported
+from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.plan import Plan
-from ductile.core.transfer.reshard import Planner
+from ductile.core.transfer.planning import Planner
 from ductile.parallel.data import flat_shard, like
 from ductile.trainer.trainer import Trainer
 

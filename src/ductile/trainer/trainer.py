@@ -11,13 +11,13 @@ from math import isfinite, nan, sqrt
 import torch
 from torch import Tensor
 
-from ductile.config.optimizer_state import state_of, supported
-from ductile.config.trainer import TrainerConfig
-from ductile.config.weight_headers import ModelFolderError
-from ductile.core.layout.context_parallel import CpStyle, chosen_style, style_violation
-from ductile.core.layout.flops import ForwardWork, training_flops
-from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
-from ductile.core.layout.spec import ModelSpec
+from ductile.config.checks.weight_headers import ModelFolderError
+from ductile.config.schema.optimizer_state import state_of, supported
+from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.layout.geometry.context_parallel import CpStyle, chosen_style, style_violation
+from ductile.core.layout.model.flops import ForwardWork, training_flops
+from ductile.core.layout.model.peak import Arithmetic, arithmetic_of, compute_dtype
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.error_text import error_with_place
 from ductile.kernels.device import peak_of
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ductile.concurrency.deadline import Deadline
-from ductile.config.cluster import ClusterConfig
+from ductile.config.schema.cluster import ClusterConfig
 
 
 @dataclass(frozen=True, slots=True)

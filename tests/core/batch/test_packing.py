@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ductile.core.batch.packing import Cost, SampleTooLong, pack, split_by_tokens
-from ductile.core.layout.pipeline import PipelineShape
+from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.records import MicroBatch, Sample
 
 SEQ_LEN = 64

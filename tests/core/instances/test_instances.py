@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from ductile.core.instances.instances import Instance, InstanceId, instance_on, named, slot_groups
 from ductile.core.instances.placement import place
 from ductile.core.instances.routing import GeneratorLoad, route
-from ductile.core.scheduling.migration import change, generators_on
+from ductile.core.scheduling.facts.cluster_state import Limits, Unfinished, first_instances
+from ductile.core.scheduling.migration_targets import change, generators_on
 from ductile.core.scheduling.orders import Decision, Migration, RoleChange, instances_after, violations
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
-from ductile.core.scheduling.state import Limits, Unfinished, first_instances
 from tests.core.scheduling.scenes import scene
 
 T, G, B, NONE = ("train",), ("generate",), ("train", "generate"), ()

@@ -13,7 +13,7 @@ from ductile.core.instances.membership import (
     violation_in_plans,
     violation_in_progress,
 )
-from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.records import TrainProgress
 
 GROW = ResizeOrder(5, ParallelLayout.of((0, 1)), ParallelLayout.of((1, 2, 3)))

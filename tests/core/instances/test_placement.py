@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.core.instances.placement import MAX_SLOTS, Placement, PlacementError, compact, place
-from ductile.core.scheduling.state import may_share
+from ductile.core.scheduling.facts.cluster_state import may_share
 
 # entries -> train, generate, score
 PLACED = [

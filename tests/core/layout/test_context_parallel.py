@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.context_parallel import (
+from ductile.core.layout.geometry.context_parallel import (
     CpStyle,
     document_multiple,
     num_laid_out,

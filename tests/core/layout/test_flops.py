@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.flops import ForwardWork, forward_flops, layer_matrix_parameters, training_flops
-from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.model.flops import ForwardWork, forward_flops, layer_matrix_parameters, training_flops
+from ductile.core.layout.model.spec import ModelSpec
 
 QWEN3_4B = ModelSpec(
     "qwen3", 151_936, 2560, 9728, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, tie_embeddings=True

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.heads import Heads, heads_on, share_key_heads
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.parameters import parameters
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout, tensor_parallel_shapes
+from ductile.core.layout.geometry.attention_heads import Heads, heads_on, share_key_heads
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout, tensor_parallel_shapes
+from ductile.core.layout.model.parameters import parameters
+from ductile.core.layout.model.spec import ModelSpec
 
 SPEC = ModelSpec("qwen3", 50, 6, 24, num_layers=1, num_heads=8, num_kv_heads=2, head_dim=4, qk_norm=True)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import (
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import (
     LayoutRules,
     NoLayout,
     choose_layout,
@@ -15,11 +15,11 @@ from ductile.core.layout.layout_rules import (
     layout_for,
     nearest_allowed,
 )
-from ductile.core.layout.layout_text import in_words, spelled_sizes
-from ductile.core.layout.parallel_layout import AXES, ParallelDims, ParallelLayout
-from ductile.core.layout.slot_memory import SlotMemory
-from ductile.core.layout.spec import RopeScaling
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.choice.layout_text import in_words, spelled_sizes
+from ductile.core.layout.choice.slot_memory import SlotMemory
+from ductile.core.layout.geometry.parallel_layout import AXES, ParallelDims, ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import RopeScaling
 from tests.core.layout.test_planner import QWEN, TINY, specs
 
 RULES = LayoutRules(QWEN, AskedLayout(tp=2), listed=("pp=2,tp=2,dp_shard=2", "cp=2,tp=2,dp_shard=2", "tp=4"))

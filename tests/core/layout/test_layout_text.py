@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.layout_text import LayoutTextError, in_words, parse_sizes, spelled_sizes
-from ductile.core.layout.parallel_layout import AXES, ParallelDims
+from ductile.core.layout.choice.layout_text import LayoutTextError, in_words, parse_sizes, spelled_sizes
+from ductile.core.layout.geometry.parallel_layout import AXES, ParallelDims
 
 
 @pytest.mark.parametrize(

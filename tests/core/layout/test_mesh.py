@@ -2,7 +2,7 @@
 
 import pytest
 
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.geometry.mesh import Mesh
 
 MESH = Mesh((("dp", 3), ("tp", 2)), (7, 0, 4, 1, 9, 2))
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules, layout_for
-from ductile.core.layout.mesh_table import mesh_table, numbering, slot_shares
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import LayoutRules, layout_for
+from ductile.core.layout.choice.mesh_table import mesh_table, numbering, slot_shares
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
 from tests.core.layout.test_planner import QWEN, TINY
 
 EIGHT = """\

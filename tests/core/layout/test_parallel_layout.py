@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.parallel_layout import AXES, EXPERTS, ParallelDims, ParallelLayout, ResizeOrder
+from ductile.core.layout.geometry.parallel_layout import AXES, EXPERTS, ParallelDims, ParallelLayout, ResizeOrder
 
 EIGHT = ParallelLayout.of(range(8), dp_replicate=2, tp=2)
 """(dp_replicate, dp_shard, tp) of slots 0 to 7: 000, 001, 010, 011, 100, 101, 110, 111."""

@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ductile.core.layout.parameters import parameters
-from ductile.core.layout.spec import spec_from_hf
+from ductile.core.layout.model.parameters import parameters
+from ductile.core.layout.model.spec import spec_from_hf
 from tests.tiny import hf_config
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ductile.core.layout.peak import arithmetic_of, compute_dtype, known_peak
+from ductile.core.layout.model.peak import arithmetic_of, compute_dtype, known_peak
 
 
 @pytest.mark.parametrize(

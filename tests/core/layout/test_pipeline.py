@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelLayout
-from ductile.core.layout.pipeline import PipelineShape, num_to_run, runs_of_layers
+from ductile.core.layout.geometry.parallel_layout import ONE_SLOT, ParallelLayout
+from ductile.core.layout.geometry.pipeline_schedule import PipelineShape, num_to_run, runs_of_layers
 
 
 @pytest.mark.parametrize(

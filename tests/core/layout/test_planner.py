@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.context_parallel import style_violation
-from ductile.core.layout.parallel_layout import AXES, ParallelDims
-from ductile.core.layout.pipeline import runs_of_layers
-from ductile.core.layout.planner import LayoutFinding, plan_layout
-from ductile.core.layout.slot_memory import SlotMemory
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
+from ductile.core.layout.choice.slot_memory import SlotMemory
+from ductile.core.layout.geometry.context_parallel import style_violation
+from ductile.core.layout.geometry.parallel_layout import AXES, ParallelDims
+from ductile.core.layout.geometry.pipeline_schedule import runs_of_layers
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import ModelSpec
 
 QWEN = ModelSpec("qwen3", 151_936, 1024, 3072, 28, 16, 8, 128, tie_embeddings=True, qk_norm=True)
 """Qwen3-0.6B."""

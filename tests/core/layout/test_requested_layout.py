@@ -2,10 +2,10 @@
 
 import pytest
 
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules
-from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.requested_layout import LayoutRequest, RequestError, requested_layout
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import LayoutRules
+from ductile.core.layout.choice.requested_layout import LayoutRequest, RequestError, requested_layout
+from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
 from tests.core.layout.test_planner import QWEN
 
 NOW = ParallelLayout.of((2, 3, 4), dp_replicate=3)

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.holdings import Holdings, interval_boxes, volume
-from ductile.core.layout.layout import Tensor
-from ductile.core.layout.mesh import Mesh
-from ductile.core.layout.sharding import Shard, place
+from ductile.core.layout.geometry.holdings import Holdings, interval_boxes, volume
+from ductile.core.layout.geometry.layout import Tensor
+from ductile.core.layout.geometry.mesh import Mesh
+from ductile.core.layout.geometry.sharding import Shard, place
 from layouts import flatten, unstacked
 
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ductile.core.layout.spec import ModelSpec, RopeScaling, SpecError, spec_from_hf
+from ductile.core.layout.model.spec import ModelSpec, RopeScaling, SpecError, spec_from_hf
 from tests.tiny import hf_config
 
 LLAMA: dict[str, object] = {

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.pipeline import runs_of_layers
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.stages import balanced_stages, contiguous_stages, head_layers
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.pipeline_schedule import runs_of_layers
+from ductile.core.layout.geometry.stages import balanced_stages, contiguous_stages, head_layers
+from ductile.core.layout.model.spec import ModelSpec
 
 BODY = ModelSpec("llama", 10, 64, 256, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=16)
 """A model whose output embeddings are worth next to nothing."""

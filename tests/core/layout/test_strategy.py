@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ductile.core.layout import strategy
-from ductile.core.layout.layout import Layout
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.parameters import parameters
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.stages import contiguous_stages
-from ductile.core.layout.strategy import model_layout, tensor_parallel
+from ductile.core.layout.geometry import strategy
+from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.stages import contiguous_stages
+from ductile.core.layout.geometry.strategy import model_layout, tensor_parallel
+from ductile.core.layout.model.parameters import parameters
+from ductile.core.layout.model.spec import ModelSpec
 from layouts import relabelled, zero_layout
 
 SPEC = ModelSpec("qwen3", 50, 16, 24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)

@@ -2,9 +2,9 @@
 
 from ductile.core.instances.instances import NOUNS, InstanceId, regrouped, slot_groups
 from ductile.core.instances.placement import place
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.state import (
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import (
     BatchProgress,
     ClusterState,
     Lengths,

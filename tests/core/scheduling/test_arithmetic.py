@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from ductile.core.scheduling.arithmetic import (
+from ductile.core.scheduling.costs.arithmetic import (
     chance_of_any,
     dot,
     interpolate,

@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from ductile.core.layout.parallel_layout import ONE_SLOT_RANK, RankShape
-from ductile.core.scheduling.cost import DecodeSpeed, TrainSpeed
-from ductile.core.scheduling.cost_model import PRIORS, WINDOW, CostModel
+from ductile.core.layout.geometry.parallel_layout import ONE_SLOT_RANK, RankShape
+from ductile.core.scheduling.costs.cost import DecodeSpeed, TrainSpeed
+from ductile.core.scheduling.costs.cost_model import PRIORS, WINDOW, CostModel
 
 
 def test_before_anything_is_measured_there_are_priors_and_generation_is_not_known():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.scheduling.ledger import Ledger, SlotLedger, idle_cause
+from ductile.core.scheduling.facts.ledger import Ledger, SlotLedger, idle_cause
 
 ACTIVITIES = ["train", "generate", "score", "publish", "switch", "idle"]
 CAUSES = ["tail", "queue_full", "queue_empty", "waiting_for_batch", "held", "no_role", "other"]

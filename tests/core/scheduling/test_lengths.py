@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.scheduling.lengths import survival
+from ductile.core.scheduling.facts.length_estimates import survival
 
 LENGTHS = st.lists(st.integers(0, 1000), max_size=60)
 

@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.migration import change, migrate, remaining_tokens
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import LayoutRules
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.facts.cluster_state import Lengths, Limits
+from ductile.core.scheduling.migration_targets import change, migrate, remaining_tokens
 from ductile.core.scheduling.orders import Decision, Migration, RoleChange, layout_after, violations
-from ductile.core.scheduling.state import Lengths, Limits
 from tests.core.scheduling.scenes import id_on, scene
 
 GENERATE, TRAIN = ("generate",), ("train",)

@@ -3,7 +3,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.scheduling.priority import priority
+from ductile.core.rollouts.priority import priority
 
 GROUP_SIZE = 4
 TURNS_AND_SIBLINGS = st.tuples(st.integers(0, 50), st.integers(0, GROUP_SIZE))

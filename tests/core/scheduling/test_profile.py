@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from ductile.core.instances.instances import instance_on
 from ductile.core.instances.placement import Placement
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules, layout_for
-from ductile.core.layout.parallel_layout import ParallelLayout, RankShape
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.ledger import Span
-from ductile.core.scheduling.profile import Setting, StepProfile
-from ductile.core.scheduling.state import Limits
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import LayoutRules, layout_for
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, RankShape
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import Limits
+from ductile.core.scheduling.facts.ledger import Span
+from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.steps import StepProfiled
 from ductile.observe import Recorder, read_jsonl
 from tests.core.layout.test_layout_rules import RULES

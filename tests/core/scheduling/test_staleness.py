@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.scheduling.staleness import StalenessBound, admission, freshness
+from ductile.core.rollouts.staleness import StalenessBound, admission, freshness
 
 
 @dataclass

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import NO_RULES, LayoutRules
-from ductile.core.layout.parallel_layout import RankShape
-from ductile.core.scheduling.cost import TrainSpeed
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
+from ductile.core.layout.geometry.parallel_layout import RankShape
+from ductile.core.scheduling.costs.cost import TrainSpeed
+from ductile.core.scheduling.costs.train_rates import TrainRates
 from ductile.core.scheduling.policies.model import Model
-from ductile.core.scheduling.train_rates import TrainRates
 from tests.core.scheduling.scenes import COSTS, SPEEDS, scene
 
 TRAIN = TrainSpeed(1000, overhead=0.02)

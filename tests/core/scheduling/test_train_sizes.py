@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import LayoutRules
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.costs.train_sizes import TrainSizes, fitted
+from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.core.scheduling.orders import roles_after
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Home, Rules
-from ductile.core.scheduling.state import Limits
-from ductile.core.scheduling.train_sizes import TrainSizes, fitted
 from tests.core.scheduling.scenes import COSTS, scene
 
 TRAIN, GENERATE = ("train",), ("generate",)

@@ -9,7 +9,7 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.geometry.mesh import Mesh
 from tests.core.transfer.twin import Logical, Recipe
 
 EXAMPLES = int(os.environ.get("DUCTILE_PLAN_EXAMPLES", "60"))

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.mesh import Mesh
-from ductile.core.layout.sharding import Shard, place
-from ductile.core.transfer.arrange import arrange, best_assignment
-from ductile.core.transfer.reshard import Planner
+from ductile.core.layout.geometry.layout import Layout, Tensor
+from ductile.core.layout.geometry.mesh import Mesh
+from ductile.core.layout.geometry.sharding import Shard, place
+from ductile.core.transfer.assignment import arrange, best_assignment
+from ductile.core.transfer.planning import Planner
 from layouts import relabelled
 from tests.core.transfer.random_layouts import pairs
 from tests.core.transfer.twin import Recipe

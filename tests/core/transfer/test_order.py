@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
 from ductile.core.transfer.order import stays_put
 
 CASES = [

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.cells import atoms
 from ductile.core.transfer.owners import owned_boxes
 

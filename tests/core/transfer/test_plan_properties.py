@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from bounds import least_egress
-from ductile.core.transfer.reshard import Planner
+from ductile.core.transfer.planning import Planner
 from ductile.core.transfer.topology import Topology
 from tests.core.transfer.random_layouts import EXAMPLES, MAX_SLOTS, pairs
 from tests.core.transfer.twin import PAD, Recipe, execute, filled, missing_bytes, number

@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ductile.core.layout.holdings import Holdings
-from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.mesh import Mesh
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.layout.sharding import Shard, place
-from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout
+from ductile.core.layout.geometry.holdings import Holdings
+from ductile.core.layout.geometry.layout import Layout, Tensor
+from ductile.core.layout.geometry.mesh import Mesh
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.sharding import Shard, place
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
-from ductile.core.transfer.reshard import Planner
+from ductile.core.transfer.planning import Planner
 from ductile.core.transfer.topology import Topology
 from layouts import zero_layout
 from tests.core.transfer.twin import PAD, Logical, execute, filled, number

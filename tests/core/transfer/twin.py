@@ -11,10 +11,10 @@ from math import lcm, prod
 
 import numpy as np
 
-from ductile.core.layout.holdings import View
-from ductile.core.layout.layout import ITEM_BYTES, Layout, Tensor
-from ductile.core.layout.mesh import Mesh
-from ductile.core.layout.sharding import Shard, place
+from ductile.core.layout.geometry.holdings import View
+from ductile.core.layout.geometry.layout import ITEM_BYTES, Layout, Tensor
+from ductile.core.layout.geometry.mesh import Mesh
+from ductile.core.layout.geometry.sharding import Shard, place
 from ductile.core.transfer.plan import Part, Plan
 from layouts import flatten, unstacked
 

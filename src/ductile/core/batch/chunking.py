@@ -2,8 +2,8 @@
 
 It need not wait for a whole batch: gradients accumulate. But a chunk costs a round of messages and lets ranks wait for
 each other, so it should be worth it. Micro-batches go to the trainer in messages, of one for every rank, or of as many
-as fill a pipeline's stages (`ductile.core.layout.pipeline`). The trainer takes what is there, up to `MOST` full
-micro-batches a rank or two messages, as soon as there is
+as fill a pipeline's stages (`ductile.core.layout.geometry.pipeline_schedule`). The trainer takes what is there, up to
+`MOST` full micro-batches a rank or two messages, as soon as there is
 
 - one message of full micro-batches,
 - or a quarter of the optimizer step's groups, as long as they have a sample for each micro-batch of a message. A

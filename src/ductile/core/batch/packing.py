@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ductile.columns import TokenIds
-from ductile.core.layout.pipeline import NO_PIPELINE, PipelineShape
+from ductile.core.layout.geometry.pipeline_schedule import NO_PIPELINE, PipelineShape
 from ductile.records import MicroBatch, Sample
 
 

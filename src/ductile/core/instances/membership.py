@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ductile.core.instances.placement import many, slots_of
-from ductile.core.layout.layout_text import in_words
-from ductile.core.layout.parallel_layout import ONE_SLOT_RANK, ParallelLayout, ResizeOrder
+from ductile.core.layout.choice.layout_text import in_words
+from ductile.core.layout.geometry.parallel_layout import ONE_SLOT_RANK, ParallelLayout, ResizeOrder
 from ductile.records import TrainProgress
 
 Phase = Literal["assign", "prepare", "freeze", "transfer", "commit", "finalize", "rollback"]

@@ -12,9 +12,9 @@ from typing import Protocol, runtime_checkable
 
 from ductile.core.instances.instances import NOUNS, Instance, InstanceGroups, InstanceId, named, regrouped
 from ductile.core.instances.placement import SPELLED, Role, many, slots_of
-from ductile.core.layout.layout_rules import NoLayout, layout_for, nearest_allowed
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.state import ClusterState
+from ductile.core.layout.choice.layout_rules import NoLayout, layout_for, nearest_allowed
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.facts.cluster_state import ClusterState
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ductile.core.layout.holdings import Ints
+from ductile.core.layout.geometry.holdings import Ints
 from ductile.core.transfer.cells import Slots
 
 SWEEPS = 8

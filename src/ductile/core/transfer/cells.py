@@ -15,8 +15,8 @@ from itertools import pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
-from ductile.core.layout.holdings import Box, Holdings, Ints, Shape, interval_boxes, volume
-from ductile.core.layout.layout import Layout, Tensor
+from ductile.core.layout.geometry.holdings import Box, Holdings, Ints, Shape, interval_boxes, volume
+from ductile.core.layout.geometry.layout import Layout, Tensor
 
 Slots = tuple[int, ...]
 REMEMBERED_CLASSES = 20_000

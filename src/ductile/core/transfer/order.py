@@ -6,10 +6,10 @@ stays_put(before, before.on((0, 1, 2)))    # slots 0, 2, 1: a third of the state
 
 from math import lcm
 
-from ductile.core.layout.layout import Layout, Tensor
-from ductile.core.layout.parallel_layout import FULLY_SHARDED, ParallelLayout
-from ductile.core.layout.sharding import Shard, place
-from ductile.core.transfer.arrange import arrange
+from ductile.core.layout.geometry.layout import Layout, Tensor
+from ductile.core.layout.geometry.parallel_layout import FULLY_SHARDED, ParallelLayout
+from ductile.core.layout.geometry.sharding import Shard, place
+from ductile.core.transfer.assignment import arrange
 
 CUTS = (("pp",), ("tp",), FULLY_SHARDED)
 """Axes that cut the state, each product of them along a dim of its own."""

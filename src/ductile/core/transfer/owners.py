@@ -7,7 +7,7 @@ Every element has exactly one owner, and what has several holders is dealt out a
 the same owners, as these follow from the holdings alone.
 """
 
-from ductile.core.layout.holdings import Box
+from ductile.core.layout.geometry.holdings import Box
 from ductile.core.transfer.cells import Atoms
 
 

@@ -15,8 +15,8 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import NamedTuple
 
-from ductile.core.layout.holdings import Box
-from ductile.core.layout.layout import Layout
+from ductile.core.layout.geometry.holdings import Box
+from ductile.core.layout.geometry.layout import Layout
 from ductile.core.transfer.cells import Line, Refinement
 from ductile.core.transfer.flows import Edge, Flow
 from ductile.core.transfer.rounds import Timing, border

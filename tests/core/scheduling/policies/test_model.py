@@ -9,11 +9,9 @@ import pytest
 
 from ductile.core.instances.instances import InstanceId, instance_on
 from ductile.core.instances.placement import Placement
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.scheduling.orders import Decision, roles_after, violations
-from ductile.core.scheduling.policies.model import Model
-from ductile.core.scheduling.state import (
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.facts.cluster_state import (
     BatchProgress,
     ClusterState,
     Lengths,
@@ -22,6 +20,8 @@ from ductile.core.scheduling.state import (
     TrainerState,
     Unfinished,
 )
+from ductile.core.scheduling.orders import Decision, roles_after, violations
+from ductile.core.scheduling.policies.model import Model
 from tests.core.scheduling.scenes import COSTS, id_on, scene
 
 BOTH = ("train", "generate")

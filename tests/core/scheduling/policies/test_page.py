@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.core.scheduling.orders import Decision, Migration, Prediction, RoleChange, roles_after, violations
-from ductile.core.scheduling.state import (
+from ductile.core.scheduling.facts.cluster_state import (
     BatchProgress,
     ClusterState,
     Lengths,
@@ -15,6 +14,7 @@ from ductile.core.scheduling.state import (
     TrainerState,
     Unfinished,
 )
+from ductile.core.scheduling.orders import Decision, Migration, Prediction, RoleChange, roles_after, violations
 from ductile.sim.run import simulate
 from tests.core.scheduling.scenes import scene
 from tests.sim.scenarios import scenario

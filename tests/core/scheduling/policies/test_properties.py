@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.instances.instances import Instance, InstanceId, instance_on, slot_groups
-from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.layout_rules import LayoutRules
-from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import LayoutRules
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.facts.cluster_state import Lengths, Limits, SlotState, Unfinished
 from ductile.core.scheduling.orders import instances_after, layout_after, roles_after, violations
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
-from ductile.core.scheduling.state import Lengths, Limits, SlotState, Unfinished
 from tests.core.scheduling.scenes import scene
 
 SERVER = Instance(InstanceId("http://there"), "generate", ())

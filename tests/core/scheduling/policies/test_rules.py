@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.core.scheduling.cost import DecodeSpeed
+from ductile.core.scheduling.costs.cost import DecodeSpeed
+from ductile.core.scheduling.facts.cluster_state import IN_FLIGHT, Limits
 from ductile.core.scheduling.orders import roles_after, violations
 from ductile.core.scheduling.policies.rules import Home, Rules
-from ductile.core.scheduling.state import IN_FLIGHT, Limits
 from tests.core.scheduling.scenes import COSTS, SPEEDS, id_on, scene
 
 

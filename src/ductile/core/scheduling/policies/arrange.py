@@ -14,10 +14,10 @@ from itertools import accumulate
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.placement import Role
-from ductile.core.scheduling.cost import context_transfer
-from ductile.core.scheduling.migration import Remaining, generators_on
-from ductile.core.scheduling.state import ClusterState
-from ductile.core.scheduling.train_sizes import TrainSizes
+from ductile.core.scheduling.costs.cost import context_transfer
+from ductile.core.scheduling.costs.train_sizes import TrainSizes
+from ductile.core.scheduling.facts.cluster_state import ClusterState
+from ductile.core.scheduling.migration_targets import Remaining, generators_on
 
 BOTH: tuple[Role, ...] = ("train", "generate")
 

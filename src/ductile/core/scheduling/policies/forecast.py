@@ -14,12 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ductile.core.layout.pipeline import PipelineShape
-from ductile.core.scheduling.arithmetic import FloatArray, chance_of_any, dot, interpolate, mixed_power, ordered_sum
-from ductile.core.scheduling.cost import context_transfer
-from ductile.core.scheduling.lengths import Survival, histogram
-from ductile.core.scheduling.state import ClusterState
-from ductile.core.scheduling.train_rates import TrainRates, train_rates
+from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
+from ductile.core.scheduling.costs.arithmetic import (
+    FloatArray,
+    chance_of_any,
+    dot,
+    interpolate,
+    mixed_power,
+    ordered_sum,
+)
+from ductile.core.scheduling.costs.cost import context_transfer
+from ductile.core.scheduling.costs.train_rates import TrainRates, train_rates
+from ductile.core.scheduling.facts.cluster_state import ClusterState
+from ductile.core.scheduling.facts.length_estimates import Survival, histogram
 
 NUM_AGES = 48
 NEVER = 0

@@ -29,15 +29,22 @@ import numpy as np
 
 from ductile.core.instances.instances import slots_on
 from ductile.core.instances.placement import Role
-from ductile.core.scheduling.arithmetic import EQUAL
-from ductile.core.scheduling.cost import context_transfer
-from ductile.core.scheduling.migration import Remaining, change, generators_on, length_model, remaining_tokens, spread
+from ductile.core.scheduling.costs.arithmetic import EQUAL
+from ductile.core.scheduling.costs.cost import context_transfer
+from ductile.core.scheduling.costs.train_rates import train_rates
+from ductile.core.scheduling.costs.train_sizes import fitted
+from ductile.core.scheduling.facts.cluster_state import ClusterState
+from ductile.core.scheduling.migration_targets import (
+    Remaining,
+    change,
+    generators_on,
+    length_model,
+    remaining_tokens,
+    spread,
+)
 from ductile.core.scheduling.orders import Decision, Prediction, instances_after, sentence, violations
 from ductile.core.scheduling.policies.arrange import Arrangements
 from ductile.core.scheduling.policies.forecast import NEVER, Plans, Work, forecast, work
-from ductile.core.scheduling.state import ClusterState
-from ductile.core.scheduling.train_rates import train_rates
-from ductile.core.scheduling.train_sizes import fitted
 
 FILLS = (NEVER, 2.0, 8.0, 32.0)
 """Sequences that a generator should have at least, in the futures that are compared."""

@@ -28,11 +28,11 @@ from math import ceil
 
 from ductile.core.instances.instances import Instance, slots_on
 from ductile.core.instances.placement import Role, many
-from ductile.core.scheduling.arithmetic import whole_times
-from ductile.core.scheduling.migration import change, remaining_tokens
+from ductile.core.scheduling.costs.arithmetic import whole_times
+from ductile.core.scheduling.costs.train_sizes import fitted
+from ductile.core.scheduling.facts.cluster_state import BatchProgress, ClusterState
+from ductile.core.scheduling.migration_targets import change, remaining_tokens
 from ductile.core.scheduling.orders import Decision, Order, sentence, violations
-from ductile.core.scheduling.state import BatchProgress, ClusterState
-from ductile.core.scheduling.train_sizes import fitted
 
 TRAIN: tuple[Role, ...] = ("train",)
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ductile.core.instances.placement import many
+from ductile.core.scheduling.facts.cluster_state import ClusterState
 from ductile.core.scheduling.orders import Decision
-from ductile.core.scheduling.state import ClusterState
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,441 @@
+"""What must hold between sections before anything starts.
+
+Pure on the tree, but for the files and folders that the config names (`on_disk.py`): an hour in a queue should not end
+with "no such folder". Each finding says what to write instead.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from ductile.config.checks.access import client_findings, server_findings
+from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.finding import Finding
+from ductile.config.checks.generation import (
+    generator_findings,
+    length_findings,
+    sampling_findings,
+    sampling_warnings,
+    server_warnings,
+    template_findings,
+)
+from ductile.config.checks.on_disk import (
+    data_findings,
+    import_findings,
+    model_findings,
+    num_rows,
+    read_spec,
+    task_findings,
+)
+from ductile.config.checks.scorer_findings import scorer_findings, scorer_warnings
+from ductile.config.checks.trainer_layout import layout_findings, layout_warnings, room_warnings
+from ductile.config.checks.written import output_findings
+from ductile.config.reading.unread import unread_findings, unread_notes
+from ductile.config.schema.bench import load_findings, server_notes
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.config.schema.model import TrainerModelConfig
+from ductile.config.schema.orchestrator import BuiltinTask, JsonlTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
+from ductile.config.schema.run import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
+from ductile.config.schema.scheduling import scheduling_findings
+from ductile.config.schema.section import Section
+from ductile.config.schema.trainer import (
+    CustomLoss,
+    LinearSchedule,
+    LossConfig,
+    SchedulerConfig,
+    in_steps,
+    needs_reference,
+)
+from ductile.core.instances.placement import Placement, PlacementError, compact
+
+SCORELESS = frozenset({"default", "ipo"})
+"""Losses that look at the scorer's log-probs only for their KL term."""
+
+
+def preflight(config: Section) -> list[Finding]:
+    """Everything between the lines of a config that cannot work."""
+    return [*_of_command(config), *unread_findings(config)]
+
+
+def _of_command(config: Section) -> Iterator[Finding]:
+    if isinstance(config, RLConfig):
+        yield from [*_rl(config), *_placement(config), *scheduling_findings(config.cluster)]
+    elif isinstance(config, SFTConfig):
+        yield from [*_sft(config), *_placement(config)]
+    elif isinstance(config, TrainerRunConfig):
+        yield from [*_trainer(config), *_placement(config)]
+    elif isinstance(config, OrchestratorRunConfig):
+        yield from _orchestrator_alone(config)
+    elif isinstance(config, InferenceRunConfig):
+        yield from _inference_alone(config)
+
+
+def warnings(config: Section) -> list[str]:
+    """What is accepted and does nothing, because configs of other systems or for other commands have it, or does what
+    hardly anybody wants."""
+    said = [*unread_notes(config), *_bench_notes(config)]
+    if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
+        said += layout_warnings(config, len(placement_of(config).train))
+    if isinstance(config, RLConfig | SFTConfig):
+        said += room_warnings(config)
+    if isinstance(config, OrchestratorRunConfig):
+        said += server_warnings("sampling", config.sampling)
+    if not isinstance(config, RLConfig):
+        return said
+    said += scorer_warnings(config, placement_of(config))
+    loss = config.trainer.loss
+    if loss.type in SCORELESS and not needs_reference(loss) and placement_of(config).score:
+        said.append(
+            f'the score slots have no effect here: loss "{loss.type}" compares with what the generators say. They are '
+            'for "grpo", "custom" and kl_coef'
+        )
+    said += _deadline_warnings(config.cluster)
+    return [*said, *sampling_warnings("orchestrator.sampling", config.orchestrator.sampling)]
+
+
+def _rl(config: RLConfig) -> Iterator[Finding]:
+    trainer, inference, orchestrator = config.trainer, config.inference, config.orchestrator
+    if trainer.model.name is None and inference.model.name is None:
+        yield _no_model("model.name")
+    elif trainer.model.name is None or inference.model.name is None:
+        missing = "trainer.model.name" if trainer.model.name is None else "inference.model.name"
+        yield Finding((missing,), "is missing: write model.name, which goes to the trainer and to the generators")
+    elif trainer.model.name != inference.model.name:
+        yield Finding(
+            ("inference.model.name", "trainer.model.name"),
+            f'must be the trainer\'s model ("{trainer.model.name}"), whose weights the generators receive. '
+            "Write model.name for both",
+        )
+    yield from model_findings("trainer.model.name", trainer.model.name)
+    if trainer.model.debug.num_layers is not None:
+        what = "is for `ductile trainer` and `ductile sft`: here the generators hold the whole model. Leave it out"
+        yield Finding(("trainer.model.debug.num_layers",), what)
+    if trainer.model.seq_len < inference.model.max_model_len:
+        yield Finding(
+            ("trainer.model.seq_len", "inference.model.max_model_len"),
+            f"must be at least inference.model.max_model_len ({inference.model.max_model_len}): the trainer takes "
+            "whole completions. seq_len sets both",
+        )
+    if trainer.loss.type == "sft":
+        yield Finding(("trainer.loss.type",), 'is for `ductile sft`. Write "default", "ipo", "grpo" or "custom"')
+    if orchestrator.client.base_url is not None and _port(orchestrator.client.base_url) != inference.server.port:
+        yield Finding(
+            ("orchestrator.client.base_url", "inference.server.port"),
+            f"names another server than this run's own (inference.server.port {inference.server.port}). Leave it out: "
+            "`ductile rl` knows its generators",
+        )
+    yield from _loss(trainer.loss, "trainer.")
+    yield from client_findings(orchestrator.client, "orchestrator.client")
+    yield from _task_findings(orchestrator, "orchestrator.")
+    yield from _batch(orchestrator, "orchestrator.")
+    if config.bench is None:  # which evaluates nothing, and holds nothing out
+        yield from _evaluation(orchestrator, "orchestrator.")
+    yield from template_findings("orchestrator.chat_template_kwargs", orchestrator.chat_template_kwargs)
+    yield from length_findings(orchestrator, inference.model.max_model_len)
+    tables = {"orchestrator.sampling": orchestrator.sampling}
+    if orchestrator.eval.enabled:
+        tables["orchestrator.eval.sampling"] = orchestrator.eval.sampling
+    for key, sampling in tables.items():
+        yield from sampling_findings(key, sampling, read_spec(trainer.model.name))
+    yield from generator_findings(inference, "inference.", read_spec(trainer.model.name), config.cluster.device)
+    numbers = {trainer.max_steps, orchestrator.max_steps} - {None}
+    if config.max_steps is None and len(numbers) > 1:
+        what = f"contradicts orchestrator.max_steps ({orchestrator.max_steps}): write max_steps, which sets both"
+        yield Finding(("trainer.max_steps", "orchestrator.max_steps"), what)
+    max_steps = config.max_steps or trainer.max_steps or orchestrator.max_steps
+    num_steps = max_steps * orchestrator.n_minibatches if max_steps and config.bench is None else None
+    yield from _schedule(trainer.scheduler, num_steps, "trainer.scheduler")
+    yield from _bench(config)
+    yield from output_findings(config)
+
+
+def _sft(config: SFTConfig) -> Iterator[Finding]:
+    yield from _trained_model(config.model)
+    if config.bench is None:  # else the data is made up
+        yield from data_findings(config.data)
+    if config.data.type == "sft":
+        yield from template_findings("data.chat_template_kwargs", config.data.chat_template_kwargs)
+    if config.model.seq_len < config.data.seq_len:
+        yield Finding(
+            ("model.seq_len", "data.seq_len"),
+            f"must be at least data.seq_len ({config.data.seq_len}). Leave it out: data.seq_len sets it",
+        )
+    yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
+    yield from _bench(config)
+    yield from output_findings(config)
+
+
+def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
+    yield from _trained_model(config.model)
+    if config.data.fake is None:
+        what = "is missing: the trainer alone has no generators, so it needs made-up data. Write --data.fake"
+        yield Finding(("data.fake",), what)
+    if config.max_steps is None and config.bench is None:
+        yield Finding(("max_steps",), "is missing: write how many steps to take")
+    yield from _loss(config.loss, "")
+    if needs_reference(config.loss):
+        what = "compares with a reference model, and made-up data has no log-probs of one. Leave it out"
+        key = "needs_reference" if isinstance(config.loss, CustomLoss) else "kl_coef"
+        yield Finding((f"loss.{key}",), what)
+    yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
+    yield from output_findings(config)
+
+
+def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
+    if config.model.name is None:
+        yield Finding(("model.name",), "is missing: write the model folder whose tokenizer the server uses")
+    yield from model_findings("model.name", config.model.name, needs_weights=False)
+    if config.client.base_url is None:
+        yield Finding(("client.base_url",), 'is missing: write the server to ask, such as "http://127.0.0.1:8000/v1"')
+    elif not config.client.base_url.startswith(("http://", "https://")):
+        what = 'must be the address of a server, with http:// or https://, such as "http://127.0.0.1:8000/v1"'
+        yield Finding(("client.base_url",), what)
+    yield from client_findings(config.client, "client")
+    yield from _task_findings(config, "")
+    yield from sampling_findings("sampling", config.sampling, read_spec(config.model.name))
+    yield from template_findings("chat_template_kwargs", config.chat_template_kwargs)
+    yield from output_findings(config)
+
+
+def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
+    if config.model.name is None:
+        yield _no_model("model.name")
+    yield from model_findings("model.name", config.model.name)
+    yield from generator_findings(config, "", read_spec(config.model.name), config.cluster.device)
+    if config.parallel.dp not in (None, 1):
+        what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
+        yield Finding(("parallel.dp",), what)
+    yield from server_findings(config.server, "server")
+    yield from load_findings(config.bench, config)
+
+
+def _trained_model(config: TrainerModelConfig) -> Iterator[Finding]:
+    if config.name is None:
+        yield _no_model("model.name")
+    debug = config.debug
+    yield from model_findings("model.name", config.name, num_layers=debug.num_layers, random_init=debug.random_init)
+
+
+def _loss(config: LossConfig, at: str) -> Iterator[Finding]:
+    if isinstance(config, CustomLoss):
+        yield from import_findings(f"{at}loss.import_path", config.import_path)
+
+
+def _task_findings(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
+    """What a batch is made of."""
+    if config.task is None:
+        yield Finding((f"{at}task",), "is missing: write which prompts to take, such as task.type and task.name")
+    else:
+        yield from task_findings(config.task, f"{at}task")
+    size, members = config.batch_size, config.rollouts_per_example
+    if size % members:
+        below, above = size - size % members, size + members - size % members
+        choice = f"{below} or {above}" if below else f"{above}"
+        yield Finding(
+            (f"{at}batch_size", f"{at}rollouts_per_example"),
+            f"must be a multiple of rollouts_per_example ({members}): write {choice}",
+        )
+
+
+def _batch(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
+    """What the trainer makes of a batch."""
+    size, members = config.batch_size, config.rollouts_per_example
+    if size % members == 0 and size // members < config.n_minibatches:
+        yield Finding(
+            (f"{at}n_minibatches", f"{at}batch_size", f"{at}rollouts_per_example"),
+            f"must be at most {size // members}, the prompts of a batch ({size} rollouts / {members} each)",
+        )
+    if members == 1 and config.advantage.type != "custom":
+        yield Finding(
+            (f"{at}rollouts_per_example", f"{at}advantage.type"),
+            f'must be at least 2: advantage "{config.advantage.type}" compares the completions of one prompt',
+        )
+    if config.sampling.temperature == 0:
+        yield Finding(
+            (f"{at}sampling.temperature",), "must be more than 0: greedy completions of one prompt are all the same"
+        )
+    if config.max_off_policy_steps < config.max_async_level:
+        yield Finding(
+            (f"{at}max_off_policy_steps", f"{at}max_async_level"),
+            f"must be at least max_async_level ({config.max_async_level}), or what is generated ahead is thrown away",
+        )
+    if (config.advantage.type == "custom") != (config.advantage.import_path is not None):
+        what = "is missing: write the function to call" if config.advantage.type == "custom" else "needs type custom"
+        yield Finding((f"{at}advantage.import_path", f"{at}advantage.type"), what)
+    elif config.advantage.import_path is not None:
+        yield from import_findings(f"{at}advantage.import_path", config.advantage.import_path)
+
+
+def _evaluation(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
+    if not config.eval.enabled:
+        return
+    if config.eval.task is not None:
+        yield from task_findings(config.eval.task, f"{at}eval.task")
+    task, wanted = config.eval.task or config.task, config.eval.num_examples
+    size = num_examples(task)
+    if size is None:
+        return
+    own, table = config.eval.task is not None, "eval.task" if config.eval.task else "task"
+    path = task.path if isinstance(task, JsonlTask) else None
+    called = f"{table}.size ({size})" if path is None else f"{size}, the lines of {path}"
+    keys = (f"{at}eval.num_examples", f"{at}{table}.{'size' if path is None else 'path'}")
+    if own and size < wanted and path is None:
+        yield Finding(keys, f"must be at most {called}")
+    elif not own and size <= wanted:
+        what = f"must be less than {called}: these are the task's last examples, and training needs the others"
+        yield Finding(keys, what)
+
+
+def num_examples(task: TaskConfig | None) -> int | None:
+    """How many a task has, where that can be seen from its config."""
+    if isinstance(task, JsonlTask):
+        return num_rows(task.path)
+    return task.size if isinstance(task, ReasoningGymTask | BuiltinTask) else None
+
+
+def _schedule(config: SchedulerConfig, num_steps: int | None, at: str) -> Iterator[Finding]:
+    """`num_steps`: optimizer steps."""
+    if num_steps is None:
+        return
+    warmup = in_steps(config.warmup_steps, num_steps)
+    decay = in_steps(config.decay_steps or 0, num_steps) if isinstance(config, LinearSchedule) else 0
+    if warmup + decay <= num_steps:
+        return
+    keys = (f"{at}.warmup_steps", f"{at}.decay_steps", "max_steps")
+    if not decay:
+        what = f"must be at most {num_steps}, the optimizer steps of the run. Write {num_steps // 10}"
+        yield Finding(keys, f"{what}, or a share of the run: 0.1")
+        return
+    fits = num_steps * warmup // (warmup + decay)
+    yield Finding(
+        keys,
+        f"is too long: with decay_steps ({decay}) it takes {warmup + decay} of {num_steps} optimizer steps. Write "
+        f"warmup_steps = {fits} and decay_steps = {num_steps - fits}, or shares of the run: 0.1 and 0.5",
+    )
+
+
+def _bench_notes(config: Section) -> Iterator[str]:
+    if isinstance(config, InferenceRunConfig):
+        yield from server_notes(config.bench, config.server)
+    if not isinstance(config, RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig):
+        return
+    if config.bench is not None and config.max_steps not in (None, config.bench.steps):
+        yield f"max_steps has no effect here: --bench takes bench.steps = {config.bench.steps}"
+
+
+def _bench(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+    if config.bench is not None and config.ckpt.resume_step is not None:
+        what = "takes a few first steps and keeps none: it goes on with no run. Leave --resume out"
+        yield Finding(("bench", "resume", "ckpt.resume_step"), what)
+
+
+def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]:
+    """Slots: whether the placement can be, and whether the numbers that say the same thing say the same."""
+    yield from _cluster(config.cluster)
+    given = config.cluster.component_placement is not None
+    keys = (
+        ("cluster.component_placement",)
+        if given
+        else ("trainer.loss.kl_coef", "trainer.loss.needs_reference", "deployment")
+    )
+    try:
+        placement = placement_of(config)
+    except PlacementError as error:
+        yield from (Finding(keys, violation) for violation in error.violations)
+        return
+    deployment = config.deployment
+    if deployment.type != "single_node":
+        return
+    if not isinstance(config, RLConfig) and (placement.generate or placement.score):
+        what = "gives slots to other roles than actor, and this command only trains. Write "
+        yield Finding(keys, f'{what}{{"actor": "{compact(range(len(placement.train)))}"}}')
+        return
+    numbers = {
+        "num_train_gpus": len(placement.train),
+        "num_infer_gpus": len(placement.generate),
+        "num_gpus": len(placement.train),
+    }
+    for name in sorted(deployment.model_fields_set & numbers.keys()):
+        if getattr(deployment, name) != numbers[name]:
+            yield Finding(
+                (f"deployment.{name}", "cluster.component_placement"),
+                f"contradicts cluster.component_placement, which has {numbers[name]}. Leave one of them out",
+            )
+    each = config.cluster.slots_per_device
+    slots = "the slots" if each == 1 else f"for the {placement.num_slots} slots"
+    if placement.num_slots > deployment.gpus_per_node * each:
+        yield Finding(
+            ("deployment.gpus_per_node", *keys),
+            f"must be at least {-(-placement.num_slots // each)}, {slots} that the placement uses",
+        )
+    if isinstance(config, RLConfig):
+        parallel, num_slots = config.inference.parallel, len(placement.generate)
+        if parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
+            what = f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy."
+            about = ("inference.parallel.dp", "inference.parallel.tp", *keys, "deployment.num_infer_gpus")
+            yield Finding(about, what + " Or leave it out")
+        yield from _shared_memory(config, placement)
+        yield from scorer_findings(config, placement)
+    yield from _trainer_layout(config, len(placement.train))
+
+
+def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:
+    """Generators on one GPU take no more than there is."""
+    each, share = config.cluster.slots_per_device, config.inference.gpu_memory_utilization
+    generating = placement.slots if config.cluster.auto_scheduler else placement.generate
+    most_on_one = max(Counter(slot // each for slot in generating).values(), default=0)
+    if share is not None and share * most_on_one > 1:
+        what = f"must be at most {int(1000 / most_on_one) / 1000}: {most_on_one} generators share a GPU"
+        yield Finding(("inference.gpu_memory_utilization", "cluster.slots_per_device"), what)
+
+
+def _trainer_layout(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
+    """How the trainer's state lies on its slots, and how it can come to lie on others."""
+    trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
+    yield from layout_findings(config, num_slots)
+    if trainer.resize.memory == "streaming" and trainer.resize.carrier == "peer_memory":
+        what = (
+            'cannot stream: a slot would not know when its memory has been read and may be freed. Write "p2p" or "auto"'
+        )
+        yield Finding((f"{root}resize.carrier", f"{root}resize.memory"), what)
+    if trainer.resize.memory == "streaming" and trainer.resize.verify == "all":
+        what = (
+            f"compares what a slot copied for itself with what it had, which {root}resize.memory = "
+            f'"streaming" has freed by then. Write "moved", or {root}resize.memory = "shadow"'
+        )
+        yield Finding((f"{root}resize.verify", f"{root}resize.memory"), what)
+
+
+def _cluster(config: ClusterConfig) -> Iterator[Finding]:
+    if config.cpu_slot_fraction is not None and config.device == "cuda":
+        yield Finding(("cluster.cpu_slot_fraction", "cluster.device"), 'caps CPU slots, and device is "cuda"')
+    if config.slots_per_device > 1 and config.device == "cpu":
+        what = 'puts several slots on each GPU, and device is "cpu", where there may be any number. Leave it out'
+        yield Finding(("cluster.slots_per_device", "cluster.device"), what)
+
+
+def _deadline_warnings(config: ClusterConfig) -> Iterator[str]:
+    hangs_s = max(config.command_timeout_s, config.progress_timeout_s or 0.0)
+    if config.group_timeout_s is not None and config.group_timeout_s <= hangs_s:
+        yield (
+            f"cluster.group_timeout_s = {config.group_timeout_s:g}: a generator that hangs is replaced after "
+            f"{hangs_s:g} s (cluster.command_timeout_s, cluster.progress_timeout_s), and the run may end before. Write "
+            "more than that"
+        )
+
+
+def _no_model(key: str) -> Finding:
+    return Finding((key,), "is missing: write the path of a Hugging Face model folder")
+
+
+def _port(url: str) -> int | None:
+    try:
+        return urlsplit(url).port
+    except ValueError:
+        return None

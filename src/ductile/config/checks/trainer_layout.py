@@ -1,0 +1,196 @@
+"""The trainer's layout as a config asks for it: the rules by which it follows from the number of slots, and all that is
+wrong with them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.finding import Finding
+from ductile.config.checks.on_disk import read_spec
+from ductile.config.reading.key_tree import keys
+from ductile.config.schema.model import TrainerModelConfig
+from ductile.config.schema.optimizer_state import Supported, state_of
+from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.trainer import ResizeConfig, TrainerConfig
+from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, plan_listed
+from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
+from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
+from ductile.core.layout.choice.slot_memory import DTYPE_BYTES, USABLE, SlotMemory
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
+from ductile.core.layout.model.peak import compute_dtype
+from ductile.core.layout.model.spec import ModelSpec
+from ductile.disk import free_bytes, show_bytes
+
+TrainingConfig = RLConfig | SFTConfig | TrainerRunConfig
+GIB = 2**30
+
+
+def layout_rules(config: TrainingConfig) -> LayoutRules:
+    """The rules of a run. A listed layout that is no text of one counts as absent: `layout_findings` refuses it."""
+    model, resize, _ = _trainer(config)
+    listed = tuple(text for text in resize.layouts if not _unreadable(text))
+    rules = LayoutRules(_spec(model), asked_layout(model), listed, _num_samples(config), slot_memory(config))
+    return rules.beginning_on(len(placement_of(config).train))
+
+
+def slot_memory(config: TrainingConfig) -> SlotMemory | None:
+    """What training keeps on a slot, and the room for it; None where `cluster.device_memory_gib` is not written."""
+    cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
+    if cluster.device_memory_gib is None or not isinstance(trainer.optim, Supported):
+        return None
+    model, share = trainer.model, USABLE / cluster.slots_per_device
+    if isinstance(config, RLConfig) and placement_of(config).shares:  # a generator is on the same slot
+        share -= config.inference.gpu_memory_utilization or 0.0
+    device = "cpu" if cluster.device == "cpu" else "cuda"
+    return SlotMemory(
+        room_bytes=max(0, int(cluster.device_memory_gib * GIB * share)),
+        state_bytes=state_bytes(trainer),
+        compute_bytes=DTYPE_BYTES[compute_dtype(model.compute_dtype, device)],
+        gradient_bytes=DTYPE_BYTES[model.reduce_dtype] if model.reduce_every == "step" else 0,
+        keeps_gathered=not model.reshard_after_forward,
+    )
+
+
+def state_bytes(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> int:
+    """Bytes of a parameter, its gradient and what the optimizer keeps for it."""
+    dtype = trainer.model.optimization_dtype
+    kept = state_of(trainer.optim, dtype) if isinstance(trainer.optim, Supported) else ()
+    return 2 * DTYPE_BYTES[dtype] + sum(DTYPE_BYTES[each.dtype] for each in kept if each.layout == "parameter")
+
+
+def room_warnings(config: RLConfig | SFTConfig) -> Iterator[str]:
+    """Whether the disk has no room for a checkpoint: parameters and what the optimizer keeps for them."""
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    if config.bench is not None or (spec := _spec(trainer.model)) is None:
+        return
+    saved = state_bytes(trainer) - DTYPE_BYTES[trainer.model.optimization_dtype]
+    needed, folder = spec.num_parameters * saved, Path(config.output_dir)
+    try:
+        free = free_bytes(folder.absolute())
+    except OSError:
+        return  # told by who looks for the folder
+    if free < needed:
+        yield (
+            f"output_dir = {folder}: a checkpoint takes about {show_bytes(needed)}, and {show_bytes(free)} are free "
+            f"there. Make room, or give another --output-dir, before the first save"
+        )
+
+
+def asked_layout(model: TrainerModelConfig) -> AskedLayout:
+    return AskedLayout(
+        pp=model.pp,
+        dp_replicate=model.dp_replicate,
+        cp=model.cp,
+        tp=model.tp,
+        cp_style=model.cp_style,
+        pp_schedule=model.pp_schedule,
+        vpp=model.vpp,
+        seq_len=model.seq_len,
+    )
+
+
+def layout_findings(config: TrainingConfig, num_slots: int) -> Iterator[Finding]:
+    """Everything that keeps the trainer from its layout on so many slots, or from a listed one."""
+    rules, (_, resize, root) = layout_rules(config), _trainer(config)
+    yield from _listed_findings(rules, resize, root)
+    if choose_layout(num_slots, rules).listed:
+        return  # the run begins with it
+    for error in plan_layout(num_slots, rules.asked, rules.spec).errors:
+        if not unbuilt({error.keys[0]: error.value}):  # which is told already
+            yield Finding(tuple(f"{root}model.{key}" for key in error.keys), error.what)
+
+
+def layout_warnings(config: TrainingConfig, num_slots: int) -> Iterator[str]:
+    """What is accepted, and good to know."""
+    rules, (_, _, root) = layout_rules(config), _trainer(config)
+    chosen = choose_layout(num_slots, rules)
+    if chosen.listed and (unused := _not_taken(rules.asked, chosen.layout.dims)):
+        keys = " and ".join(f"{root}model.{axis} = {size}" for axis, size in unused.items())
+        yield f"{keys}: not on {num_slots} slots, for which {root}resize.layouts has {chosen.listed!r}"
+    for warning in chosen.planned.warnings:
+        yield _sentence(warning, f"{root}model.")
+    yield from _without_effect(rules, root)
+    for place, listed in enumerate(rules.listed):
+        sizes, before = parse_sizes(listed), rules.listed[:place]
+        if "dp_shard" not in sizes:  # it fits more numbers of slots than one
+            before = tuple(text for text in before if "dp_shard" not in parse_sizes(text))
+        if first := choose_layout(prod(sizes.values()), replace(rules, listed=before)).listed:
+            yield f"{root}resize.layouts: {listed!r} is never taken, as {first!r} before it fits as many slots"
+
+
+def unbuilt(sizes: Mapping[str, object]) -> list[str]:
+    """A sentence for each axis above 1 that is not built yet."""
+    above_one = {axis: size for axis, size in sizes.items() if size != 1 and axis in TrainerModelConfig.model_fields}
+    marks = {axis: keys(TrainerModelConfig)[axis].not_built for axis in above_one}
+    return [f"{axis} = {above_one[axis]}. {mark.sentence()}" for axis, mark in marks.items() if mark]
+
+
+def _without_effect(rules: LayoutRules, root: str) -> Iterator[str]:
+    """Keys that say how the slots of an axis work together, where no layout of the run has the axis."""
+    asked, listed = rules.asked, [parse_sizes(text) for text in rules.listed]
+    written = {
+        "pp": {"pp_schedule": asked.pp_schedule != "1f1b", "vpp": asked.vpp not in (1, "auto")},
+        "cp": {"cp_style": asked.cp_style != "auto"},
+    }
+    for axis, keys_of_axis in written.items():
+        if getattr(asked, axis) == 1 and all(sizes.get(axis, 1) == 1 for sizes in listed):
+            for key in (key for key, is_written in keys_of_axis.items() if is_written):
+                yield f"{root}model.{key} = {getattr(asked, key)} has no effect without {root}model.{axis} above 1"
+
+
+def _not_taken(asked: AskedLayout, dims: ParallelDims) -> dict[str, object]:
+    """Sizes that were asked for and that the layout does not have."""
+    sizes: dict[str, object] = {axis: getattr(asked, axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
+    return {axis: size for axis, size in sizes.items() if size not in (1, "auto", getattr(dims, axis))}
+
+
+def _listed_findings(rules: LayoutRules, resize: ResizeConfig, root: str) -> Iterator[Finding]:
+    key = f"{root}resize.layouts"
+    for text in resize.layouts:
+        if wrong := _unreadable(text):
+            yield Finding((key,), f"{text!r}: {wrong}")
+            continue
+        sizes = parse_sizes(text)
+        if refused := unbuilt(sizes):
+            yield Finding((key,), f"{text!r} has {' '.join(refused)}")
+            continue
+        planned = plan_listed(text, prod(sizes.values()), rules)
+        if planned and planned.errors:
+            yield Finding((key,), f"{text!r}: {'; '.join(error.sentence for error in planned.errors)}")
+
+
+def _unreadable(text: str) -> str:
+    try:
+        parse_sizes(text)
+    except LayoutTextError as error:
+        return str(error)
+    return ""
+
+
+def _sentence(finding: LayoutFinding, root: str) -> str:
+    at = root if finding.keys[0] in TrainerModelConfig.model_fields else ""
+    return f"{at}{finding.sentence}"
+
+
+def _trainer(config: TrainingConfig) -> tuple[TrainerModelConfig, ResizeConfig, str]:
+    """The model's section, that of resizes, and what stands before their keys."""
+    if isinstance(config, RLConfig):
+        return config.trainer.model, config.trainer.resize, "trainer."
+    return config.model, config.resize, ""
+
+
+def _spec(model: TrainerModelConfig) -> ModelSpec | None:
+    spec, num_layers = read_spec(model.name), model.debug.num_layers
+    return spec if spec is None or num_layers is None else replace(spec, num_layers=min(num_layers, spec.num_layers))
+
+
+def _num_samples(config: TrainingConfig) -> int | None:
+    """Samples of an optimizer step."""
+    if isinstance(config, RLConfig):
+        return max(1, config.orchestrator.batch_size // config.orchestrator.n_minibatches)
+    if isinstance(config, SFTConfig):
+        return config.data.batch_size
+    return config.data.fake.batch_size if config.data.fake else None

@@ -1,0 +1,63 @@
+"""A resolved config as a TOML file: every key with its value, so that the file alone runs the same thing again.
+
+TOML has no null. A key that is None and would be None without being written is left out, another is written as "None";
+a table of free names, or a list, with a null in it is written as JSON text. Secrets are left out, to be given again.
+"""
+
+import json
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import tomli_w
+
+from ductile.config.reading.derive import without_derived
+from ductile.config.reading.key_tree import keys
+from ductile.config.schema.secrets import SECRETS
+from ductile.config.schema.section import Section
+from ductile.disk import write_whole
+
+ASKED_ONCE = frozenset({"dry_run", "clean"})
+
+
+def to_table(section: Section) -> dict[str, Any]:
+    """The section as nested plain values that `parse` reads back to an equal section (secrets apart)."""
+    table: dict[str, Any] = {}
+    for name, key in keys(type(section)).items():
+        value = cast(object, getattr(section, name))
+        if name in SECRETS:
+            continue
+        if isinstance(value, Section):
+            table[name] = to_table(value)
+        elif value is not None:
+            table[name] = json.dumps(value) if _has_null(value) else value
+        elif key.default is not None:
+            table[name] = "None"
+    return table
+
+
+def to_toml(table: dict[str, Any]) -> str:
+    """The config as TOML, but for what is asked once: to run the file again must not delete what it wrote."""
+    return tomli_w.dumps({name: value for name, value in table.items() if name not in ASKED_ONCE})
+
+
+def write_resolved(config: Section, folder: str | FilePath, command: str, name: str = "config.toml") -> FilePath:
+    """Write `folder/name`, whole or not at all. `command` is the one that would run it: "rl".
+
+    What follows from other values is left to follow again: the file may be run on other slots. That a run was resumed
+    is left out, too: run again, the file begins one, and `--clean` does not contradict it.
+    """
+    path = FilePath(folder) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = without_derived(config, to_table(config))
+    table.pop("resume", None)
+    table.get("ckpt", {}).pop("resume_step", None)
+    write_whole(path, f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{to_toml(table)}")
+    return path
+
+
+def _has_null(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_has_null(item) for item in cast(dict[str, object], value).values())
+    if isinstance(value, list):
+        return any(_has_null(item) for item in cast(list[object], value))
+    return value is None

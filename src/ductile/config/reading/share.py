@@ -1,0 +1,121 @@
+"""Keys that several sub-trees share: written once, they go wherever they are needed.
+
+A table, applied in one pass over the given values: a target that is absent takes the shared value, a target that is
+there keeps its own. No rule reads what another one wrote, so their order means nothing (a test shuffles it).
+
+`must_agree`: where two different values would be a contradiction, giving both is an error, unless the shared key comes
+from a later source (a flag over a file): then it replaces the earlier one, as a later source always does. So a resolved
+config, which spells everything out, can be run again with `--max-steps 4`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ductile.config.reading.errors import Problem, about, dotted, flag, show
+from ductile.config.reading.provenance import Draft, Path, as_table
+from ductile.config.schema.run import RLConfig, SFTConfig
+from ductile.config.schema.section import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    key: str
+    targets: tuple[str, ...]
+    must_agree: bool = True
+    why: str = ""
+    """Why the targets may differ, where they may; else what makes the two contradict each other."""
+    if_true: int | None = None
+    """What the targets get where the key is true, and only there. None: they get the key's own value."""
+
+
+_RESUME = (
+    # -1 is the latest complete checkpoint.
+    Shared(
+        "resume", ("ckpt.resume_step",), must_agree=False, why="a given step is more exact than `resume`", if_true=-1
+    ),
+    # `--resume` over a file with `clean = true` goes on.
+    Shared("resume", ("clean",), why="it deletes what is to be resumed", if_true=False),
+)
+
+SHARED: dict[type[Section], tuple[Shared, ...]] = {
+    RLConfig: (
+        Shared("model.name", ("trainer.model.name", "inference.model.name")),
+        Shared("max_steps", ("trainer.max_steps", "orchestrator.max_steps")),
+        Shared(
+            "seq_len",
+            ("trainer.model.seq_len", "inference.model.max_model_len"),
+            must_agree=False,
+            why="a trainer may pack more tokens into a micro-batch than one completion has",
+        ),
+        Shared(
+            "seed",
+            ("trainer.seed", "orchestrator.seed", "inference.seed"),
+            must_agree=False,
+            why="the parts may be seeded apart",
+        ),
+        *(
+            Shared(
+                f"orchestrator.sampling.{limit}",
+                (f"orchestrator.eval.sampling.{limit}",),
+                must_agree=False,
+                why="evaluation may have limits of its own",
+            )
+            for limit in ("max_tokens", "stop", "stop_token_ids")
+        ),
+        *_RESUME,
+    ),
+    SFTConfig: (
+        Shared(
+            "data.seq_len",
+            ("model.seq_len",),
+            must_agree=False,
+            why="a trainer may pack more tokens into a micro-batch than one document has",
+        ),
+        *_RESUME,
+    ),
+}
+
+
+@dataclass(slots=True)
+class Sharing:
+    draft: Draft
+    filled: dict[Path, Path] = field(default_factory=dict[Path, Path])
+    """Target to the shared key that filled it: a problem with the one is a problem with the other."""
+    problems: list[Problem] = field(default_factory=list[Problem])
+
+
+def share(root: type[Section], draft: Draft, rules: Sequence[Shared] | None = None) -> Sharing:
+    """The draft with every absent target filled, and one problem for each contradiction."""
+    result = Sharing(draft.copy())
+    for shared in SHARED.get(root, ()) if rules is None else rules:
+        source: Path = tuple(shared.key.split("."))
+        value = draft.get(source)
+        if shared.if_true is not None:
+            value = shared.if_true if value in (True, "true") else None
+        if not draft.has(source) or value in (None, "None"):
+            continue
+        for key in shared.targets:
+            target: Path = tuple(key.split("."))
+            if _blocked(draft, target):
+                continue
+            differs = draft.has(target) and str(draft.get(target)) != str(value)
+            later = draft.origin(source).layer > draft.origin(target).layer
+            if not draft.has(target) or (differs and shared.must_agree and later):
+                result.draft.put(target, value, draft.origin(source))
+                result.filled[target] = source
+            elif differs and shared.must_agree:
+                result.problems.append(_conflict(draft, source, target, shared.why))
+    return result
+
+
+def _blocked(draft: Draft, target: Path) -> bool:
+    """Whether something other than a table stands where the target's table should be."""
+    above = [target[:length] for length in range(1, len(target)) if draft.has(target[:length])]
+    return any(as_table(draft.get(path)) is None for path in above)
+
+
+def _conflict(draft: Draft, source: Path, target: Path, why: str) -> Problem:
+    other = f"contradicts {dotted(target)} = {show(draft.get(target))} ({draft.origin(target)})"
+    way_out = f", which takes this value when it is absent. Leave {flag(target)} out, or make the two equal"
+    what = f"{other}: {why}" if why else other + way_out
+    return about(source, draft.get(source), draft.origin(source), what)

@@ -1,0 +1,93 @@
+"""Keys that a command's tree has and that the command does not read.
+
+One rule: such a key is refused as soon as it has another value than its default. Where one file often serves several
+commands, it is accepted with a note instead. A test finds what each command reads in the source and compares.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ductile.config.checks.finding import Finding
+from ductile.config.reading.errors import listed
+from ductile.config.reading.key_tree import find, value_at
+from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.section import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    keys: tuple[str, ...]
+    """Dotted keys; a table stands for everything below it."""
+    why: str
+    """Why the keys have no effect. The sentence goes on after "it has no effect here:"."""
+    noted: bool = False
+    """Whether the keys are accepted with a note, instead of refused."""
+
+    def given(self, config: Section) -> list[str]:
+        """The keys that have another value than their default."""
+        return [key for key in self.keys if _differs(config, key)]
+
+
+def _unscheduled(command: str) -> Unread:
+    keys = ("auto_scheduler", "policy", "use_pre_process_policy", "use_wait_before_last_iter_policy",
+            "max_restarts", "progress_timeout_s", "group_timeout_s", "patience_timeout_s")  # fmt: skip
+    why = f"it is for `ductile rl`, and the slots of `ductile {command}` have one role"
+    return Unread(tuple(f"cluster.{key}" for key in keys), why)
+
+
+_ONE_PROCESS = Unread(
+    ("cluster.component_placement", "cluster.cpu_slot_fraction", "cluster.slots_per_device",
+     "cluster.device_memory_gib", "cluster.heartbeat_timeout_s", "cluster.command_timeout_s",
+     "cluster.start_timeout_s"),
+    "`ductile inference` is one process on one device, without slots",
+)  # fmt: skip
+
+UNREAD: dict[type[Section], tuple[Unread, ...]] = {
+    RLConfig: (
+        Unread(
+            ("inference.server", "orchestrator.client"),
+            "`ductile rl` talks to its own generators, and opens no HTTP port",
+            noted=True,
+        ),
+        Unread(("trainer.data.fake",), "it is for `ductile trainer`, and here the generators make the data"),
+    ),
+    SFTConfig: (_unscheduled("sft"),),
+    TrainerRunConfig: (_unscheduled("trainer"),),
+    OrchestratorRunConfig: (
+        Unread(
+            ("n_minibatches", "max_async_level", "max_off_policy_steps", "eval", "advantage", "drop_zero_advantage"),
+            "`ductile orchestrator` scores completions, and trains nothing",
+            noted=True,
+        ),
+        Unread(("num_samples_kept",), "`ductile orchestrator` keeps every rollout, in rollouts.jsonl", noted=True),
+    ),
+    InferenceRunConfig: (
+        _unscheduled("inference"),
+        _ONE_PROCESS,
+        Unread(
+            ("output_dir", "deployment.gpus_per_node"),
+            "`ductile inference` is one process on one device, and writes nothing but what --dry-run writes",
+            noted=True,
+        ),
+    ),
+}
+
+
+def unread_findings(config: Section) -> Iterator[Finding]:
+    """Keys that were set, that the command does not read, and that are refused."""
+    for unread in UNREAD.get(type(config), ()):
+        if not unread.noted:
+            for key in unread.given(config):
+                yield Finding((key,), f"has no effect here: {unread.why}. Leave it out")
+
+
+def unread_notes(config: Section) -> Iterator[str]:
+    """A sentence for the keys that were set, that the command does not read, and that are accepted all the same."""
+    for unread in UNREAD.get(type(config), ()):
+        if unread.noted and (given := unread.given(config)):
+            yield f"{listed(given)} {'has' if len(given) == 1 else 'have'} no effect here: {unread.why}"
+
+
+def _differs(config: Section, key: str) -> bool:
+    path = tuple(key.split("."))
+    return value_at(config, path) != find(type(config), path)[0].default

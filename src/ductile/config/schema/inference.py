@@ -1,0 +1,98 @@
+"""[inference]: the generators. It is also the whole config of `ductile inference`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ductile.config.schema.model import ModelConfig
+from ductile.config.schema.section import NotBuilt, Section
+
+MIN_KEY_CHARS = 8
+"""Least length of an API key; a shorter one can be guessed."""
+
+
+class ServerConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 takes a free port and prints it."""
+    api_key: str | None = None
+    """Key of the server, at least 8 characters: requests need `Authorization: Bearer <api_key>`. Required for a host
+    that is not loopback."""
+    api_key_var: str | None = None
+    """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
+    served_model_name: str | None = Field(default=None, min_length=1)
+    """What clients call the model; default: `model.name`."""
+    max_connections: int = Field(default=1024, ge=1)
+    """Connections that are open at a time. One more takes the place of the connection that has waited longest without a
+    whole request."""
+    max_sequences: int = Field(default=4096, ge=1)
+    """Sequences (prompts times `n`) in the server at a time. A request that alone has more is refused; one that finds
+    no room gets 503, to be tried again."""
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    """Largest body of a request, in bytes."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """A client has this long to send a request's headers, again for its body, and to take what was sent to it."""
+
+
+class ParallelConfig(Section):
+    tp: Annotated[int, NotBuilt("tensor-parallel generation")] = Field(default=1, ge=1)
+    """Slots that hold one copy of the model."""
+    dp: int | None = Field(default=None, ge=1)
+    """Copies of the model. In `ductile rl` it must equal the generate slots divided by `tp`, or be left out."""
+
+
+class InferenceModelConfig(ModelConfig):
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on a GPU, float32 on a CPU."""
+    max_model_len: int = Field(default=2048, ge=2)
+    """Longest prompt plus completion, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most,
+    in `inference` as far as the KV cache holds them."""
+    chat_template: str | None = None
+    """A Jinja file; default: the model folder's own."""
+
+
+_HEALTH = NotBuilt("the generators' health monitor")
+
+
+class InferenceConfig(Section):
+    model: InferenceModelConfig = InferenceModelConfig()
+    server: ServerConfig = ServerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    engine: Annotated[
+        Literal["ductile", "vllm", "sglang"], NotBuilt("engines of other systems", only=("vllm", "sglang"))
+    ] = "ductile"
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences that run at once on one generator."""
+    max_num_batched_tokens: int = Field(default=1024, ge=16)
+    """Tokens of one engine step, prefill and decode together; longer prompts are prefilled in chunks."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens in a KV-cache block."""
+    num_blocks: int | None = Field(default=None, ge=2)
+    """KV-cache blocks; default: enough for `max_num_seqs` sequences of `max_model_len`, as far as the memory goes."""
+    cache_memory_gib: float | None = Field(default=None, gt=0)
+    """The KV cache's memory. Default: on a GPU what `gpu_memory_utilization` leaves beside the weights, on a CPU a
+    sixteenth of the machine's memory, 4 at most. Not beside `num_blocks`."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that a generator takes, weights and cache together. Default: 0.9, and in `rl` 0.4 where
+    slots that generate may train or score as well, divided by `cluster.slots_per_device`. Not beside `num_blocks` or
+    `cache_memory_gib`."""
+    enable_prefix_caching: bool = True
+    keep_cache_on_update: bool = False
+    """Sequences in flight keep the keys and values of the old weights when new ones arrive, instead of computing them
+    again. Faster; the rest of such a sequence is then sampled from a mixture that no single version is."""
+    seed: int = 0
+    enable_health_monitor: Annotated[bool, _HEALTH] = False
+    """Probe every generator in the background and take out those that do not reply."""
+    health_check_interval_seconds: Annotated[float, _HEALTH] = Field(default=10.0, gt=0)
+    health_check_failure_threshold: Annotated[int, _HEALTH] = Field(default=3, ge=1)
+    """Consecutive failures after which a generator is taken out."""
+    topology_change_cooldown_seconds: Annotated[float, NotBuilt("joining and leaving generators")] = Field(
+        default=30.0, ge=0
+    )
+    """Joins within this time of each other are one change; removals never wait."""
+    enable_topology_discovery: Annotated[bool, NotBuilt("joining and leaving generators")] = False
+
+
+def shared_block_tokens(config: InferenceConfig) -> int:
+    """Tokens in a KV-cache block that sequences with the same beginning share; 0 where they share none."""
+    return config.block_size if config.enable_prefix_caching else 0

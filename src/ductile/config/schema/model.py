@@ -1,0 +1,150 @@
+"""[model] and [trainer.model]: which weights, in which precision, and how they are spread."""
+
+import sys
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from pydantic import Field
+
+from ductile.config.schema.section import NotBuilt, Section
+from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule
+
+
+class VisionConfig(Section):
+    vision_encoder_attr: str | None = None
+    language_model_attr: str | None = None
+    freeze_vision_encoder: bool = True
+
+
+class ModelConfig(Section):
+    name: str | None = None
+    """A Hugging Face model folder (config.json, safetensors, tokenizer files)."""
+    vlm: Annotated[VisionConfig | None, NotBuilt("vision-language models")] = None
+
+
+class ActivationCheckpointing(Section):
+    mode: Literal["full", "selective"] = "full"
+    freq: int = Field(default=1, ge=1)
+    """Checkpoint every n-th layer."""
+    targets: list[str] = ["norm"]
+
+
+class ActivationOffloading(Section):
+    pin_memory: bool = True
+    max_inflight_activations: int = Field(default=5, ge=1)
+
+
+class FullOffloadConfig(Section):
+    cpu_optimizer_backend: Literal["native", "torch"] = "native"
+    numa_bind: bool = True
+
+
+class QuantizationConfig(Section):
+    type: Literal["fp8", "mxfp8"] = "fp8"
+
+
+class CompileConfig(Section):
+    fullgraph: bool = False
+
+
+class LoraConfig(Section):
+    rank: int = Field(default=16, ge=1)
+    alpha: float = 32.0
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: list[str] = []
+    modules_to_save: list[str] = []
+
+
+class DebugConfig(Section):
+    num_layers: int | None = Field(default=None, ge=1)
+    """Keep only the first n layers of the model."""
+    random_init: bool = False
+    """Random weights of the folder's shape, instead of its weights."""
+    force_balanced_routing: Annotated[bool, NotBuilt("mixture of experts")] = False
+
+
+class TrainerModelConfig(ModelConfig):
+    seq_len: int = Field(default=2048, ge=2)
+    """Tokens a rank packs into one micro-batch. A longer sample is refused by the trainer."""
+    impl: Annotated[Literal["custom", "auto", "hf"], NotBuilt("running transformers' own model code", only=("hf",))] = (
+        "auto"
+    )
+    """`auto` and `custom` are ductile's own models; there is no other implementation."""
+    attn: Annotated[
+        Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4"],
+        NotBuilt(
+            "attention kernels of other packages",
+            only=("eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4"),
+            instead='Write "sdpa".',
+        ),
+    ] = "auto"
+    """`auto` and `sdpa` are the same. On a CPU attention is ductile's own; on a GPU it is torch's variable-length
+    kernel, or torch's scaled_dot_product_attention, document by document, where the kernel does not take the device,
+    the dtype or the heads."""
+    optimization_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the sharded parameters, which the optimizer updates."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the forward and backward arithmetic. Default: bfloat16 on a GPU, float32 on a CPU."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of gradient reductions."""
+    reduce_every: Literal["micro_step", "step"] = "micro_step"
+    """micro_step: ranks add their gradients up in the backward pass of each micro-batch; with `pp` behind those of a
+    whole schedule, as no stage may wait for a sum while another waits for it. step: once before the optimizer step, and
+    before the trainer moves to other slots; until then each rank keeps the gradients of all weights that it computes
+    with, in `reduce_dtype`."""
+    dp_replicate: int = Field(default=1, ge=1)
+    """Copies of the state (HSDP); each is sharded over its part of the train slots, whose number it must divide."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass; false keeps them until the backward pass. With `pp` they are
+    kept while a stage has micro-batches to run."""
+    fsdp_cpu_offload: Annotated[bool, NotBuilt("FSDP CPU offload")] = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    optim_cpu_offload: Annotated[bool, NotBuilt("optimizer offload")] = False
+    """Keep optimizer state in host memory."""
+    full_offload: Annotated[FullOffloadConfig | None, NotBuilt("an optimizer on the CPU")] = None
+    """Keep optimizer state in host memory and update there, while the backward pass runs."""
+    tp: Annotated[int, Ge(1)] | Literal["auto"] = 1
+    """Slots over which each weight matrix is cut, in columns, heads or rows of the vocabulary; between the products
+    each has a part of the tokens. A number holds for every number of slots that the trainer is given by a scheduler or
+    by hand, but for `trainer.resize.layouts`. "auto": the fewest with which no data-parallel rank is without samples
+    and, where `cluster.device_memory_gib` says how much there is, a slot has room."""
+    pp: Annotated[int, Ge(1)] | Literal["auto"] = 1
+    """Stages of a pipeline: each has some of the layers. Which ones follows: stages take about equally long. A number
+    is kept like that of `tp`. "auto": more than one only where a larger `tp` does not help."""
+    pp_schedule: PipelineSchedule = "1f1b"
+    """Order in which a slot of a pipeline runs forward and backward passes. interleaved: 1f1b with several runs of
+    layers on each slot (`vpp`); zero_bubble: gradients of weights wait until the slot would wait for another stage; it
+    needs torch 2.13."""
+    vpp: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
+    """Runs of layers on each slot of `pp`; Megatron: `virtual_pipeline_model_parallel_size`. "auto": 2 with
+    `pp_schedule` "interleaved", else 1."""
+    cp: int = Field(default=1, ge=1)
+    """Slots over which the tokens of a micro-batch are split. The number is kept like that of `tp`."""
+    cp_style: Literal["auto", "ulysses", "ring"] = "auto"
+    """Way in which attention crosses the parts of `cp`. ulysses: each slot has all tokens and some of the heads, whose
+    number `cp` must divide. ring: keys and values go round; a shared prompt is run for each of its completions. auto:
+    ulysses where the model can have it."""
+    ep: Annotated[int | Literal["auto"], NotBuilt("expert parallelism")] = 1
+    ep_comm_backend: Annotated[Literal["torch", "deepep"], NotBuilt("expert parallelism")] = "torch"
+    deepep_num_sms: Annotated[int, NotBuilt("expert parallelism")] = Field(default=20, ge=1)
+    deepep_token_chunk_size: Annotated[int | None, NotBuilt("expert parallelism")] = Field(default=None, ge=1)
+    moe_use_grouped_mm: Annotated[bool, NotBuilt("mixture of experts")] = True
+    moe_router_dtype: Annotated[Literal["float32", "bfloat16"], NotBuilt("mixture of experts")] = "float32"
+    moe_fused_kernel: Annotated[bool, NotBuilt("mixture of experts")] = False
+    freeze_moe_router: Annotated[bool, NotBuilt("mixture of experts")] = False
+    ac: Annotated[ActivationCheckpointing | None, NotBuilt("activation checkpointing")] = None
+    ac_offloading: Annotated[ActivationOffloading | None, NotBuilt("activation offloading")] = None
+    compile: Annotated[CompileConfig | None, NotBuilt("torch.compile")] = None
+    fp8: Annotated[bool, NotBuilt("8-bit training")] = False
+    quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
+    lora: Annotated[LoraConfig | None, NotBuilt("LoRA")] = None
+    fused_lm_head_token_chunk_size: Annotated[int, Ge(1)] | Literal["auto", "disabled"] = "auto"
+    """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB),
+    on a GPU 2^27 (512 MiB); disabled: all of a micro-batch."""
+    debug: DebugConfig = DebugConfig()
+
+    @property
+    def head_chunk_tokens(self) -> int | None:
+        """`fused_lm_head_token_chunk_size` as a number of tokens; None lets the head choose it."""
+        size = self.fused_lm_head_token_chunk_size
+        return {"auto": None, "disabled": sys.maxsize}[size] if isinstance(size, str) else size

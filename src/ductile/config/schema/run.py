@@ -1,0 +1,200 @@
+"""The roots: one class a command. `RLConfig` is the tree of which the others are branches."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ductile.config.schema.bench import BenchConfig, InferenceBenchConfig
+from ductile.config.schema.cluster import (
+    ClusterConfig,
+    DeploymentConfig,
+    ServingDeploymentConfig,
+    SingleNodeDeployment,
+    SingleNodeServing,
+    SlurmConfig,
+    TrainDeployment,
+    TrainDeploymentConfig,
+)
+from ductile.config.schema.inference import InferenceConfig
+from ductile.config.schema.model import ModelConfig, TrainerModelConfig
+from ductile.config.schema.orchestrator import OrchestratorConfig
+from ductile.config.schema.section import NotBuilt, Section
+from ductile.config.schema.trainer import (
+    AdamWConfig,
+    CheckpointConfig,
+    ConstantSchedule,
+    OptimConfig,
+    ResizeConfig,
+    SchedulerConfig,
+    TrainerConfig,
+)
+
+
+class LogConfig(Section):
+    level: Annotated[Literal["debug", "info", "warning", "error"], NotBuilt("choosing how much is logged")] = "info"
+    json_logging: Annotated[bool, NotBuilt("JSON logs")] = False
+    ranks_filter: Annotated[list[int], NotBuilt("choosing whose log lines are shown")] = [0]
+
+
+class TokenizerConfig(Section):
+    """The tokenizer is the model folder's own."""
+
+    name: Annotated[str | None, NotBuilt("a tokenizer from elsewhere than the model's folder")] = None
+    trust_remote_code: Annotated[bool, NotBuilt("running code from model folders")] = False
+
+
+class ScorerConfig(Section):
+    """The scorers. In all else they are as the trainer: they load its model, and compute in its precision."""
+
+    tp: int = Field(default=1, ge=1)
+    """Slots over which each weight matrix of a scorer is cut, that of the reference too. Score slots are taken so many
+    at a time, in the order of their numbers; their number must be a multiple."""
+
+
+class WandbConfig(Section):
+    project: str = "ductile"
+    name: str | None = None
+    offline: bool = False
+
+
+class TensorboardConfig(Section):
+    dir: str | None = None
+    """Default: `<output_dir>/tensorboard`."""
+
+
+class RLConfig(Section):
+    """`ductile rl`: the whole RL loop."""
+
+    model: ModelConfig = ModelConfig()
+    """Shared: goes to trainer, inference and orchestrator."""
+    seq_len: int | None = Field(default=None, ge=2)
+    """Shared: `trainer.model.seq_len` and `inference.model.max_model_len`."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Shared: batches to train on. Default: one pass over the task's examples."""
+    output_dir: str = "runs/rl"
+    """Everything the run writes. `runs/<name>` is the convention."""
+    clean: bool = False
+    """Delete the run in `output_dir` once the new one has told of its first step. Also written `clean_output_dir`."""
+    resume: bool = False
+    """Go on from the latest complete checkpoint in `output_dir` (`ckpt.resume_step = -1`)."""
+    seed: int = 0
+    trainer: TrainerConfig = TrainerConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    inference: InferenceConfig = InferenceConfig()
+    scorer: ScorerConfig = ScorerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    deployment: DeploymentConfig = SingleNodeDeployment()
+    slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    ckpt: CheckpointConfig = CheckpointConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    log: LogConfig = LogConfig()
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+    bench: BenchConfig | None = None
+    """A few steps and a table of figures; nothing in `output_dir` is touched."""
+    dry_run: bool = False
+    """Write the resolved config to `output_dir` and exit."""
+
+
+_STACK = NotBuilt("micro-batches of padded rows", only=("stack",), instead="Documents are packed one after the other.")
+_MICRO = NotBuilt("a fixed number of samples in a micro-batch", instead="`seq_len` says how many tokens it holds.")
+
+
+class JsonlData(Section):
+    type: Literal["sft"] = "sft"
+    path: str | None = None
+    """JSONL: `messages`, or `prompt` and `completion`, a line."""
+    batch_size: int = Field(default=128, ge=1)
+    """Samples an optimizer step."""
+    seq_len: int = Field(default=128, ge=2)
+    """Tokens of a micro-batch; longer samples are cut, and counted."""
+    pack_function: Annotated[Literal["cat", "stack"], _STACK] = "cat"
+    micro_batch_size: Annotated[int, _MICRO] = Field(default=1, ge=1)
+    shuffle: bool = True
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens are trained: the assistant's turns (or the completion), or everything."""
+    chat_template_kwargs: dict[str, object] = {}
+    """Variables of the chat template: {"enable_thinking": false}."""
+
+
+class FakeData(Section):
+    type: Literal["fake"] = "fake"
+    batch_size: int = Field(default=128, ge=1)
+    seq_len: int = Field(default=128, ge=2)
+    length: Literal["fixed", "variable"] = "fixed"
+    input_ids: Literal["increasing", "random"] = "increasing"
+    pack_function: Annotated[Literal["cat", "stack"], _STACK] = "cat"
+    micro_batch_size: Annotated[int, _MICRO] = Field(default=1, ge=1)
+
+
+SFTData = Annotated[JsonlData | FakeData, Field(discriminator="type")]
+
+
+class SFTConfig(Section):
+    """`ductile sft`: supervised fine-tuning, with the same trainer."""
+
+    model: TrainerModelConfig = TrainerModelConfig()
+    data: SFTData = JsonlData()
+    optim: OptimConfig = AdamWConfig(lr=1e-5)
+    scheduler: SchedulerConfig = ConstantSchedule()
+    max_steps: int | None = Field(default=None, ge=1)
+    """Default: one pass over the data."""
+    output_dir: str = "runs/sft"
+    clean: bool = False
+    resume: bool = False
+    seed: int = 0
+    loss_impl: Annotated[
+        Literal["torch", "liger", "liger_fused", "quack_fused"],
+        NotBuilt("loss kernels of other packages", only=("liger", "liger_fused", "quack_fused")),
+    ] = "torch"
+    matmul_precision: Literal["highest", "high", "medium"] = "high"
+    dist_timeout_seconds: int = Field(default=600, ge=1)
+    resize: ResizeConfig = ResizeConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    deployment: TrainDeploymentConfig = TrainDeployment()
+    slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    ckpt: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+    bench: BenchConfig | None = None
+    dry_run: bool = False
+
+
+class TrainerRunConfig(TrainerConfig):
+    """`ductile trainer`: the trainer alone, on fake data."""
+
+    output_dir: str = "runs/trainer"
+    clean: bool = False
+    cluster: ClusterConfig = ClusterConfig()
+    deployment: TrainDeploymentConfig = TrainDeployment()
+    bench: BenchConfig | None = None
+    log: LogConfig = LogConfig()
+    dry_run: bool = False
+
+
+class OrchestratorRunConfig(OrchestratorConfig):
+    """`ductile orchestrator`: rollouts and rewards against a running server, without training."""
+
+    model: ModelConfig = ModelConfig()
+    """Its tokenizer and chat template."""
+    output_dir: str = "runs/orchestrator"
+    clean: bool = False
+    bench: BenchConfig | None = None
+    log: LogConfig = LogConfig()
+    dry_run: bool = False
+
+
+class InferenceRunConfig(InferenceConfig):
+    """`ductile inference`: an OpenAI-compatible server."""
+
+    output_dir: str = "runs/inference"
+    cluster: ClusterConfig = ClusterConfig()
+    deployment: ServingDeploymentConfig = SingleNodeServing()
+    slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    bench: InferenceBenchConfig | None = None
+    log: LogConfig = LogConfig()
+    dry_run: bool = False
+
+
+RunConfig = RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig | InferenceRunConfig

@@ -1,0 +1,122 @@
+"""A trainer's mesh on paper: which slot is where, and what lies there. Few slots have a row each, many a row a stage.
+
+slot  pp  dp_shard  tp   layers                  of the state
+   0   0         0   0   0-18, embeddings       12.2 %   1.4 GiB
+   1   0         0   1   0-18, embeddings       12.2 %   1.4 GiB
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ductile.core.layout.geometry.parallel_layout import AXES, ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import ModelSpec
+
+MOST_ROWS = 16
+"""Slots that have a row each; of more, those of a stage have one together."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotShare:
+    """What one slot has of the trainer's state."""
+
+    layers: str
+    """Layers, and which embeddings: "0-18, embeddings"."""
+    numbers: int
+    """Parameters of which the slot has its part; as many numbers of the gradient and of each moment."""
+
+
+def slot_shares(spec: ModelSpec, layout: ParallelLayout) -> dict[int, SlotShare]:
+    """What every slot of the layout has."""
+    stages = layout.stages_of(spec.num_layers)
+    held = dict.fromkeys(layout.slots, 0)
+    for tensor in model_layout(spec, layout, "float32"):
+        for slot, _, size in tensor.holdings.sizes:
+            held[slot] += size
+    names = [_layers(spec, stages, stage, layout.dims.pp) for stage in range(layout.dims.pp)]
+    return {slot: SlotShare(names[layout.mesh.coordinate(slot, ("pp",))], held[slot]) for slot in layout.slots}
+
+
+def mesh_table(spec: ModelSpec, layout: ParallelLayout, each_bytes: int) -> list[str]:
+    """Lines for people. each_bytes: of a parameter, its gradient and what the optimizer keeps for it."""
+    shares = slot_shares(spec, layout)
+    if len(layout.slots) == 1:
+        return [f"slot {layout.first} has all of the state: {_bytes(spec.num_parameters * each_bytes)}"]
+    if len(layout.slots) <= MOST_ROWS:
+        return _a_row_each(spec, layout, shares, each_bytes)
+    lines = [numbering(layout)]
+    rows = [("slots", "layers", "of the state")]
+    by_stage = groupby(layout.slots, key=lambda slot: layout.mesh.coordinate(slot, ("pp",)))
+    for _, slots in by_stage:
+        stage = tuple(slots)
+        rows.append((_ranges(stage), shares[stage[0]].layers, _share(spec, [shares[s] for s in stage], each_bytes)))
+    return [*lines, *_aligned(rows, "<<>")]
+
+
+def numbering(layout: ParallelLayout) -> str:
+    """How coordinates make a slot's number: "slot = 8 pp + 4 dp_shard + tp"."""
+    addends: list[str] = []
+    stride = len(layout.slots)
+    for axis in AXES:
+        size = getattr(layout.dims, axis)
+        stride //= size
+        if size > 1:
+            addends.append(axis if stride == 1 else f"{stride} {axis}")
+    first, last = min(layout.slots), max(layout.slots)
+    if layout.slots == tuple(range(first, last + 1)):
+        return f"slot = {' + '.join([*([str(first)] if first else []), *addends])}"
+    return f"rank = {' + '.join(addends)}, counted through slots {_ranges(layout.slots)}"
+
+
+def _a_row_each(spec: ModelSpec, layout: ParallelLayout, shares: Mapping[int, SlotShare], each_bytes: int) -> list[str]:
+    axes = [axis for axis in AXES if getattr(layout.dims, axis) > 1]
+    rows = [("slot", *axes, "layers", "of the state")]
+    for slot in layout.slots:
+        at = layout.coordinates(slot)
+        share = _share(spec, [shares[slot]], each_bytes)
+        rows.append((str(slot), *(str(at[axis]) for axis in axes), shares[slot].layers, share))
+    return _aligned(rows, ">" * (1 + len(axes)) + "<>")
+
+
+def _share(spec: ModelSpec, shares: Sequence[SlotShare], each_bytes: int) -> str:
+    """Share of one slot; of several the smallest and the largest, where they differ in print."""
+    numbers = sorted({share.numbers for share in shares})
+    ends = (numbers[0], numbers[-1])
+    percents = list(dict.fromkeys(f"{100 * number / spec.num_parameters:.3g}" for number in ends))
+    sizes = list(dict.fromkeys(_bytes(number * each_bytes) for number in ends))
+    each = " each" if len(shares) > 1 else ""
+    return f"{' to '.join(percents)} %   {' to '.join(sizes)}{each}"
+
+
+def _layers(spec: ModelSpec, stages: Sequence[int], stage: int, pp: int) -> str:
+    layers = _ranges([layer for layer, owner in enumerate(stages) if owner == stage])
+    first, last = stage == 0, stage == pp - 1
+    head = "tied embeddings" if spec.tie_embeddings else "head" if not first else "embeddings, head"
+    return f"{layers}, {head}" if last else f"{layers}, embeddings" if first else layers
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in their order, as ranges: (0, 1, 2, 5) as "0-2,5"."""
+    parts: list[str] = []
+    for _, run in groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0]):
+        found = [number for _, number in run]
+        parts.append(str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}")
+    return ",".join(parts)
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], sides: str) -> list[str]:
+    """Columns two spaces apart, each to the left (<) or to the right (>)."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]

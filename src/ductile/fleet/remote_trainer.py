@@ -1,0 +1,364 @@
+"""The trainer behind its Protocol: every command goes to all slots of its layout, one command at a time.
+
+Samples go out in micro-steps. The next one is already waiting in the slot, so that no slot waits for the orchestrator;
+but while a change is under way none is, so that the change need not wait for it. A micro-step is one micro-batch a
+data-parallel rank, or with pp about as many as fill the pipeline (`ductile.core.layout.geometry.pipeline_schedule`).
+Between two of them the trainer may change its layout (`ductile.elastic.transaction`): what has not gone out by then is
+packed anew, for the ranks that there are then. All other commands come between two, too.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
+from ductile.concurrency.listeners import Listeners
+from ductile.core.batch.packing import pack
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
+from ductile.core.scheduling.facts.cluster_state import IN_FLIGHT
+from ductile.messages.workers import (
+    Command,
+    Done,
+    ExportModel,
+    ForwardBackward,
+    ForwardBackwardDone,
+    LoadState,
+    OptimStep,
+    Publish,
+    Published,
+    SaveState,
+    Stepped,
+    Withdraw,
+)
+from ductile.records import Manifest, MicroBatch, Sample, StepReport
+from ductile.roles import Late, Refused, StateKept, TrainerLost
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.fanout import R, ask_each
+from ductile.transport.mailbox import Mailbox
+
+MicroStep = Sequence[tuple[MicroBatch, ...]]
+"""What is sent at a time: the micro-batches of each data-parallel rank, equally many."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStepDone:
+    """A micro-step, and how long it took."""
+
+    num_ranks: int
+    """Data-parallel ranks."""
+    per_rank: int
+    """Micro-batches of each."""
+    tokens_fullest: int
+    """Tokens of the rank that has most."""
+    tokens_all: int
+    busy_s: float
+    """Seconds that the slowest slot worked; how long the command waited in the slot is not counted."""
+
+
+@dataclass(slots=True)
+class _Given:
+    """What one `forward_backward` has yet to do."""
+
+    num_samples: int
+    num_tokens: int
+
+    def did(self, step: MicroStep) -> None:
+        self.num_samples -= sum(len(micro_batch.samples) for of_rank in step for micro_batch in of_rank)
+        self.num_tokens -= sum(micro_batch.num_tokens for of_rank in step for micro_batch in of_rank)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A published version, and the slot that keeps it."""
+
+    slot: int
+    manifest: Manifest
+    num_users: int = 0
+    """Calls of `publish` and `lease` that got the version and have not withdrawn it yet; each withdraws it once."""
+
+
+class RemoteTrainer:
+    """Follows `ductile.roles.TrainerClient`."""
+
+    def __init__(self, mailbox: Mailbox, layout: ParallelLayout, deadlines: Deadlines) -> None:
+        self.layout = layout
+        """Slots that train."""
+        self.epoch = 0
+        """Membership epoch of the change that made `layout`, set with it; 0 for the one that the run began with."""
+        self.with_gradient = False
+        """A gradient has been accumulated since the last optimizer step."""
+        self.version: int | None = None
+        """Published version that the weights still are; None before the first, and once the weights have changed."""
+        self._mailbox, self._deadlines = mailbox, deadlines
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        """Changes and commands that wait for the next boundary."""
+        self._num_expecting = 0
+        """Changes under way whose messages should not wait for long (`expecting_change`)."""
+        self.is_held = False
+        """No micro-step begins; those in flight end."""
+        self._given: list[_Given] = []
+        self.on_micro_step = Listeners[[MicroStepDone]]()
+        self._kept: dict[int, _Kept] = {}
+        """Published versions that are not withdrawn yet, by number."""
+        self._changed = ChangeSignal()
+        self._end: TrainerLost | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.layout.num_data_parallel
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        return PipelineShape.of(self.layout).full_message
+
+    @property
+    def pending_samples(self) -> int:
+        """Samples that were given to `forward_backward` and are not done yet."""
+        return sum(given.num_samples for given in self._given)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens of the samples that `pending_samples` counts."""
+        return sum(given.num_tokens for given in self._given)
+
+    def go_on_in(self, layout: ParallelLayout, epoch: int) -> None:
+        """Have the trainer go on in another layout; called within `boundary`."""
+        self.layout, self.epoch = layout, epoch
+
+    def hold_training(self, held: bool) -> None:
+        """Hold training, or let it go on."""
+        self.is_held = held
+        self._changed.notify_all()
+
+    async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
+        """Raises Late when it is held for too long."""
+        packed_for: ParallelLayout | None = None
+        left: Sequence[Sample] = samples
+        steps: deque[MicroStep] = deque()
+        given = _Given(len(samples), sum(map(len, samples)))
+        self._given.append(given)
+        try:
+            while packed_for is None or steps:
+                await self._until_not_held(given)
+                # A change that waits for a boundary and is cancelled counts in `_num_waiting` until its task has run.
+                # `_micro_steps` returns at once till then, and a free lock does not suspend: without this line, the
+                # loop here would keep that task from ever running.
+                await asyncio.sleep(0)
+                async with self._turn:
+                    self._check()
+                    if packed_for != self.layout:
+                        packed_for, pipeline = self.layout, PipelineShape.of(self.layout)
+                        packed = pack(left, self.num_ranks, seq_len, pipeline=pipeline)
+                        steps = deque(_in_steps(packed, pipeline.messages(len(packed[0]))))
+                    await self._micro_steps(steps, given)
+                left = [
+                    sample
+                    for step in steps
+                    for of_rank in step
+                    for micro_batch in of_rank
+                    for sample in micro_batch.samples
+                ]
+        finally:
+            self._given.remove(given)
+
+    async def optim_step(self, loss_denominator: float) -> StepReport:
+        async with self.boundary():
+            self.version = self.version if loss_denominator == 0 else None
+            replies = await self._all(OptimStep(loss_denominator), Stepped)
+            self.with_gradient = False
+            return replies[self.layout.first].report
+
+    async def publish(self, version: int) -> Manifest:
+        async with self.boundary():
+            self.version = version
+            return await self._keep(version)
+
+    def can_lease(self, version: int) -> bool:
+        """The weights still are this version, or it is still published."""
+        return version == self.version or self._keeper(version) is not None
+
+    async def lease(self, version: int) -> Manifest:
+        """`publish`, for slots that join. Raises Refused when training has gone on from this version."""
+        keeper = self._keeper(version)
+        if keeper is not None:
+            keeper.num_users += 1
+            return keeper.manifest
+        self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
+        async with self.boundary():
+            self._still(version)
+            return await self._keep(version)
+
+    async def publish_again(self, version: int) -> Manifest | None:
+        """Publish the weights as they are now under the number of the live version, which no slot has any more. None
+        when a later version is on its way."""
+        async with self.boundary():
+            if any(later > version for later in (*self._kept, self.version or 0)):
+                return None
+            self.version = version
+            return await self._keep(version)
+
+    async def withdraw(self, version: int) -> None:
+        async with self.boundary():
+            if version in self._kept:
+                self._kept[version].num_users -= 1
+                if self._kept[version].num_users:
+                    return
+            kept = {old: keeper.slot for old, keeper in self._kept.items() if old <= version}
+            # A slot that has left the trainer may be gone by now, and with it what it kept.
+            asked = set(kept.values()).difference(set(self._mailbox.lost).difference(self.layout.slots))
+            await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._deadlines.command_s, Done)
+            for old in kept:
+                del self._kept[old]
+            self._changed.notify_all()
+
+    async def save(self, path: str) -> None:
+        async with self.boundary():
+            await self._all(SaveState(path), Done)
+
+    async def load(self, path: str) -> None:
+        async with self.boundary():
+            self.version = None
+            await self._all(LoadState(path), Done)
+            self.with_gradient = False
+
+    async def export(self, path: str, dtype: str) -> None:
+        async with self.boundary():
+            await self._all(ExportModel(path, dtype), Done)
+
+    @asynccontextmanager
+    async def boundary(self) -> AsyncGenerator[None]:
+        """Hold the trainer between two micro-steps, with none in flight: it gets no other command meanwhile. Raises
+        TrainerLost where there is no trainer any more."""
+        self._num_waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            self._check()
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def expecting_change(self) -> Generator[None]:
+        """Have no micro-step wait in the slots meanwhile: the next boundary is where the one that runs ends."""
+        self._num_expecting += 1
+        try:
+            yield
+        finally:
+            self._num_expecting -= 1
+
+    def lose(self, error: TrainerLost) -> None:
+        """There is no trainer any more: every later call raises `error`."""
+        self._end = error
+        self._changed.notify_all()
+
+    @property
+    def publishers(self) -> frozenset[int]:
+        """Slots that keep a version which is not withdrawn yet. A slot that has left the trainer may be among them."""
+        return frozenset(keeper.slot for keeper in self._kept.values())
+
+    def needs(self, slot: int) -> bool:
+        """Whether a part of the state, or a version that others fetch, would be lost with the slot."""
+        return slot in self.layout.slots or slot in self.publishers
+
+    async def has_withdrawn(self, slot: int, deadline_s: float) -> None:
+        """Returns when no version is left that `slot` keeps for others, or at the deadline."""
+        with suppress(TimeoutError):
+            await self._changed.wait_for(lambda: slot not in self.publishers, deadline_s)
+
+    def _still(self, version: int) -> None:
+        if self.version != version:
+            raise Refused(f"the trainer has gone on from version {version}, and cannot lease it out")
+
+    def _check(self) -> None:
+        if self._end is not None:
+            raise self._end
+
+    async def _until_not_held(self, given: _Given) -> None:
+        try:
+            await self._changed.wait_for(lambda: not self.is_held or self._end is not None, self._deadlines.patience_s)
+        except TimeoutError:
+            raise Late(
+                f"the scheduling policy held training back for {said(self._deadlines.patience_s)}, with "
+                f"{given.num_samples} samples waiting"
+            ) from None
+
+    def _keeper(self, version: int) -> _Kept | None:
+        """The keeper of a version; None when it is not published, is just being withdrawn, or its slot is lost."""
+        kept = self._kept.get(version)
+        return kept if kept is not None and kept.num_users and kept.slot not in self._mailbox.lost else None
+
+    async def _keep(self, version: int) -> Manifest:
+        kept = self._keeper(version)
+        if kept is None:
+            first = self.layout.first
+            manifest = (await self._all(Publish(version), Published))[first].manifest
+            if manifest is None:
+                raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
+            kept = self._kept[version] = _Kept(first, manifest)
+        kept.num_users += 1
+        return kept.manifest
+
+    async def _micro_steps(self, steps: deque[MicroStep], given: _Given) -> None:
+        """Run `steps` from the left, and take them out, until none is left, a change is due or training is held."""
+        in_flight: deque[tuple[MicroStep, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
+        try:
+            while True:
+                limit = 0 if self._num_waiting or self.is_held else 1 if self._num_expecting else IN_FLIGHT
+                while steps and len(in_flight) < limit:
+                    step = steps.popleft()
+                    deadline_s = self._deadlines.command_s + len(in_flight) * self._deadlines.command_s
+                    in_flight.append((step, asyncio.create_task(self._micro_step(step, deadline_s))))
+                    self.with_gradient = True
+                if not in_flight:
+                    return
+                step, task = in_flight[0]
+                done = await task
+                in_flight.popleft()
+                given.did(step)
+                self._tell(step, done)
+        finally:
+            for _, task in in_flight:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
+
+    def _tell(self, step: MicroStep, done: Mapping[int, ForwardBackwardDone]) -> None:
+        tokens = [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in step]
+        busy_s = max(reply.busy_s for reply in done.values())
+        self.on_micro_step(MicroStepDone(len(step), len(step[0]), max(tokens), sum(tokens), busy_s))
+
+    async def _micro_step(self, step: MicroStep, deadline_s: float) -> Mapping[int, ForwardBackwardDone]:
+        commands = self.layout.deal([ForwardBackward(of_rank) for of_rank in step])
+        return await self._ask(commands, ForwardBackwardDone, deadline_s)
+
+    async def _all(self, command: Command, expected: type[R]) -> Mapping[int, R]:
+        return await self._ask(dict.fromkeys(self.layout.slots, command), expected)
+
+    async def _ask(
+        self, commands: Mapping[int, Command], expected: type[R], deadline_s: float | None = None
+    ) -> Mapping[int, R]:
+        """deadline_s: None: that of a command; longer for one that waits in its slot for others."""
+        deadline_s = deadline_s or self._deadlines.command_s
+        try:
+            try:
+                return await ask_each(self._mailbox, commands, deadline_s, expected)
+            except StateKept:  # what was in the way, such as a file system, may be well again
+                return await ask_each(self._mailbox, commands, deadline_s, expected)
+        except Late as error:  # whatever else is asked, saving too, would wait behind this as long again
+            self.lose(TrainerLost(str(error)))
+            raise
+
+
+def _in_steps(packed: Sequence[Sequence[MicroBatch]], sizes: Iterable[int]) -> Iterator[MicroStep]:
+    """The micro-batches of every rank, so many of each at a time."""
+    micro_batches = [iter(of_rank) for of_rank in packed]
+    for size in sizes:
+        yield [tuple(islice(of_rank, size)) for of_rank in micro_batches]

@@ -1,0 +1,164 @@
+"""What a request must be before any of its body is read, and the reading of the body within bounds.
+
+| in this order | else |
+|---|---|
+| with no API key: a `Host` of this machine, or a web page could ask in its visitor's name (DNS rebinding) | 403 |
+| with an API key: `Authorization: Bearer <key>`, except to GET a probe | 401 |
+| of a POST: JSON, of an announced length within `server.max_body_bytes`, framed in one way | 415, 413, 400 |
+| its body, within `server.max_body_bytes` and `server.timeout_s` | 413, 408 |
+
+Bodies that are on their way share `BODIES_AT_ONCE` times the largest; when that is full, the one that holds most of it
+goes (503), so that a client who asks little is always served.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Mapping
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ductile.config.checks.access import is_loopback
+from ductile.config.schema.inference import ServerConfig
+from ductile.generator.server.responses import error
+
+PROBES = frozenset({"/health", "/liveness"})
+
+BODIES_AT_ONCE = 8
+
+
+CLOSE = {"Connection": "close"}
+
+
+class Refusal(Exception):
+    """Why a request does not get in, as HTTP says it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.response = JSONResponse(error(message, type), status, headers)
+
+
+class RequestGuard:
+    """ASGI middleware. The body of a POST that comes in is `scope["state"]["body"]`, all of it."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app, self._config = app, config
+        self._bodies = Bodies(config.max_body_bytes, config.timeout_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            check(scope["path"], scope["method"], Headers(scope=scope), self._config)
+            if scope["method"] == "POST":
+                body = await self._bodies.read(receive)
+                if body is None:
+                    return  # the client went away
+                scope.setdefault("state", {})["body"] = body
+                del body  # the handler that takes it out of the state can forget it
+        except Refusal as refusal:
+            await refusal.response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def check(path: str, method: str, headers: Headers, config: ServerConfig) -> None:
+    """Raise `Refusal` for a request that its head gives reason to refuse."""
+    is_probe = method in ("GET", "HEAD") and path in PROBES  # of a POST the body would be read
+    if config.api_key is None:
+        host = headers.get("host")
+        if host is not None and not is_loopback(host_name(host)):
+            raise Refusal(
+                403,
+                f"the Host header is {host[:80]!r}; without server.api_key this server serves only requests to its "
+                f"own machine's names: ask for {config.host}, or set server.api_key",
+                "permission_error",
+            )
+    elif not is_probe and not _has_key(headers.get("authorization", ""), config.api_key):
+        raise Refusal(
+            401,
+            "this server needs its API key: Authorization: Bearer <server.api_key>",
+            "authentication_error",
+            {"WWW-Authenticate": "Bearer"},
+        )
+    if method != "POST":
+        return
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise Refusal(
+            400, "Content-Length and Transfer-Encoding contradict each other; send one of them", headers=CLOSE
+        )
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refusal(415, "the body must be JSON: Content-Type: application/json")
+    if int(headers.get("content-length", "0")) > config.max_body_bytes:
+        raise _too_large(config.max_body_bytes)
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without the port and without the brackets of an IPv6 address."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _has_key(authorization: str, api_key: str) -> bool:
+    scheme, _, key = authorization.partition(" ")
+    # Header bytes come as Latin-1 characters, one each.
+    right = hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
+    return right and scheme.lower() == "bearer"
+
+
+def _too_large(max_body_bytes: int) -> Refusal:
+    return Refusal(413, f"the body has more than {max_body_bytes} bytes; raise server.max_body_bytes, or send less")
+
+
+class Bodies:
+    """Reads the bodies of requests, and bounds what all that are on their way take together."""
+
+    def __init__(self, max_body_bytes: int, timeout_s: float) -> None:
+        self._max_body_bytes, self._timeout_s = max_body_bytes, timeout_s
+        self._num_bytes: dict[asyncio.Timeout, int] = {}
+        """Bytes that have come of each body that is being read, by the deadline of its reading."""
+
+    async def read(self, receive: Receive) -> bytes | None:
+        """A whole body; None when the client goes away before its end. Raises `Refusal`."""
+        deadline = asyncio.timeout(self._timeout_s)
+        chunks: list[bytes] = []
+        try:
+            async with deadline:
+                self._num_bytes[deadline] = 0
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    if deadline not in self._num_bytes:
+                        raise TimeoutError
+                    chunks.append(message.get("body", b""))
+                    self._num_bytes[deadline] += len(chunks[-1])
+                    if self._num_bytes[deadline] > self._max_body_bytes:
+                        raise _too_large(self._max_body_bytes)
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+                    self._make_room()
+        except TimeoutError:
+            if deadline not in self._num_bytes:  # it made room
+                message = "there are too many large requests at once; try again later"
+                raise Refusal(503, message, "server_error", CLOSE | {"Retry-After": "1"}) from None
+            raise Refusal(408, f"the body did not come within {self._timeout_s:g} s", headers=CLOSE) from None
+        finally:
+            self._num_bytes.pop(deadline, None)
+
+    def _make_room(self) -> None:
+        """End the reading of the largest bodies, until the rest fit."""
+        while sum(self._num_bytes.values()) > BODIES_AT_ONCE * self._max_body_bytes:
+            largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
+            del self._num_bytes[largest]
+            if not largest.expired():
+                largest.reschedule(asyncio.get_running_loop().time())

@@ -1,0 +1,160 @@
+"""`ductile inference`: load a model and serve it until told to stop.
+
+Run as `python -m ductile.generator.server.serve config.json`, so that the one who launches it needs no torch. With a
+process id behind that, the server ends when that process does.
+"""
+
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from ductile.config.checks.access import server_findings
+from ductile.config.checks.weight_headers import ModelFolderError
+from ductile.config.reading.errors import dotted, show
+from ductile.config.reading.key_tree import value_at
+from ductile.config.schema.inference import ServerConfig
+from ductile.config.schema.run import InferenceRunConfig
+from ductile.generator.generate_role import load_engine
+from ductile.generator.server.connection import Crowd, crowded
+from ductile.generator.server.log_limit import LogLimit
+from ductile.generator.server.runner import EngineFailed
+from ductile.generator.server.server import create_app
+from ductile.lifeline import signal_on_parent_death
+from ductile.tasks.tokenizer import Tokenizer, TokenizerError
+
+DRAIN_S = 30
+"""Seconds that responses have to end after the first signal; a second signal ends them at once."""
+
+
+BACKLOG = 128
+"""Connections that the kernel holds until they are accepted."""
+
+
+def serve(config: InferenceRunConfig) -> int:
+    """Returns the exit code: 0 after SIGINT or SIGTERM, 1 when it could not start or its engine is dead (stderr says
+    why)."""
+    try:
+        name, listener = _model_name(config), _listen(config.server)
+    except ValueError as error:
+        return _print_error(error)
+    with listener:
+        try:
+            tokenizer = Tokenizer.from_folder(name, config.model.chat_template)
+            engine = load_engine(config, _device(config), tokenizer)
+        except (ModelFolderError, TokenizerError, ValueError) as error:
+            return _print_error(error)
+        failures: list[EngineFailed] = []
+
+        def end(failure: EngineFailed) -> None:
+            failures.append(failure)
+            server.should_exit = True
+
+        server = _server(create_app(engine, tokenizer, name, config.server, end), config.server)
+
+        def leave(signum: int, frame: FrameType | None) -> None:
+            server.should_exit = True
+
+        # uvicorn takes these two for itself while it serves, and raises them again once it is through. Until then they
+        # end the server before it has begun.
+        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGTERM, leave)
+        print(f"serving {name} on {_url(listener)}", flush=True)
+        server.run(sockets=[listener])
+    return _print_error(failures[0]) if failures else 0
+
+
+def _server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+    num_connections = _room_for(config.max_connections)
+    settings = uvicorn.Config(
+        app,
+        http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes)),
+        ws="none",
+        log_level="error",
+        access_log=False,
+        # Few at once: a connection whose request follows right away must not be the one that makes room.
+        backlog=max(1, min(BACKLOG, num_connections // 4)),
+        timeout_graceful_shutdown=DRAIN_S,
+    )
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(LogLimit())
+    return _Server(settings)
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has set it to what it accepts in one go
+
+
+def _room_for(num_connections: int) -> int:
+    """So many connections, or a third of what the process may have open beside its other files: those that make room
+    for new ones are closed a moment after these have come."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_others = len(os.listdir("/proc/self/fd")) + 16
+    wanted = num_others + 3 * num_connections
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(1, min(num_connections, (wanted - num_others) // 3))
+
+
+def _model_name(config: InferenceRunConfig) -> str:
+    if config.model.name is None:
+        raise ValueError("model.name is not set; it must be a Hugging Face model folder (--model.name FOLDER)")
+    if config.parallel.dp not in (None, 1):
+        raise ValueError(
+            f"parallel.dp is {config.parallel.dp}; a server holds one copy of the model, so start one server for each"
+        )
+    return config.model.name
+
+
+def _listen(server: ServerConfig) -> socket.socket:
+    for finding in server_findings(server, "server"):  # for those who start it without the command
+        path = tuple(finding.keys[0].split("."))
+        raise ValueError(f"{dotted(path)} = {show(value_at(server, path[1:]), path)} {finding.what}")
+    try:
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        return socket.create_server((server.host, server.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {server.host}:{server.port}: {error.strerror}; server.port = 0 takes a free port"
+        ) from error
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _device(config: InferenceRunConfig) -> str:
+    wanted = config.cluster.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda:0" if wanted == "cuda" else "cpu"
+
+
+def _print_error(error: Exception) -> int:
+    print(f"ductile inference: {error}", file=sys.stderr)
+    return 1
+
+
+def main() -> int:
+    torch.set_num_threads(1)  # more threads only wait for each other on shared cores
+    if len(sys.argv) > 2:
+        signal_on_parent_death(int(sys.argv[2]), signal.SIGKILL)
+    return serve(InferenceRunConfig.model_validate_json(Path(sys.argv[1]).read_text()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

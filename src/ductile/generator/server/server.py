@@ -1,0 +1,201 @@
+"""The OpenAI-compatible HTTP server over one engine.
+
+| route | what it is |
+|---|---|
+| GET /v1/models, /v1/models/{id} | the one model, with `max_model_len` |
+| POST /v1/completions, /v1/chat/completions | text or token ids in, text and token ids out, streamed or whole |
+| POST /inference/v1/generate | token ids in, token ids out |
+| GET /health | 200 after the engine has done a step, 503 when it cannot |
+| GET /liveness | 200 while the engine's thread lives |
+| GET /metrics | Prometheus |
+
+A client that goes away aborts its sequences. Errors have OpenAI's form. Who may come in, and with how much, is asked by
+the middleware (`ductile.generator.server.middleware`), before a body is read.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ductile.config.reading.errors import show
+from ductile.config.schema.inference import ServerConfig
+from ductile.generator.engine.engine import Engine
+from ductile.generator.engine.limits import Overloaded, RequestRefused
+from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
+from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TokenRequest
+from ductile.generator.server.request_body import BadBody, read_body
+from ductile.generator.server.responses import Chat, Json, TextCompletion, error
+from ductile.generator.server.runner import EngineFailed, RequestFailed
+from ductile.generator.server.service import TOKEN_MAX_TOKENS, ClientGone, Service, UnknownModel
+from ductile.tasks.tokenizer import Tokenizer, TokenizerError
+
+
+def create_app(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    model_name: str,
+    config: ServerConfig | None = None,
+    on_failure: Callable[[EngineFailed], None] = lambda failure: None,
+    health_deadline_s: float = 10.0,
+) -> FastAPI:
+    """The engine belongs to the app from its start to its end: no other code may touch it. `on_failure` is called when
+    it is dead: by then every client has been told, and nothing but a new process can help."""
+    config = config or ServerConfig()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        model_id = config.served_model_name or model_name
+        max_waiting_chars = BODIES_AT_ONCE * config.max_body_bytes
+        app.state.service = Service(engine, tokenizer, model_id, config.max_sequences, max_waiting_chars, on_failure)
+        app.state.health_deadline_s = health_deadline_s
+        app.state.service.runner.start()
+        yield
+        await app.state.service.runner.stop()
+
+    app = FastAPI(title="ductile inference", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app.include_router(_routes)
+    app.add_middleware(RequestGuard, config=config)
+    _translate_errors(app)
+    return app
+
+
+async def _service(http: Request) -> Service:
+    return http.app.state.service
+
+
+SharedService = Annotated[Service, Depends(_service)]
+
+_routes = APIRouter()
+
+
+@_routes.get("/health")
+async def health(service: SharedService, http: Request) -> Json:
+    await service.runner.probe(http.app.state.health_deadline_s)
+    return {"status": "ok"}
+
+
+@_routes.get("/liveness")
+async def liveness(service: SharedService) -> Json:
+    service.runner.check_alive()
+    return {"status": "ok"}
+
+
+@_routes.get("/metrics")
+async def metrics(service: SharedService) -> Response:
+    return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@_routes.get("/v1/models")
+async def models(service: SharedService) -> Json:
+    return {"object": "list", "data": [_model(service)]}
+
+
+@_routes.get("/v1/models/{id:path}")
+async def model(id: str, service: SharedService) -> Json:
+    service.head(id, "")
+    return _model(service)
+
+
+def _model(service: Service) -> Json:
+    return {
+        "id": service.model_id,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "ductile",
+        "root": service.model_id,
+        "parent": None,
+        "max_model_len": service.limits.max_model_len,
+        "weight_version": service.runner.engine.version,
+    }
+
+
+@_routes.post("/v1/completions")
+async def completions(service: SharedService, http: Request) -> Response:
+    body = read_body(CompletionRequest, _take_body(http))
+    service.admit(len(body.prompt), body.n)
+    texts = [one for one in body.prompt if isinstance(one, str)]
+    encoded = iter(await service.encode(texts, body.add_special_tokens is not False, http))
+    prompts = [next(encoded) if isinstance(one, str) else one for one in body.prompt]
+    # A response may take minutes: what is not needed any more goes.
+    body, texts = body.model_copy(update={"prompt": []}), []
+    form = TextCompletion(body, service.tokenizer)
+    return await service.complete_text(body, form, prompts, TOKEN_MAX_TOKENS, http)
+
+
+@_routes.post("/v1/chat/completions")
+async def chat(service: SharedService, http: Request) -> Response:
+    body = read_body(ChatRequest, _take_body(http))
+    service.admit(1, body.n)
+    text = await asyncio.to_thread(
+        service.tokenizer.render_chat,
+        [message.for_template() for message in body.messages],
+        body.add_generation_prompt is not False,
+        **(body.chat_template_kwargs or {}),
+    )
+    # The template writes the special tokens, so none are added.
+    prompts = await service.encode([text], add_special_tokens=False, http=http)
+    # A response may take minutes: what is not needed any more goes.
+    body, text = body.model_copy(update={"messages": [], "chat_template_kwargs": None}), ""
+    form = Chat(body, service.tokenizer)
+    return await service.complete_text(body, form, prompts, None, http)
+
+
+@_routes.post("/inference/v1/generate")
+async def generate(service: SharedService, http: Request) -> Response:
+    return await service.complete_tokens(read_body(TokenRequest, _take_body(http)), http)
+
+
+def _take_body(http: Request) -> bytes:
+    """The body that the middleware has read; no other code keeps it."""
+    return http.scope["state"].pop("body")
+
+
+def _translate_errors(app: FastAPI) -> None:
+    """Whatever goes wrong is said in OpenAI's form."""
+
+    @app.exception_handler(BadBody)
+    async def _(http: Request, problem: BadBody) -> JSONResponse:
+        return JSONResponse(error(str(problem), param=problem.param), 400)
+
+    @app.exception_handler(RequestRefused)
+    async def _(http: Request, problem: RequestRefused) -> JSONResponse:
+        return JSONResponse(error(problem.reason), 400)
+
+    @app.exception_handler(TokenizerError)
+    async def _(http: Request, problem: Exception) -> JSONResponse:
+        return JSONResponse(error(str(problem)[:1000]), 400)
+
+    @app.exception_handler(Overloaded)
+    async def _(http: Request, problem: Exception) -> JSONResponse:
+        return JSONResponse(error(str(problem), "server_error"), 503, {"Retry-After": "1"})
+
+    @app.exception_handler(UnknownModel)
+    async def _(http: Request, problem: Exception) -> JSONResponse:
+        return JSONResponse(error(str(problem), "not_found_error", "model", "model_not_found"), 404)
+
+    @app.exception_handler(EngineFailed)
+    async def _(http: Request, problem: Exception) -> JSONResponse:
+        return JSONResponse(error(str(problem), "server_error"), 503)
+
+    @app.exception_handler(RequestFailed)
+    async def _(http: Request, problem: Exception) -> JSONResponse:
+        return JSONResponse(error(f"this request failed: {problem}", "server_error"), 500)
+
+    @app.exception_handler(ClientGone)
+    async def _(http: Request, problem: Exception) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(HTTPException)
+    async def _(http: Request, problem: HTTPException) -> JSONResponse:
+        message = f"{http.method[:80]} {show(http.scope['path'])[1:-1]}: {problem.detail}"
+        return JSONResponse(error(message), problem.status_code, problem.headers)
+
+    @app.exception_handler(Exception)
+    async def _(http: Request, problem: Exception) -> JSONResponse:
+        """The traceback goes to the log."""
+        return JSONResponse(error("the server failed at this request; its log says why", "server_error"), 500)

@@ -1,0 +1,255 @@
+"""Between HTTP and the engine: request bodies become sequences, sequences become responses, whole or streamed."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+
+from ductile.columns import TokenIds
+from ductile.config.reading.errors import show
+from ductile.generator.engine.engine import Engine
+from ductile.generator.engine.limits import Overloaded, RequestRefused
+from ductile.generator.server.metrics import ServerMetrics
+from ductile.generator.server.openai_api import SamplingFields, TextRequest, TokenRequest
+from ductile.generator.server.prompt_text import PromptEncoder
+from ductile.generator.server.responses import Choice, Format, Json, error, usage
+from ductile.generator.server.runner import Delta, EngineFailed, EngineRunner, RequestFailed
+from ductile.kernels.device import peak_memory
+from ductile.records import GenerateRequest
+from ductile.tasks.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+TOKEN_MAX_TOKENS = 16
+"""The default of OpenAI's completions and of vLLM's `SamplingParams`."""
+
+
+class ClientGone(Exception):
+    """The client went away, so its response is not needed any more."""
+
+
+class UnknownModel(Exception):
+    """The request names a model that is not served."""
+
+
+class Service:
+    """Made in the loop that serves. Raises `UnknownModel`, `RequestRefused`, `Overloaded`, `RequestFailed`,
+    `EngineFailed`, `ClientGone`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        model_id: str,
+        max_sequences: int,
+        max_waiting_chars: int,
+        on_failure: Callable[[EngineFailed], None],
+    ) -> None:
+        """max_waiting_chars: of large texts that wait to be tokenised. `on_failure` is called when the engine is
+        dead."""
+        self.model_id = model_id
+        self.limits = engine.limits
+        self.tokenizer = tokenizer
+        self.created = int(time.time())
+        self.runner = EngineRunner(engine, on_failure)
+        self.metrics = ServerMetrics(engine.stats, lambda: peak_memory(engine.device).used_bytes)
+        self._max_sequences, self._num_sequences = max_sequences, 0
+        self._prompts = PromptEncoder(tokenizer, engine.limits, max_waiting_chars)
+
+    def admit(self, num_prompts: int, n: int | None) -> None:
+        """Raise `RequestRefused` or `Overloaded` for a request with more sequences than the server has room for."""
+        num_sequences = num_prompts * (n or 1)
+        if num_sequences > self._max_sequences:
+            raise RequestRefused(
+                "",
+                f"{num_prompts} prompts and n = {n or 1} make {num_sequences} sequences; "
+                f"server.max_sequences allows {self._max_sequences}",
+            )
+        self._refuse_overload(num_sequences)
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool, http: Request) -> list[list[int]]:
+        return await unless_gone(http, self._prompts.encode(texts, add_special_tokens))
+
+    async def complete_text(
+        self, body: TextRequest, form: Format, prompts: Sequence[Sequence[int]], max_tokens: int | None, http: Request
+    ) -> Response:
+        """`max_tokens` is for a request that says none; None: as many as there is room for."""
+        head = self.head(body.model, form.prefix)
+        requests = self.make_requests(head["id"], body, prompts, max_tokens, body.priority)
+        choices = [Choice(index, request, self.tokenizer) for index, request in enumerate(requests)]
+        ids: Json = {"prompt_token_ids": list(prompts[0])} if body.return_token_ids and len(prompts) == 1 else {}
+        if body.stream:
+            deltas = self._deltas(requests, each_step=True)
+            # The first token comes before the status line, so that a refusal can still be a 400.
+            first = await unless_gone(http, anext(deltas))
+            chunks = _chunks(head | {"object": form.chunk_object}, ids, form, choices, first, deltas)
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            last_chunk = head | {"object": form.chunk_object, "choices": []} if with_usage else None
+            return StreamingResponse(_events(chunks, last_chunk, prompts, choices), media_type="text/event-stream")
+        await unless_gone(http, self._collect(requests, choices))
+        around = head | {"object": form.whole_object} | ids | {"usage": usage(prompts, choices)}
+        return await asyncio.to_thread(_whole, around, form.whole, choices)
+
+    async def complete_tokens(self, body: TokenRequest, http: Request) -> Response:
+        head = self.head(body.model, "gen")
+        sampling = body.sampling_params
+        self.admit(1, sampling.n)
+        requests = self.make_requests(head["id"], sampling, [body.token_ids], TOKEN_MAX_TOKENS, body.priority)
+        choices = [Choice(index, request, self.tokenizer) for index, request in enumerate(requests)]
+        await unless_gone(http, self._collect(requests, choices))
+
+        def entry(choice: Choice) -> Json:
+            content = [
+                {"token": f"token_id:{token_id}", "logprob": logprob}
+                for token_id, logprob in zip(choice.token_ids, choice.logprobs, strict=True)
+            ]
+            return {
+                "index": choice.index,
+                "token_ids": choice.token_ids,
+                "logprobs": None if sampling.logprobs is None else {"content": content},
+                "finish_reason": choice.finish_reason,
+            }
+
+        around = {"request_id": head["id"], "prompt_logprobs": None}
+        return await asyncio.to_thread(_whole, around, entry, choices)
+
+    def head(self, model: str | None, prefix: str) -> Json:
+        if model is not None and model != self.model_id:
+            raise UnknownModel(f"the model {show(model)} is not served here; this is {show(self.model_id)}")
+        return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_id}
+
+    def make_requests(
+        self,
+        id: str,
+        body: SamplingFields,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int | None,
+        priority: int | None,
+    ) -> list[GenerateRequest]:
+        """One for each prompt and choice, in the order of the response's choices. `priority` is vLLM's: the lower goes
+        first."""
+        num_choices = body.n or 1
+        requests: list[GenerateRequest] = []
+        for number, prompt in enumerate(prompts):
+            room = self.limits.room(len(prompt))
+            default = room if max_tokens is None else min(max_tokens, room)
+            sampling = body.sampling(max(1, default))
+            window = self.limits.max_model_len - len(prompt)
+            if 0 < window < sampling.max_tokens:
+                raise RequestRefused(
+                    id,
+                    f"max_tokens is {sampling.max_tokens}, and the prompt has {len(prompt)} tokens; "
+                    f"model.max_model_len {self.limits.max_model_len} leaves room for {window}",
+                )
+            try:
+                shared = TokenIds(prompt)
+            except ValueError:  # no vocabulary has ids of more than 32 bits
+                raise RequestRefused(id, self.limits.unknown_token(prompt)) from None
+            for choice in range(num_choices):
+                # Each gets a seed of its own, or all would be the same.
+                seeded = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice)
+                group = f"{id}-{number}"
+                requests.append(GenerateRequest(f"{group}-{choice}", shared, seeded, group, priority=-(priority or 0)))
+        return requests
+
+    async def _deltas(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
+        """`EngineRunner.generate`, counted and limited."""
+        self._refuse_overload(len(requests))
+        self._num_sequences += len(requests)
+        started, first = time.monotonic(), True
+        try:
+            async with aclosing(self.runner.generate(requests, each_step)) as deltas:
+                async for delta in deltas:
+                    if first:
+                        self.metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))
+                        if each_step:
+                            self.metrics.first_token_s.observe(time.monotonic() - started)
+                        first = False
+                    if delta.finish_reason:
+                        self.metrics.finished.labels(delta.finish_reason).inc()
+                        self.metrics.request_s.observe(time.monotonic() - started)
+                    yield delta
+        finally:
+            self._num_sequences -= len(requests)
+
+    def _refuse_overload(self, num_sequences: int) -> None:
+        if self._num_sequences + num_sequences > self._max_sequences:
+            raise Overloaded(
+                f"{self._num_sequences} sequences are in the server, and server.max_sequences is "
+                f"{self._max_sequences}: there is no room for {num_sequences} more now; try again later"
+            )
+
+    async def _collect(self, requests: Sequence[GenerateRequest], choices: Sequence[Choice]) -> None:
+        async with aclosing(self._deltas(requests, each_step=False)) as deltas:
+            async for delta in deltas:
+                choices[delta.index].push(delta)
+                await asyncio.sleep(0)  # a step may end a thousand of them, and others are waiting
+
+
+def _whole(around: Json, entry: Callable[[Choice], Json], choices: Sequence[Choice]) -> Response:
+    """A response's JSON, for a thread: with many choices it takes a while. One piece a choice, as none of them may hold
+    the interpreter for long."""
+    entries = ", ".join(json.dumps(entry(choice)) for choice in choices)
+    return Response(f'{json.dumps(around)[:-1]}, "choices": [{entries}]}}', media_type="application/json")
+
+
+async def unless_gone(http: Request, work: "Coroutine[Any, Any, T]") -> T:
+    """Do the work, or cancel it and raise `ClientGone` when the client goes away."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _chunks(
+    head: Json, ids: Json, form: Format, choices: Sequence[Choice], first: Delta, deltas: AsyncGenerator[Delta]
+) -> AsyncGenerator[Json]:
+    async with aclosing(deltas):
+        opened: set[int] = set()
+        delta: Delta | None = first
+        while delta is not None:
+            choice = choices[delta.index]
+            opening = None if choice.index in opened else form.opening(choice)
+            opened.add(choice.index)
+            for entry in (opening, form.piece(choice, choice.push(delta), delta)):
+                if entry is not None:
+                    yield head | ids | {"choices": [entry]}
+                    ids = {}
+            delta = await anext(deltas, None)
+
+
+async def _events(
+    chunks: AsyncGenerator[Json], last_chunk: Json | None, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]
+) -> AsyncGenerator[str]:
+    """Server-sent events. The status is sent by now, so a failure becomes an event."""
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield _event(chunk)
+            if last_chunk is not None:
+                yield _event(last_chunk | {"usage": usage(prompts, choices)})
+        except (EngineFailed, RequestFailed) as failure:
+            yield _event(error(str(failure), "server_error"))
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: Json) -> str:
+    return f"data: {json.dumps(content)}\n\n"

@@ -1,0 +1,293 @@
+"""Turns a config into a running RL loop. `prepare` reads and checks, before any process starts; `run_loop` runs.
+
+prepared = prepare(config)                         tokenizer, tasks, where to resume; raises what is wrong
+... start the slots with `prepared.trainer`, which knows how many optimizer steps there will be ...
+result = await run_loop(prepared, trainer, generators, scorer, RunContext(record, stop, ...))
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from ductile.columns import TokenIds
+from ductile.config.reading.imports import ImportPathError, import_object
+from ductile.config.schema.orchestrator import AdvantageConfig, to_sampling
+from ductile.config.schema.run import RLConfig
+from ductile.config.schema.trainer import TrainerConfig, loss_aggregation, needs_reference
+from ductile.core.batch.advantage import ADVANTAGES, Advantage
+from ductile.core.rollouts.staleness import StalenessBound
+from ductile.elastic.controller import ElasticController
+from ductile.elastic.step_accounting import StepAccounting, StepSize
+from ductile.events.rollouts import PromptSkipped
+from ductile.observe import Recorder
+from ductile.orchestrator.commands.graders import graders_of
+from ductile.orchestrator.commands.reference import pinned
+from ductile.orchestrator.commands.run_context import RunContext
+from ductile.orchestrator.ending.progress import Checkpoints, Progress
+from ductile.orchestrator.ending.run_summary import since_start, summarise_rl
+from ductile.orchestrator.ending.run_until import run_until
+from ductile.orchestrator.ending.saving import Saver, where_to_begin
+from ductile.orchestrator.loop.buffer import Buffer
+from ductile.orchestrator.loop.episode import Episodes
+from ductile.orchestrator.loop.evaluate import EvalReport, Evaluation
+from ductile.orchestrator.loop.loop import Loop, RunSchedule
+from ductile.orchestrator.loop.rollouts import Rollouts
+from ductile.orchestrator.loop.sample_builder import SampleBuilder
+from ductile.orchestrator.loop.samples import sample_rows
+from ductile.records import Prompt, RolloutGroup
+from ductile.roles import Generators, Scorer, Task, TrainerClient
+from ductile.tasks.build import build_task
+from ductile.tasks.conversation import first_turn
+from ductile.tasks.prompts import ExampleOrder, Prompts, split
+from ductile.tasks.task import TaskError, messages_of
+from ductile.tasks.tokenizer import Tokenizer
+from ductile.transport.deadlines import Deadlines
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    config: RLConfig
+    schedule: RunSchedule
+    trainer: TrainerConfig
+    """The trainer's config as the train slots need it: its `max_steps` counts optimizer steps."""
+    tokenizer: Tokenizer
+    tasks: Mapping[str, Task]
+    """Tasks by `Prompt.task`: "train", and "eval" where evaluation has a task of its own."""
+    train_examples: Sequence[int]
+    eval_prompts: Sequence[Prompt]
+    advantage: Advantage
+    checkpoints: Checkpoints
+    progress: Progress
+    """Place where the run goes on; step 0 for a new run."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    summary: Mapping[str, Any]
+    last: EvalReport | None
+    """Latest evaluation since the start or resume; None when there was none."""
+    model_folder: Path | None
+    """The HF folder, when one was written."""
+
+
+def prepare(config: RLConfig) -> Prepared:
+    """Everything that can be wrong with data and checkpoints is found here.
+
+    Raises TaskError, TokenizerError, ImportPathError or CheckpointError, each with a sentence.
+    """
+    orchestrator, bench = config.orchestrator, config.bench is not None
+    model = config.inference.model
+    tokenizer = Tokenizer.from_folder(str(model.name), model.chat_template, orchestrator.chat_template_kwargs)
+    assert orchestrator.task is not None, "preflight asks for a task"
+    tasks = {"train": build_task(orchestrator.task)}
+    train_examples: Sequence[int] = range(len(tasks["train"]))
+    eval_prompts: list[Prompt] = []
+    if orchestrator.eval.enabled and not bench:
+        name, held_out = "train", range(0)
+        if orchestrator.eval.task is None:
+            train_examples, held_out = split(len(tasks["train"]), orchestrator.eval.num_examples)
+        else:
+            name, tasks["eval"] = "eval", build_task(orchestrator.eval.task)
+            held_out = range(min(len(tasks["eval"]), orchestrator.eval.num_examples))
+        eval_prompts = _eval_prompts(tokenizer, tasks[name], name, held_out, config.inference.model.max_model_len)
+    first_turn(tokenizer, messages_of(tasks["train"], train_examples[0]))  # what raises is found before the start
+    groups_per_step = orchestrator.batch_size // orchestrator.rollouts_per_example
+    one_epoch = max(1, len(train_examples) // groups_per_step)
+    given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
+    max_steps = config.bench.steps if config.bench else given or one_epoch
+    schedule = RunSchedule(
+        max_steps=max_steps,
+        groups_per_step=groups_per_step,
+        n_minibatches=orchestrator.n_minibatches,
+        seq_len=config.trainer.model.seq_len,
+        eval_interval=orchestrator.eval.interval,
+        max_reward_error_share=orchestrator.graders.max_error_share,
+        max_skipped_steps=config.trainer.optim.max_skipped_steps,
+    )
+    checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
+    resume_step = None if bench else config.ckpt.resume_step
+    progress = where_to_begin(checkpoints, resume_step, Path(config.output_dir) / "model")
+    if needs_reference(config.trainer.loss):
+        reference = pinned(progress, Path(str(config.trainer.model.name)), checkpoints.path(progress.step))
+        progress = replace(progress, reference=reference)
+    return Prepared(
+        config=config,
+        schedule=schedule,
+        trainer=config.trainer.model_copy(update={"max_steps": max_steps * orchestrator.n_minibatches}),
+        tokenizer=tokenizer,
+        tasks=tasks,
+        train_examples=train_examples,
+        eval_prompts=eval_prompts,
+        advantage=_advantage(orchestrator.advantage),
+        checkpoints=checkpoints,
+        progress=progress,
+    )
+
+
+async def run_loop(
+    prepared: Prepared,
+    trainer: TrainerClient,
+    generators: Generators,
+    scorer: Scorer | None,
+    context: RunContext,
+    watch: Callable[[Buffer, StepAccounting], ElasticController | None] = lambda buffer, accounting: None,
+    spent: Callable[[], Mapping[str, object]] = dict,
+) -> RunResult:
+    """Run until `max_steps` or `context.stop`; writes metrics, checkpoints, `model/` and `summary.json`.
+
+    watch: told of the step's books before the loop begins; returns the controller that moves slots between roles
+    meanwhile, or None.
+    spent: what the slots did with their time, for the summary.
+    Raises what a role raises (a `Failure`), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
+    made in a grader; what was trained is saved by then.
+    """
+    config, progress, record = prepared.config, prepared.progress, context.record
+    orchestrator, saves = config.orchestrator, config.bench is None
+    model_folder = prepared.folder / "model" if config.ckpt.export_model and saves else None
+    saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
+    if saves:
+        await run_until(saver.resume(progress, asked=config.ckpt.resume_step is not None), death=context.death_watch())
+    earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
+    eval_task = orchestrator.eval.task if "eval" in prepared.tasks else None
+    tasks = {"train": orchestrator.task, "eval": eval_task}
+    async with graders_of(tasks, orchestrator.graders, record) as graders:
+        max_len_tokens = config.inference.model.max_model_len
+        episodes = Episodes(prepared.tasks, prepared.tokenizer, generators, graders, max_len_tokens)
+        buffer = _buffer(prepared, record, context.stop)
+        sampling, group_size = to_sampling(orchestrator.sampling), orchestrator.rollouts_per_example
+        rollouts = Rollouts(buffer, episodes, generators, sampling, group_size)
+        accounting = StepAccounting(_step_size(prepared, scorer), buffer, rollouts)
+        controller = watch(buffer, accounting)
+        evaluation = _evaluation(prepared, episodes, record)
+
+        async def save(step: int) -> None:
+            if saves:
+                await saver.save(Progress(step, buffer.position(), progress.reference))
+
+        def show(step: int, groups: Sequence[RolloutGroup]) -> None:
+            record.samples(step, sample_rows(groups, prepared.tokenizer, orchestrator.num_samples_kept))
+
+        loop = Loop(
+            schedule=prepared.schedule,
+            trainer=trainer,
+            generators=generators,
+            scorer=scorer,
+            rollouts=rollouts,
+            buffer=buffer,
+            sample_builder=_sample_builder(prepared, scorer),
+            accounting=accounting,
+            evaluation=evaluation if prepared.eval_prompts else None,
+            save=save,
+            save_due=saver.is_due,
+            counts=lambda: {**buffer.counts(), "reward_errors": float(graders.num_errors), **context.counts()},
+            record=record,
+            stop=context.stop,
+            step=progress.step,
+            show=show,
+            controller=controller,
+        )
+        async with controller.at_work(buffer.fail) if controller else nullcontext():
+            await loop.run(context.death_watch())
+    since_start_s = context.wall_s()
+    summary = summarise_rl(record.rows(), context.slots(), earlier_s + since_start_s)
+    summary |= {**since_start(prepared.schedule.max_steps, progress.step, since_start_s), **spent()}
+    record.summary(summary)
+    return RunResult(
+        summary=summary,
+        last=evaluation.last,
+        model_folder=model_folder if model_folder and model_folder.exists() else None,
+    )
+
+
+def _evaluation(prepared: Prepared, episodes: Episodes, record: Recorder) -> Evaluation:
+    config = prepared.config.orchestrator
+    return Evaluation(
+        episodes,
+        prepared.eval_prompts,
+        to_sampling(config.eval.sampling),
+        record,
+        config.eval.samples_per_example,
+        max_reward_error_share=config.graders.max_error_share,
+    )
+
+
+def _step_size(prepared: Prepared, scorer: Scorer | None) -> StepSize:
+    schedule = prepared.schedule
+    return StepSize(
+        schedule.max_steps,
+        schedule.groups_per_step,
+        prepared.config.orchestrator.rollouts_per_example,
+        schedule.n_minibatches,
+        _staleness_bound(prepared).ahead,
+        scores=scorer is not None,
+    )
+
+
+def _staleness_bound(prepared: Prepared) -> StalenessBound:
+    orchestrator = prepared.config.orchestrator
+    return StalenessBound(
+        prepared.schedule.groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps
+    )
+
+
+def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer:
+    orchestrator, progress, cluster = prepared.config.orchestrator, prepared.progress, prepared.config.cluster
+    prompts = Prompts(
+        prepared.tasks["train"],
+        prepared.tokenizer,
+        ExampleOrder(prepared.train_examples, orchestrator.seed, orchestrator.shuffle),
+        prepared.config.inference.model.max_model_len - 1,
+        progress.prompts,
+        on_too_long=lambda sentence: record.event(PromptSkipped(sentence=sentence)),
+    )
+    return Buffer(
+        prompts,
+        _staleness_bound(prepared),
+        record,
+        version=progress.step,
+        max_steps=prepared.schedule.max_steps,
+        timeout_s=Deadlines.of(cluster).group_s,
+        stop=stop,
+    )
+
+
+def _sample_builder(prepared: Prepared, scorer: Scorer | None) -> SampleBuilder:
+    loss, orchestrator = prepared.config.trainer.loss, prepared.config.orchestrator
+    return SampleBuilder(
+        scorer,
+        advantage=prepared.advantage,
+        loss_aggregation=loss_aggregation(loss),
+        temperature=orchestrator.sampling.temperature,
+        drop_zero_advantage=orchestrator.drop_zero_advantage,
+        needs_reference=needs_reference(loss),
+    )
+
+
+def _advantage(config: AdvantageConfig) -> Advantage:
+    if config.type != "custom":
+        return ADVANTAGES[config.type]
+    function: Any = import_object(str(config.import_path))
+    if not callable(function):
+        raise ImportPathError(f"orchestrator.advantage.import_path: {config.import_path} is not a function")
+    return cast(Advantage, function)
+
+
+def _eval_prompts(
+    tokenizer: Tokenizer, task: Task, name: str, examples: Sequence[int], max_len_tokens: int
+) -> list[Prompt]:
+    """Held-out prompts that leave room for a completion. Raises TaskError when none does."""
+    prompts = [
+        Prompt(f"eval/0/{example}", name, example, TokenIds(first_turn(tokenizer, messages_of(task, example))))
+        for example in examples
+    ]
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) < max_len_tokens]
+    if prompts and not fitting:
+        raise TaskError(f"every held-out prompt has {max_len_tokens} tokens or more (inference.model.max_model_len)")
+    return fitting

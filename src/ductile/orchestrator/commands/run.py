@@ -1,0 +1,280 @@
+"""Turns a validated config into processes, and what becomes of them into an exit code.
+
+One function for each command of the CLI.
+
+How a command ends, whatever happens to it, is `ductile.orchestrator.ending.supervise`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from rich.console import RenderableType
+
+from ductile.cluster.cluster import Cluster
+from ductile.cluster.local import ROLES, LocalCluster
+from ductile.concurrency.deadline import Deadline
+from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.trainer_layout import layout_rules
+from ductile.config.schema.inference import shared_block_tokens
+from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.scheduling import policy_name, replaced_roles
+from ductile.config.schema.secrets import secret_of
+from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.instances.placement import SPELLED, Placement
+from ductile.core.layout.choice.layout_rules import LayoutRules, layout_for
+from ductile.core.layout.model.peak import arithmetic_of, compute_dtype
+from ductile.core.scheduling.facts.cluster_state import first_instances, groups_of
+from ductile.elastic.activity import SlotActivity
+from ductile.elastic.loss_log import LossLog
+from ductile.elastic.recovery import Recovery
+from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.elastic.transaction import ResizeOptions
+from ductile.events.slots import SlotStarted
+from ductile.fleet.assign_role import assign_role, begin_instances
+from ductile.fleet.fleet import Fleet
+from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.http_generators import HttpGenerators
+from ductile.fleet.leases import WeightLeases
+from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.scorer import RemoteScorer
+from ductile.messages.workers import RoleName
+from ductile.orchestrator.commands.bench import Bench
+from ductile.orchestrator.commands.compose import Prepared, prepare, run_loop
+from ductile.orchestrator.commands.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
+from ductile.orchestrator.commands.run_context import RunContext
+from ductile.orchestrator.commands.scheduling import Scheduling, limits_of
+from ductile.orchestrator.commands.serving import become_server, bench_server
+from ductile.orchestrator.commands.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
+from ductile.orchestrator.control.endpoint import Endpoint
+from ductile.orchestrator.control.live_run import LiveRun
+from ductile.orchestrator.ending.final_summary import batches_summary, rl_summary, rollout_only_summary
+from ductile.orchestrator.ending.run_until import SlotDied, Stopped, run_until
+from ductile.orchestrator.ending.supervise import Session, supervise
+from ductile.transport.deadlines import Deadlines
+
+SlotsConfig = RLConfig | SFTConfig | TrainerRunConfig
+"""Configs of the commands that start slots."""
+START_CANCEL_S = 8.0
+"""A start that is interrupted has processes to stop before it returns."""
+
+
+def run_rl(config: RLConfig) -> int:
+    return supervise("rl", config, prepare, lambda prepared: prepared.schedule.max_steps, _rl, _step)
+
+
+def run_sft(config: SFTConfig) -> int:
+    return supervise("sft", config, prepare_sft, lambda prepared: prepared.max_steps, _batches, _step)
+
+
+def run_trainer(config: TrainerRunConfig) -> int:
+    return supervise("trainer", config, prepare_fake, lambda prepared: prepared.max_steps, _batches)
+
+
+def run_orchestrator(config: OrchestratorRunConfig) -> int:
+    return supervise("orchestrator", config, prepare_rollout_only, lambda prepared: prepared.max_steps, _rollout_only)
+
+
+def run_inference(config: InferenceRunConfig) -> int:
+    server = config.server
+    key = {"api_key": secret_of(server.api_key, server.api_key_var), "api_key_var": None}
+    config = config.model_copy(update={"server": server.model_copy(update=key)})
+    return become_server(config) if config.bench is None else bench_server(config, config.bench)
+
+
+def _step(prepared: Prepared | PreparedBatches) -> int:
+    return prepared.progress.step
+
+
+async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
+    """Start the slots, give them their roles, run the RL loop."""
+    placement, rules = placement_of(config), layout_rules(config)
+    async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
+        fleet = await run_until(
+            _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
+        )
+        async with _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet) as resizer:
+
+            async def change_over(slot: int) -> None:
+                await activity.change_over(slot)
+                await resizer.change_over(slot)
+
+            recovery = Recovery(
+                cluster,
+                fleet,
+                session.record,
+                config.cluster.max_restarts,
+                change_over,
+                is_scheduled=config.cluster.auto_scheduler,
+                replaced=replaced_roles(config.cluster),
+                groups=lambda role: groups_of(role, placement, cluster.slots, limits_of(config)),
+            )
+            scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
+            context = _context(session, lambda: fleet.slots_by_role, resizer, cluster)
+            rl_loop = run_loop(
+                prepared, fleet.trainer, fleet.generators, fleet.scorer, context, scheduling.watch, scheduling.spent
+            )
+            async with recovery:
+                result = await run_until(rl_loop, session.interrupt.forced)
+    return rl_summary(result)
+
+
+async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
+    """The trainer alone, on data that is there."""
+    placement, deadlines, rules = placement_of(config), Deadlines.of(config.cluster), layout_rules(config)
+    async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
+        settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(placement.train, rules)
+        taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
+        await run_until(taking, session.interrupt.graceful, cluster.death())
+        trainer = RemoteTrainer(cluster.mailbox, layout, deadlines)
+        async with _live(config, prepared.trainer, cluster, trainer, activity, session, rules) as resizer:
+            context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
+            summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
+    return batches_summary(summary, prepared.model_folder)
+
+
+async def _rollout_only(
+    config: OrchestratorRunConfig, prepared: PreparedRolloutOnly, session: Session
+) -> RenderableType:
+    """Rollouts from a server that is not the run's own."""
+    client = config.client
+    api_key = secret_of(client.api_key, client.api_key_var)
+    async with HttpGenerators(
+        str(client.base_url), api_key, Deadline(client.timeout_s, "client.timeout_s")
+    ) as generators:
+        running = run_rollout_only(prepared, generators, session.record, session.interrupt.graceful)
+        summary = await run_until(running, session.interrupt.forced)
+    return rollout_only_summary(summary, session.folder)
+
+
+def _context(
+    session: Session, slots: Callable[[], Mapping[str, Sequence[int]]], resizer: TrainerResizer, cluster: Cluster
+) -> RunContext:
+    return RunContext(
+        session.record, session.interrupt.graceful, slots, resizer.metrics, cluster.death, session.began_s
+    )
+
+
+def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
+    """The roles that a slot must know: where slots change roles, to train and to generate at least."""
+    moving = ("train", "generate") if config.cluster.auto_scheduler else ()
+    return {role: ROLES[role] for role in SPELLED if placement.of(role) or role in moving}
+
+
+@asynccontextmanager
+async def _slots(
+    config: SlotsConfig, placement: Placement, trainer: TrainerConfig, session: Session
+) -> AsyncGenerator[tuple[Cluster, SlotActivity]]:
+    """The slots, which have no roles yet, from their start to their end.
+
+    A benchmark measures the devices before the roles are taken (models leave little room to measure in, and what
+    measuring takes is none of the run's memory), and asks for the memory that was used when all is done.
+    """
+    cluster, bench = (
+        LocalCluster(placement.slots, config.cluster, session.logs, _roles(config, placement)),
+        session.bench,
+    )
+    try:
+        activity = await _start(cluster, placement, session)
+        if bench:
+            await _begin(bench, trainer, cluster, session)
+        yield cluster, activity
+        if bench:
+            await _measure_memory(bench, cluster, session)
+    finally:
+        await cluster.stop()
+
+
+async def _start(cluster: Cluster, placement: Placement, session: Session) -> SlotActivity:
+    await run_until(cluster.start(), session.interrupt.graceful, cancel_s=START_CANCEL_S)
+    activity = SlotActivity(cluster.mailbox)
+    activity.on_slot.add(session.view.on_slot)
+    for slot in placement.slots:
+        roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
+        sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
+        session.record.event(SlotStarted(slot, roles, device, pid, sentence=sentence))
+    return activity
+
+
+async def _begin(bench: Bench, trainer: TrainerConfig, cluster: Cluster, session: Session) -> None:
+    device = next(iter(cluster.devices.values()))
+    arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
+    await run_until(bench.begin(cluster.survey, arithmetic), session.interrupt.graceful, cluster.death())
+
+
+async def _measure_memory(bench: Bench, cluster: Cluster, session: Session) -> None:
+    """Ask the slots how much memory the steps have taken. It is not known where the user stops the run, or a slot dies,
+    before they have replied."""
+    with suppress(Stopped, SlotDied):
+        await run_until(bench.wait_for_replies(), session.interrupt.graceful, cluster.death())
+
+
+@asynccontextmanager
+async def _live(
+    config: SlotsConfig,
+    trainer_config: TrainerConfig,
+    cluster: Cluster,
+    trainer: RemoteTrainer,
+    activity: SlotActivity,
+    session: Session,
+    rules: LayoutRules,
+    fleet: Fleet | None = None,
+) -> AsyncGenerator[TrainerResizer]:
+    """Meanwhile the run serves `ductile status` and `ductile resize`. trainer_config: as the slots have it. rules: the
+    run's, which the resizer keeps from now on. fleet: has the trainer; None where there is nothing else."""
+    command_s = Deadlines.of(config.cluster).command_s
+    options = ResizeOptions(
+        settings=trainer_config.model_dump(mode="json"),
+        rendezvous=cluster.rendezvous,
+        timeout_s=Deadline(trainer_config.resize.timeout_s, "trainer.resize.timeout_s"),
+        leave_s=command_s,
+        keeps_old=trainer_config.resize.memory == "shadow",
+        patience_s=command_s,
+    )
+    num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
+    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet, rules)
+    policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
+    live = LiveRun(session, cluster, trainer, activity, resizer, policy)
+    with LossLog(cluster, resizer, session.record):
+        async with Endpoint(session.folder, live.respond):
+            yield resizer
+
+
+async def _take_roles(
+    config: RLConfig, prepared: Prepared, placement: Placement, cluster: Cluster, rules: LayoutRules
+) -> Fleet:
+    """Give all slots their roles; they load their models at the same time."""
+    mailbox, deadlines = cluster.mailbox, Deadlines.of(config.cluster)
+    timeout_s = deadlines.command_s
+    generate = config.inference.model_dump(mode="json")
+    train = score = prepared.trainer.model_dump(mode="json")
+    layout = layout_for(placement.train, rules)
+    instances = first_instances(placement, limits_of(config))
+    generators = [each for each in instances if each.role == "generate"]
+    scorers = [each for each in instances if each.role == "score"]
+    await asyncio.gather(
+        assign_role(mailbox, "train", train, [layout], timeout_s, cluster.rendezvous),
+        begin_instances(mailbox, generators, generate, timeout_s),
+        begin_instances(mailbox, scorers, score, timeout_s, cluster.rendezvous),
+    )
+    trainer = RemoteTrainer(mailbox, layout, deadlines)
+    leases = WeightLeases(mailbox, trainer, timeout_s)
+    num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
+
+    return Fleet(
+        trainer,
+        RemoteGenerators(
+            mailbox,
+            generators,
+            num_seqs,
+            block_tokens,
+            deadlines,
+            leases=leases,
+            condemn=cluster.condemn,
+            is_needed=trainer.needs,
+        ),
+        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, trainer.needs, cluster.rendezvous)
+        if scorers
+        else None,
+        {"generate": generate, "score": score},
+    )

@@ -1,0 +1,93 @@
+"""The process that serves: what `ductile inference` becomes, or, with `--bench`, starts and asks."""
+
+import asyncio
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from ductile.config.checks.on_disk import read_spec
+from ductile.config.schema.bench import InferenceBenchConfig, load_of, own_server
+from ductile.config.schema.run import InferenceRunConfig
+from ductile.orchestrator.commands.bench import written
+from ductile.orchestrator.commands.serving_bench import ServingBench, run_rounds
+from ductile.roles import Failure, Late, Refused, SlotLost
+
+START_S = 1800.0
+"""Seconds that a server has to load its model."""
+LEAVE_S = 10.0
+"""Seconds that a server has to end once it is told to."""
+DONE, FAILED = 0, 1
+
+
+def become_server(config: InferenceRunConfig) -> int:
+    """Replace this process by the server, so that signals and the exit code are the server's own."""
+    os.execv(sys.executable, _command(_in_memory(config)))
+
+
+def bench_server(config: InferenceRunConfig, bench: InferenceBenchConfig) -> int:
+    """Returns the exit code. A server that does not start says itself why."""
+    alone = config.model_copy(update={"bench": None, "server": own_server(config.server)})
+    try:
+        with _server(alone) as url:
+            found = asyncio.run(_bench(config, bench, url))
+    except Failure as error:
+        if said := str(error):
+            print(f"ductile inference: {said}", file=sys.stderr)
+        return FAILED
+    shown = written(found.figures(), found.table(), bench.output_json)
+    Console(soft_wrap=True, highlight=False, markup=False).print(shown)
+    return DONE
+
+
+async def _bench(config: InferenceRunConfig, bench: InferenceBenchConfig, url: str) -> ServingBench:
+    load, spec = load_of(bench, config), read_spec(config.model.name)
+    if spec is None:
+        raise Refused(f"the config.json of {config.model.name} cannot be read any more")
+    found = ServingBench(load)
+    async for each in run_rounds(url, load, spec.vocab_size, bench.steps):
+        print(f"Round {each.number} of {bench.steps}: {each.tokens_per_s:,.0f} tokens/s generated.", flush=True)
+        found.add(each)
+    return found
+
+
+@contextmanager
+def _server(config: InferenceRunConfig) -> Iterator[str]:
+    """The address of a server that lives as long as this, and never longer than this process.
+
+    Raises SlotLost, without words where the server has said why it cannot start, and Late.
+    """
+    fd = _in_memory(config)
+    words = [*_command(fd), str(os.getpid())]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, pass_fds=(fd,))
+    os.close(fd)
+    try:
+        assert process.stdout is not None
+        with process.stdout as said:
+            if not select.select([said], [], [], START_S)[0]:
+                raise Late(f"the server did not load its model within {START_S:g} s")
+            if not (line := said.readline()):
+                raise SlotLost("")
+            yield line.split()[-1]
+    finally:
+        process.terminate()
+        try:
+            process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _command(fd: int) -> list[str]:
+    return [sys.executable, "-P", "-m", "ductile.generator.server.serve", f"/proc/self/fd/{fd}"]
+
+
+def _in_memory(config: InferenceRunConfig) -> int:
+    """The config, which may hold a key, as a file that is in memory only."""
+    fd = os.memfd_create("ductile-inference-config", 0)
+    os.write(fd, config.model_dump_json().encode())
+    return fd

@@ -1,0 +1,246 @@
+"""Training without generators: `ductile sft`, and `ductile trainer` on fake data. The same Trainer, the same metrics.
+
+prepared = prepare_sft(config)  or  prepare_fake(config)
+summary = await run_batches(prepared, trainer, RunContext(record, stop, slots))
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ductile.concurrency.structured import undisturbed
+from ductile.config.schema.run import FakeData, SFTConfig, TrainerRunConfig
+from ductile.config.schema.trainer import CheckpointConfig, SFTLoss, TrainerConfig, loss_aggregation
+from ductile.core.batch.loss_aggregation import loss_denominator, weigh
+from ductile.events.steps import BatchesReady
+from ductile.observe import Stopwatch
+from ductile.orchestrator.commands.run_context import RunContext
+from ductile.orchestrator.commands.sft_data import fake_samples, read_conversations
+from ductile.orchestrator.ending.progress import Checkpoints, Progress
+from ductile.orchestrator.ending.run_summary import per_second, since_start
+from ductile.orchestrator.ending.run_until import run_until
+from ductile.orchestrator.ending.save_once import SaveOncePerStep, saved_in_the_end
+from ductile.orchestrator.ending.saving import Saver, where_to_begin
+from ductile.orchestrator.loop.skipped_steps import SkippedSteps
+from ductile.orchestrator.loop.step_metrics import utilisation
+from ductile.records import Sample, StepReport
+from ductile.roles import TrainerClient
+from ductile.tasks.prompts import ExampleOrder
+from ductile.tasks.tokenizer import Tokenizer
+
+MakeBatch = Callable[[int], list[Sample]]
+"""The samples of a step, counted from 0. A resumed run asks for later steps only, and gets the same ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatches:
+    trainer: TrainerConfig
+    batch: MakeBatch
+    max_steps: int
+    sentence: str
+    """Sentence about the data."""
+    facts: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Facts about the data, for the summary."""
+    ckpt: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoints: Checkpoints | None = None
+    """Checkpoints of the run; None saves nothing."""
+    progress: Progress = field(default_factory=Progress)
+    model_folder: Path | None = None
+
+
+def prepare_sft(config: SFTConfig) -> PreparedBatches:
+    """Raises TaskError, TokenizerError or CheckpointError, each with a sentence."""
+    data, bench, facts = config.data, config.bench is not None, dict[str, int]()
+    if bench or isinstance(data, FakeData):
+        fake = data if isinstance(data, FakeData) else FakeData(batch_size=data.batch_size, seq_len=data.seq_len)
+        batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
+        unread = "" if fake is data else "; --bench does not read data.path"
+        one_epoch, sentence = 1, f"Made-up data, {fake.batch_size} samples a step{unread}."
+    else:
+        folder = str(config.model.name)
+        tokenizer = Tokenizer.from_folder(folder, chat_template_kwargs=data.chat_template_kwargs)
+        read = read_conversations(str(data.path), tokenizer, data.seq_len, data.loss_on)
+        order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
+        batch = _batch_of(read.samples, order, data.batch_size)
+        one_epoch = -(-len(read.samples) // data.batch_size)
+        facts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
+        sentence = (
+            f"{len(read.samples)} samples from {data.path}; {read.num_cut} were cut to {data.seq_len} tokens, "
+            f"{read.num_skipped} had no completion within them and are skipped."
+        )
+    max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
+    checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
+    progress = Progress()
+    if checkpoints:
+        progress = where_to_begin(checkpoints, config.ckpt.resume_step, Path(config.output_dir) / "model")
+    return PreparedBatches(
+        trainer=TrainerConfig(
+            model=config.model,
+            optim=config.optim,
+            scheduler=config.scheduler,
+            loss=SFTLoss(),
+            max_steps=max_steps,
+            seed=config.seed,
+            matmul_precision=config.matmul_precision,
+            dist_timeout_seconds=config.dist_timeout_seconds,
+            resize=config.resize,
+        ),
+        batch=batch,
+        max_steps=max_steps,
+        ckpt=config.ckpt,
+        checkpoints=checkpoints,
+        progress=progress,
+        model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
+        facts=facts,
+        sentence=sentence,
+    )
+
+
+def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
+    """The trainer alone: samples as the RL loop would make them, for its own loss; nothing is saved."""
+    assert config.data.fake is not None, "preflight asks for fake data"
+    fake = config.data.fake
+    vocab_size, for_rl = _vocab_size(str(config.model.name)), not isinstance(config.loss, SFTLoss)
+
+    def batch(step: int) -> list[Sample]:
+        samples = fake_samples(
+            fake.batch_size,
+            config.model.seq_len,
+            vocab_size,
+            step=step,
+            variable=fake.generate_samples,
+            random_ids=True,
+            for_rl=for_rl,
+        )
+        return weigh(samples, loss_aggregation(config.loss))
+
+    max_steps = config.bench.steps if config.bench else config.max_steps or 1
+    names = set(TrainerConfig.model_fields)
+    trainer = TrainerConfig(**{name: value for name, value in config if name in names})
+    return PreparedBatches(
+        trainer=trainer.model_copy(update={"max_steps": max_steps}),
+        batch=batch,
+        max_steps=max_steps,
+        sentence=f"Made-up data, {fake.batch_size} samples a step.",
+    )
+
+
+async def run_batches(
+    prepared: PreparedBatches,
+    trainer: TrainerClient,
+    context: RunContext,
+) -> dict[str, Any]:
+    """Train until `max_steps` or `context.stop`, save where that is wanted, and write and return the summary.
+
+    Raises what the trainer raises, and SlotDied; what was trained is saved by then, if it can be.
+    """
+    record, saver = context.record, None
+    if prepared.checkpoints is not None:
+        saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
+        await run_until(
+            saver.resume(prepared.progress, asked=prepared.ckpt.resume_step is not None), death=context.death_watch()
+        )
+    record.event(BatchesReady(**prepared.facts, sentence=prepared.sentence))
+    earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
+    training = _Training(prepared, trainer, saver, context)
+    await saved_in_the_end(
+        training.run(), lambda: training.save(training.step), training.save.when(context.stop), context.death_watch()
+    )
+    rows = record.rows()
+    since_start_s = context.wall_s()
+    summary = {
+        "steps": training.step,
+        "loss_first": rows[0]["loss"] if rows else None,
+        "loss_last": rows[-1]["loss"] if rows else None,
+        "wall_s": earlier_s + since_start_s,
+        **since_start(prepared.max_steps, prepared.progress.step, since_start_s),
+        "tokens_per_s_train": per_second(rows, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
+        **prepared.facts,
+        "slots": {role: list(held) for role, held in context.slots().items()},
+    }
+    record.summary(summary)
+    return summary
+
+
+class _Training:
+    """Step after step."""
+
+    def __init__(
+        self, prepared: PreparedBatches, trainer: TrainerClient, saver: Saver | None, context: RunContext
+    ) -> None:
+        self.step = prepared.progress.step
+        """Steps that are done."""
+        self._prepared, self._trainer, self._saver, self._context = prepared, trainer, saver, context
+        self.save, self._watch = SaveOncePerStep(self._write, self.step, context.record), Stopwatch()
+        self._skips = SkippedSteps(prepared.trainer.optim.max_skipped_steps, context.record)
+
+    async def run(self) -> None:
+        prepared = self._prepared
+        self._watch.lap()
+        while self.step < prepared.max_steps and not self._context.stop.is_set():
+            samples = prepared.batch(self.step)
+            with self._watch("forward_backward"):
+                await self._trainer.forward_backward(samples, prepared.trainer.model.seq_len)
+            await undisturbed(self._update(samples))
+            if self._saver and self._saver.is_due(self.step):
+                with self._watch("save"):
+                    await self.save(self.step)
+
+    async def _write(self, step: int) -> None:
+        if self._saver:
+            await self._saver.save(Progress(step))
+
+    async def _update(self, samples: Sequence[Sample]) -> None:
+        await self.save.update_begins()
+        with self._watch("optim_step"):
+            report = await self._trainer.optim_step(
+                loss_denominator(samples, loss_aggregation(self._prepared.trainer.loss))
+            )
+        self.step += 1
+        self.save.step_ends(self.step)
+        self._skips.note(report)
+        self._context.record.metrics(
+            self.step, {**_metrics(samples, report, *self._watch.lap()), **self._context.counts()}
+        )
+        self._skips.check()
+
+
+def _metrics(
+    samples: Sequence[Sample], report: StepReport, step_s: float, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    num_tokens = float(sum(map(len, samples)))
+    train_s = seconds["forward_backward"] + seconds["optim_step"]
+    return {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+        "tokens": num_tokens,
+        "trained_tokens": float(report.num_tokens),
+        "length_mean": num_tokens / len(samples),
+        "tokens_per_s_train": num_tokens / max(train_s, 1e-9),
+        **utilisation([report], step_s, train_s),
+        "step_s": step_s,
+        **{f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()},
+        **{f"train/{name}": value for name, value in report.metrics.items()},
+    }
+
+
+def _batch_of(samples: Sequence[Sample], order: ExampleOrder, batch_size: int) -> MakeBatch:
+    return lambda step: [samples[order[step * batch_size + i][1]] for i in range(batch_size)]
+
+
+def _fake_batch(fake: FakeData, vocab_size: int) -> MakeBatch:
+    return lambda step: fake_samples(
+        fake.batch_size,
+        fake.seq_len,
+        vocab_size,
+        step=step,
+        variable=fake.length == "variable",
+        random_ids=fake.input_ids == "random",
+    )
+
+
+def _vocab_size(folder: str) -> int:
+    return int(json.loads((Path(folder) / "config.json").read_text())["vocab_size"])

@@ -1,0 +1,110 @@
+"""`ductile resize` and `ductile status`: asking a live run, from a shell.
+
+0     done
+1     the run did not do it: it was rolled back, the run ended, or another resize is under way
+2     nothing was tried: no live run, or something that cannot be
+130   stopped waiting, with Ctrl-C; the run does it all the same
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from ductile.config.reading.command_line import parse_with_folder, print_error
+from ductile.core.layout.choice.layout_text import EXAMPLE
+from ductile.messages.control import Resized, RunFailed, Unfit
+from ductile.orchestrator.control.control import RESIZE_S, Run
+
+DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
+
+
+def resize(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ductile resize",
+        description="Change the slots that a live run trains on, how its model lies on them, or both, while it trains.",
+    )
+    parser.add_argument(
+        "--train",
+        metavar="SLOTS",
+        help="for example 0-3, or 0,2,5; default: as many as --layout has, preferring those that train",
+    )
+    parser.add_argument(
+        "--layout",
+        metavar="SIZES",
+        default="",
+        help=f"for example {EXAMPLE}; default: as the run's config has it for so many slots (trainer.resize.layouts)",
+    )
+    parser.add_argument(
+        "--dp-replicate", "--replicas", type=int, metavar="N", help="copies of the state; the other axes stay as now"
+    )
+    parser.add_argument("--timeout", type=float, default=RESIZE_S, metavar="S", help="how long to wait for it")
+    parser.add_argument("--json", action="store_true", help="print what happened as JSON")
+    asked = parse_with_folder(parser, words)
+    sizes = {} if asked.dp_replicate is None else {"dp_replicate": asked.dp_replicate}
+    try:
+        train = None if asked.train is None else slot_list(asked.train)
+        result = Run(asked.run).resize(train, asked.timeout, asked.layout, **sizes)
+    except (Unfit, RunFailed) as error:
+        return _sorry("resize", error)
+    except KeyboardInterrupt:
+        print(
+            f"ductile resize: Stopped waiting; the resize goes on. See: ductile status {asked.run}",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    if asked.json:
+        print(msgspec.json.encode(result).decode())
+    else:
+        print(result.sentence)
+        if result.outcome != "unchanged":
+            print(times(result))
+    return NOT_DONE if result.outcome == "rolled_back" else DONE
+
+
+def status(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ductile status", description="What a live run does, slot by slot.")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    asked = parse_with_folder(parser, words)
+    try:
+        known = Run(asked.run).status()
+    except (Unfit, RunFailed) as error:
+        return _sorry("status", error)
+    if asked.json:
+        print(msgspec.json.encode(known).decode())
+    else:
+        from ductile.orchestrator.control.status_table import show  # rich takes a while to import
+
+        show(known)
+    return DONE
+
+
+def times(result: Resized) -> str:
+    """What a resize cost, as who asked for it sees it; its phases are in events.jsonl."""
+    what = "resize" if result.outcome == "resized" else "attempt"
+    return f"The {what} took {result.took_s:.2f} s, and kept training still for {result.pause_s:.2f} s of them."
+
+
+def slot_list(text: str) -> tuple[int, ...]:
+    """ "0-1,3" as (0, 1, 3). Raises Unfit."""
+    slots: list[int] = []
+    for word in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if found and last < first:
+            raise Unfit(f"--train {text}: {word.strip()!r} runs backwards; write {last}-{first}")
+        if not found:
+            raise Unfit(
+                f"--train {text}: {word.strip() or 'nothing'!r} is neither a slot nor a range; write 0-3 or 0,2,5"
+            )
+        slots += range(first, last + 1)
+    if len(set(slots)) < len(slots):
+        raise Unfit(f"--train {text} names a slot twice")
+    return tuple(slots)
+
+
+def _sorry(command: str, error: Unfit | RunFailed) -> int:
+    print_error(command, error)
+    return UNFIT if isinstance(error, Unfit) else NOT_DONE

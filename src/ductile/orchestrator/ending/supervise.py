@@ -1,0 +1,295 @@
+"""What all commands share: a folder of one's own, records, the view, Ctrl-C, and an end that is told in a sentence.
+
+0     done
+1     something died or failed; the last line on stderr says what, and how to go on
+2     nothing was started: what the config names is missing, broken or in use
+130   stopped by Ctrl-C, in order (the step is saved) or at once
+"""
+
+import asyncio
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from msgspec import structs
+from rich.console import Console, RenderableType
+
+from ductile.cluster.cluster import StartFailed
+from ductile.cluster.cpu_cap import CapNotPermitted
+from ductile.config.checks.written import of_a_run
+from ductile.config.reading.command_line import as_sentence
+from ductile.config.reading.dump import to_table, write_resolved
+from ductile.config.reading.imports import ImportPathError
+from ductile.config.schema.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.dashboard.printable import printable
+from ductile.dashboard.run_display import RunDisplay, show
+from ductile.disk import FULL, named
+from ductile.error_text import capitalised, error_with_place, place_in
+from ductile.events.checkpoints import OldRunReplaced
+from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure, StopAsked
+from ductile.events.run_state import RunState
+from ductile.observe import Recorder, RunEvent
+from ductile.orchestrator.commands.bench import Bench, written
+from ductile.orchestrator.commands.sinks import SinkMissing, TensorboardSink, WandbSink
+from ductile.orchestrator.ending.folder import FolderInUse, bench_folder, run_folder
+from ductile.orchestrator.ending.interrupt import Interrupt, interrupts
+from ductile.orchestrator.ending.old_run import FAILED_START, ForgetOldRun, is_aside
+from ductile.orchestrator.ending.progress import CheckpointError, Checkpoints
+from ductile.orchestrator.ending.replace_config import ReplaceConfig
+from ductile.orchestrator.ending.run_until import SlotDied, Stopped
+from ductile.orchestrator.ending.saving import lacks_model
+from ductile.roles import Failure
+from ductile.tasks.task import TaskError
+from ductile.tasks.tokenizer import TokenizerError
+
+DONE, FAILED, NOT_STARTED, INTERRUPTED = 0, 1, 2, 130
+NUM_KEPT = 20
+"""Events of a sort that a live run remembers: more than are shown of it."""
+
+UNFIT = (
+    TaskError, TokenizerError, ImportPathError, CheckpointError, FolderInUse, SinkMissing, StartFailed,
+    CapNotPermitted, OSError,
+)  # fmt: skip
+"""What is wrong with what the config names, or with this machine; each says so in a sentence."""
+
+Config = RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig
+C = TypeVar("C", bound=Config)
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a command works with. It returns what to print when all is over."""
+
+    command: str
+    max_steps: int
+    bench: Bench | None
+    """The benchmark that this run is; None when it is none."""
+    folder: Path
+    record: Recorder
+    state: RunState
+    """What the run has told since this process began."""
+    view: RunDisplay
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    code: int
+    sentence: str = ""
+    summary: RenderableType = ""
+
+
+def supervise(
+    command: str,
+    config: C,
+    prepare: Callable[[C], P],
+    max_steps: Callable[[P], int],
+    run: Callable[[C, P, Session], Awaitable[RenderableType]],
+    steps_done: Callable[[P], int] = lambda prepared: 0,
+) -> int:
+    """Prepare, run, and say how it ended. Returns the exit code.
+
+    steps_done: of the run that is gone on with. When there is nothing left to do, nothing is started or written.
+    """
+    session = None
+    try:
+        if is_aside(Path(config.output_dir)):
+            with run_folder(config.output_dir, clean=False):
+                pass  # to enter it puts back what a start that was killed had set aside
+        prepared = prepare(config)
+        if nothing := _nothing_to_do(config, steps_done(prepared), max_steps(prepared)):
+            print(f"ductile {command}: {nothing}")
+            return DONE
+        with ExitStack() as stack:
+            bench = Bench() if config.bench else None
+            folder = bench_folder() if bench else stack.enter_context(run_folder(config.output_dir, config.clean))
+            record = Recorder(folder)
+            stack.callback(record.close)
+            write_config = partial(write_resolved, config, folder, command)
+            if _goes_on(config) and (folder / "config.toml").exists():
+                record.listeners.append(ReplaceConfig(write_config))
+            else:
+                write_config()
+            record.listeners.append(ForgetOldRun(folder))
+            _add_sinks(record, config)
+            state = RunState(num_kept=NUM_KEPT)
+            view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
+            record.listeners.extend([state, view, bench] if bench else [state, view])
+            if is_aside(folder):
+                when = "as soon as this one has done its first step or evaluation (clean = true)"
+                record.event(OldRunReplaced(sentence=f"The run that is in {folder} is deleted {when}."))
+            session = Session(command, max_steps(prepared), bench, folder, record, state, view)
+            end = asyncio.run(_run(session, run(config, prepared, session), partial(_abandon, config, session)))
+            if bench and config.bench and end.summary:
+                end = replace(end, summary=written(bench.figures(), bench.table(), config.bench.output_json))
+            if bench and end.code != FAILED:
+                shutil.rmtree(folder, ignore_errors=True)
+    except UNFIT as error:
+        # A full disk, say, may come in the middle of a run, too.
+        started = session is not None and session.record.last_step is not None
+        end = _End(FAILED if started else NOT_STARTED, _words(error, Path(config.output_dir)))
+    except Exception as error:  # a mistake of ours: with its traceback, and still with how to go on
+        error.add_note(f"ductile {command} failed.{_after(command, config, session)}")
+        raise
+    _say(end, command, config, session)
+    return end.code
+
+
+async def _run(session: Session, running: Awaitable[RenderableType], abandon: Callable[[float], None]) -> _End:
+    def on_asked() -> None:
+        after = " after this step" if session.record.last_step is not None else ""
+        session.record.event(StopAsked(sentence=f"Stopping{after}; press again to stop at once."))
+
+    with interrupts(session.interrupt, on_asked, abandon):
+        try:
+            summary = await running
+        except Stopped:
+            return _record_end(session, EndedAsAsked(), _End(INTERRUPTED, "stopped at once, as asked"))
+        except SlotDied as error:
+            return _record_end(session, EndedByDeath(error.code), _End(FAILED, str(error)))
+        except Failure as error:
+            return _record_end(session, EndedByFailure(error.code), _End(FAILED, str(error)))
+        except Exception as error:
+            if session.record.last_step is not None:
+                sentence = str(error) if isinstance(error, UNFIT) else error_with_place(error, ours=True)
+                failed = EndedByFailure(traceback=traceback.format_exc(), sentence=as_sentence(capitalised(sentence)))
+                session.record.event(failed)
+            raise
+        if session.record.is_lost():
+            said = "was removed or moved while the run was at work: only what was saved after that is there"
+            lost = _End(FAILED, f"the folder {session.folder} {said}", summary)
+            return _record_end(session, EndedByFailure(), lost)
+        if session.interrupt.graceful.is_set():
+            stopped = _End(INTERRUPTED, "stopped after a whole step, as asked", summary)
+            return _record_end(session, EndedAsAsked(), stopped)
+        return _End(DONE, summary=summary)
+
+
+def _abandon(config: Config, session: Session, waited_s: float) -> None:
+    """End the process from a thread beside the event loop, which never gets its turn. All other processes follow."""
+    command = session.command
+    try:
+        busy = f"{_busy()} has kept the event loop busy for {waited_s:g} s, so nothing more was saved"
+        said = printable(f"ductile {command}: Stopped at once, as asked: {busy}.{_after(command, config, session)}")
+        shows_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live view has hidden it
+        os.write(sys.stderr.fileno(), f"{shows_cursor}\n{said}\n".encode(errors="replace"))
+    finally:
+        os._exit(INTERRUPTED)
+
+
+def _busy() -> str:
+    """What the main thread is at: the innermost line of the user's code that the run has called, or a line of
+    ductile."""
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    began = max(number for number, frame in enumerate(frames) if frame.filename == __file__)
+    return f"something{place_in(frames[began + 1 :]) or place_in(frames[-1:], ours=True)}"
+
+
+def _record_end(session: Session, event: RunEvent, end: _End) -> _End:
+    session.record.event(structs.replace(event, sentence=as_sentence(capitalised(end.sentence))))
+    return end
+
+
+def _say(end: _End, command: str, config: Config, session: Session | None) -> None:
+    try:
+        if end.summary:
+            Console(soft_wrap=True, highlight=False, markup=False).print(end.summary)
+            sys.stdout.flush()
+        if end.sentence:
+            after = _put_back(config, session)
+            if not after and end.code != NOT_STARTED:
+                after = _after(command, config, session)
+            sentence = printable(as_sentence(capitalised(end.sentence)), keep="\n")
+            print(f"ductile {command}: {sentence}{after}", file=sys.stderr)
+    except OSError:  # the terminal is gone
+        # What is still in the buffer must not fail once more at the interpreter's end.
+        with open(os.devnull, "w") as nowhere, suppress(OSError):
+            os.dup2(nowhere.fileno(), 1)
+
+
+def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
+    """Why a resume starts nothing, in sentences; "" when there are steps to do, or its end or its model is missing."""
+    folder = Path(config.output_dir)
+    has_ended = done > max_steps or (folder / "summary.json").exists()
+    if not done or done < max_steps or not has_ended:
+        return ""
+    if isinstance(config, RLConfig | SFTConfig) and config.ckpt.export_model and lacks_model(folder / "model", done):
+        return ""
+    steps, more = "step" if done == 1 else "steps", f"--max-steps above {done}"
+    return (
+        f"The run in {folder} has done {done} {steps}, and max_steps is {max_steps}: there is nothing to do, and "
+        f"nothing was changed. To go on, give {more}; to go back, --ckpt.resume-step with an earlier one."
+    )
+
+
+def _put_back(config: Config, session: Session | None) -> str:
+    """What became of the run that `clean` was to delete, when this one never began; "" when there is nothing to say."""
+    if session is None or session.record.last_step is not None or not config.clean or config.bench is not None:
+        return ""
+    if of_a_run(session.folder) is None:
+        return ""
+    logs = session.logs / FAILED_START
+    return f" The run that was in {session.folder} has not been deleted. Logs of this start: {logs}."
+
+
+def _after(command: str, config: Config, session: Session | None) -> str:
+    """Says where to look, which steps are lost, and how to go on if there is a checkpoint to go on from."""
+    folder = session.folder if session else Path(config.output_dir)
+    logs = f" Logs: {folder / 'logs'}." if (folder / "logs").is_dir() else ""
+    if config.bench is not None or not isinstance(config, RLConfig | SFTConfig):
+        return logs
+    try:
+        saved = Checkpoints(folder / "state").steps()
+    except OSError:  # of the disk that the run died of, perhaps
+        return logs
+    lost = _lost(saved[-1] if saved else 0, (session.record.last_step if session else None) or 0)
+    resolved = folder / "config.toml"  # a run whose folder was removed may have a checkpoint without it
+    goes_on = f" Go on with: ductile {command} @ {resolved} --resume" if saved and resolved.exists() else ""
+    return f"{logs}{lost}{goes_on}"
+
+
+def _lost(saved: int, trained: int) -> str:
+    """What of `trained` steps is not in the checkpoint of step `saved`; 0 when there is no checkpoint."""
+    if trained <= saved:
+        return ""
+    first = saved + 1
+    steps = f"step {first} is" if first == trained else f"steps {first}-{trained} are"
+    return f" {capitalised(steps)} lost." if saved else f" Nothing was saved yet: {steps} lost."
+
+
+def _goes_on(config: Config) -> bool:
+    """Whether the run is to go on from a checkpoint."""
+    return isinstance(config, RLConfig | SFTConfig) and config.ckpt.resume_step is not None
+
+
+def _add_sinks(record: Recorder, config: Config) -> None:
+    if not isinstance(config, RLConfig | SFTConfig) or config.bench is not None:
+        return
+    if config.tensorboard:
+        record.listeners.append(TensorboardSink(Path(config.tensorboard.dir or record.folder / "tensorboard")))
+    if config.wandb:
+        wandb = config.wandb
+        sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config))
+        record.listeners.append(sink)
+
+
+def _words(error: Exception, folder: Path) -> str:
+    """What to say of an UNFIT error. A full disk is named: what failed to write may not know its file."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return str(named(error, Path(str(error.filename or folder))))
+    return str(error)

@@ -1,0 +1,216 @@
+"""The train role of one slot: commands in, replies out."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ResizeOrder
+from ductile.error_text import error_text
+from ductile.fabric.groups import Groups
+from ductile.messages.workers import (
+    Commit,
+    Done,
+    ExportModel,
+    Finalize,
+    ForwardBackward,
+    ForwardBackwardDone,
+    Freeze,
+    LoadState,
+    OptimStep,
+    Prepare,
+    Publish,
+    Published,
+    Rollback,
+    SaveState,
+    Stepped,
+    TransferState,
+    Withdraw,
+)
+from ductile.parallel.distributed_checkpoint import StateError
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.pipeline import check_schedule
+from ductile.records import Manifest
+from ductile.roles import RoleAssignment, StateKept
+from ductile.trainer import checkpoint
+from ductile.trainer.export import FolderNotWritten, export_model
+from ductile.trainer.prepare import TrainerPart
+from ductile.trainer.resize import Resize
+from ductile.trainer.state import StatePlans
+from ductile.trainer.trainer import LossFailed, Trainer, spec_of
+from ductile.weights.shared_memory import SharedMemory
+from ductile.weights.weight_transport import WeightTransport
+
+
+class TrainRole:
+    """Follows `ductile.roles.SlotRole`. Every command but `Withdraw` goes to all slots that train; they work in step.
+
+    A resize (`ductile.trainer.resize`) changes which slots these are. A slot that joins, or has left, holds the role
+    without a part of the state.
+
+    When one of them fails in the middle of a collective, it abandons its groups, so that the others get an error
+    within milliseconds instead of waiting for the timeout. The role is lost then: release it and assign it anew. A loss
+    function that raises leaves it whole.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], assignment: RoleAssignment) -> None:
+        """`settings` is a dumped `TrainerConfig`. Collective over `assignment.layout`, unless the slot is
+        `joining`."""
+        self._assignment = assignment
+        self._config = TrainerConfig.model_validate(settings)
+        check_schedule(self._config.model.pp_schedule)
+        self._transport: WeightTransport = SharedMemory()
+        self._plans = StatePlans(spec_of(self._config), self._config)
+        self._resize: Resize | None = None
+        self._instance: TrainerPart | None = None
+        if not assignment.joining:
+            self._instance = TrainerPart(Groups.at(assignment, self._config.dist_timeout_seconds), None)
+            with self._in_step() as instance:
+                context = ParallelContext(instance.groups, assignment.layout)
+                instance.attach(Trainer(self._config, context, assignment.device))
+
+    def handle(self, command: Any) -> Any:
+        match command:
+            case ForwardBackward(micro_batches=micro_batches):
+                start = perf_counter()
+                with self._in_step():
+                    num_tokens = self._live.forward_backward(micro_batches)
+                return ForwardBackwardDone(num_tokens, perf_counter() - start)
+            case OptimStep(loss_denominator=loss_denominator):
+                with self._in_step():
+                    return Stepped(self._live.optim_step(loss_denominator))
+            case Publish(version=version):
+                with self._keeping_state():
+                    return Published(self._publish(version))
+            case Withdraw(version=version):
+                self._transport.withdraw(version)
+            case SaveState(path=path):
+                with self._keeping_state():
+                    self._save(path)
+            case LoadState(path=path):
+                with self._in_step():
+                    checkpoint.load_state(self._live, path)
+            case ExportModel(path=path, dtype=dtype):
+                with self._keeping_state(), self._in_step():
+                    export_model(self._live, path, dtype)
+            case Prepare(order=order):
+                self._prepare(order)
+            case Freeze(epoch=epoch, with_gradient=with_gradient):
+                if self._instance is not None and self._instance.trainer is not None:
+                    with self._in_step():  # whatever else this slot has to say of the change: the others sum, too
+                        self._live.reduce_gradients()
+                return self._change(epoch).freeze(with_gradient)
+            case TransferState(epoch=epoch, progress=progress):
+                return self._change(epoch).transfer_state(progress)
+            case Commit(epoch=epoch):
+                self._instance = self._change(epoch).commit()
+            case Rollback(epoch=epoch):
+                self._roll_back(epoch)
+            case Finalize(epoch=epoch):
+                self._finalize(self._change(epoch))
+            case _:
+                raise ValueError(f"a train slot does not know the command {type(command).__name__}")
+        return Done()
+
+    def has_work(self) -> bool:
+        return False
+
+    def step(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        if self._resize is not None:
+            self._roll_back(self._resize.order.epoch)
+        self._transport.close()
+        if self._instance is not None:
+            self._instance.destroy()
+        self._instance = None
+        if self._assignment.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+    def _prepare(self, change: ResizeOrder) -> None:
+        if self._resize is not None and self._resize.is_committed:
+            self._finalize(self._resize)  # what came before the next resize is not taken back
+        if self._resize is not None:
+            raise ValueError(f"change {self._resize.order.epoch} is neither finalized nor rolled back")
+        self._resize = Resize(change, self._assignment, self._config, self._plans, self._instance)
+        self._resize.prepare()
+
+    def _finalize(self, resize: Resize) -> None:
+        self._instance = resize.finalize()
+        self._resize = None
+
+    def _roll_back(self, epoch: int) -> None:
+        """A slot that has not heard of the change has nothing to take back."""
+        if self._resize is not None and self._resize.order.epoch == epoch:
+            self._instance = self._resize.rollback()
+            self._resize = None
+
+    def _change(self, epoch: int) -> Resize:
+        if self._resize is None or self._resize.order.epoch != epoch:
+            raise ValueError(f"this slot has not prepared change {epoch}")
+        return self._resize
+
+    def _save(self, path: str) -> None:
+        """A disk that is full ends no group: all slots hear of it in the same place, and none has lost anything."""
+        full: StateError | None = None
+        with self._in_step():
+            try:
+                checkpoint.save_state(self._live, path)
+            except StateError as error:
+                full = error
+        if full is not None:
+            raise full
+
+    def _publish(self, version: int) -> Manifest | None:
+        """The layout's first slot offers the whole tensors; the others help to gather them.
+
+        When it fails half way, it still gathers the rest: the others are spared its failure.
+        """
+        tensors = self._gathered()
+        try:
+            return self._transport.publish(version, tensors) if self._live.context.is_first else None
+        finally:
+            for _ in tensors:
+                pass
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        with self._in_step():
+            yield from self._live.publish_weights()
+
+    @property
+    def _live(self) -> Trainer:
+        if self._instance is None:
+            raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
+        if self._instance.trainer is None:
+            raise RuntimeError("the train role was lost in an earlier failure; release it and assign it anew")
+        return self._instance.trainer
+
+    @contextmanager
+    def _in_step(self) -> Iterator[TrainerPart]:
+        """Guards what slots do in step: a failure inside ends the groups."""
+        instance = self._instance
+        if instance is None:
+            raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
+        try:
+            yield instance
+        except (LossFailed, FolderNotWritten):
+            raise  # all slots are in step, and the trainer is as good as before
+        except Exception as error:
+            instance.drop()
+            instance.groups.abandon(error)
+            raise
+
+    @contextmanager
+    def _keeping_state(self) -> Iterator[None]:
+        """Guards a command that changes no state: a failure outside what slots do in step leaves the trainer whole."""
+        try:
+            yield
+        except Exception as error:
+            if self._instance is None or self._instance.trainer is None:
+                raise
+            raise StateKept(error_text(error)) from error
