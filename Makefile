@@ -37,7 +37,8 @@ format: setup
 
 # Most tests wait for processes of their own; `make test JOBS=4` runs more of them at a time where there are the cores.
 JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST_FLAGS ?=
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test: setup
 	$(PYTEST)

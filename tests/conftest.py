@@ -2,12 +2,18 @@
 how fast they are: no example of hypothesis has a deadline."""
 
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from tests import warm
+
+pytest_plugins = ["tests.balance"]
 
 # Processes of a run import nothing from the current folder; roles of the tests' own are found like this.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
@@ -16,15 +22,20 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 torch.set_num_threads(1)
+subprocess.Popen = warm.Popen
 hypothesis.settings.register_profile("ductile", deadline=None)
 hypothesis.settings.load_profile("ductile")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests go first, so that the last one, beside which the other workers are idle, is a short one."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """Every process of the test starts as a user's does."""
+    with warm.cold():
+        yield

@@ -283,6 +283,7 @@ def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path):
     run(story())
 
 
+@pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize("users", [None, "glibc.malloc.arena_max=2"])
 def test_what_the_user_says_about_memory_goes_before_our_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str | None

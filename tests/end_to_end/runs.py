@@ -96,7 +96,7 @@ class Run:
         self.output = (config.parent / f"output_{value}").open("w+")
         self.terminal = Terminal(Path(self.output.name)) if terminal else None
         # A session of its own: signals to its process group are not ours. The suite itself may run under nohup.
-        prefix = ["env", "--default-signal=HUP", "setsid", *(["--ctty"] if terminal else [])]
+        prefix = ["env", "--default-signal=HUP", "setsid", "--ctty"] if terminal else []
         screen = self.terminal.slave if self.terminal else self.output
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", module, command, "@", str(config), *flags],
@@ -104,6 +104,7 @@ class Run:
             stdout=screen,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment, name: value},
+            start_new_session=not terminal,
         )
         if self.terminal:
             os.close(self.terminal.slave)

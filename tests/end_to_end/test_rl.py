@@ -11,6 +11,7 @@ from tests.end_to_end.runs import checkpointed_steps, summary, write_config
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold")
 def test_a_run_from_start_to_end(tmp_path: Path, model: Path, start):
     config = write_config(tmp_path, model)
     run = start(config)

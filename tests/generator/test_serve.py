@@ -23,15 +23,16 @@ from tests.generator.conftest import Family, request, run
 
 @contextmanager
 def server(
-    folder: Path, tmp_path: Path, *, main: str = "", **settings: Any
+    folder: Path, tmp_path: Path, *, fault: str = "", **settings: Any
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A process and its URL. It is killed at the end, if it still runs. `main` is a script to run in its place."""
+    """A process and its URL. It is killed at the end, if it still runs. fault: `tests.generator.faulty_server`'s."""
     model = {"name": str(folder), "max_model_len": 20_000}
     config = {"model": model, "server": {"port": 0, **settings.pop("server", {})}, "block_size": 64} | settings
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
+    module = "tests.generator.faulty_server" if fault else "ductile.generator.server.serve"
     process = subprocess.Popen(
-        [sys.executable, *(("-c", main) if main else ("-m", "ductile.generator.server.serve")), str(path)],
+        [sys.executable, "-m", module, str(path), *filter(None, [fault])],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -175,25 +176,8 @@ def test_responses_under_way_are_finished_before_the_server_goes(qwen3: Family, 
         assert process.wait(20) == 0
 
 
-BREAKS = """
-import sys
-from ductile.generator.engine.engine import Engine
-from ductile.generator.server.serve import main
-
-step = Engine.step
-
-def breaking(engine):
-    if any(sequence.request.prompt == (7, 7, 7) for sequence in engine._live.values()):
-        raise RuntimeError("device lost")
-    return step(engine)
-
-Engine.step = breaking
-sys.exit(main())
-"""
-
-
 def test_a_server_whose_engine_is_dead_ends(qwen3: Family, tmp_path: Path) -> None:
-    with server(qwen3.folder, tmp_path, main=BREAKS) as (url, process):
+    with server(qwen3.folder, tmp_path, fault="device_lost") as (url, process):
         body = {"prompt": "hello", "max_tokens": 19_000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as under_way:
             lines = under_way.iter_lines()
@@ -248,20 +232,7 @@ def test_a_port_that_is_taken(qwen3: Family, capsys: pytest.CaptureFixture[str])
 def test_a_signal_between_the_first_line_and_uvicorn_s_own_handlers_ends_it(
     qwen3: Family, tmp_path: Path, signum: signal.Signals
 ) -> None:
-    main = f"""
-import signal, sys, uvicorn
-from ductile.generator.server.serve import main
-
-run = uvicorn.Server.run
-
-def signalled(self, sockets):
-    signal.raise_signal({int(signum)})
-    run(self, sockets)
-
-uvicorn.Server.run = signalled
-sys.exit(main())
-"""
-    with server(qwen3.folder, tmp_path, main=main) as (_, process):
+    with server(qwen3.folder, tmp_path, fault=signum.name) as (_, process):
         assert process.wait(20) == 0
         assert process.stdout is not None
         assert process.stdout.read() == ""

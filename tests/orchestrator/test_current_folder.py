@@ -29,6 +29,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "imported"
 
 
+@pytest.mark.usefixtures("cold")
 def test_graders_and_what_they_import_for_a_task(trap: Path):
     (trap.parent / "mine.py").write_text("import beside\n\ndef reward(example, completion):\n    return beside.WORTH\n")
     (trap.parent / "beside.py").write_text("WORTH = 0.25\n")
@@ -44,6 +45,7 @@ def test_graders_and_what_they_import_for_a_task(trap: Path):
     assert not trap.exists()
 
 
+@pytest.mark.usefixtures("cold")
 def test_the_process_server_and_what_it_forks(trap: Path):
     async def story():
         server = ProcessServer(trap.parent / "log", {}, lambda process: None)
@@ -61,6 +63,7 @@ def test_the_process_server_and_what_it_forks(trap: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold")
 def test_the_server_that_inference_becomes(trap: Path, monkeypatch: pytest.MonkeyPatch):
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, words: became.append(words))
