@@ -1,19 +1,18 @@
 """What deciding costs: seconds that a policy takes to decide, in simulated runs on few slots and on many.
 
-    python benchmarks/decisions.py --json benchmarks/results/decisions.json
+    python benchmarks/decisions.py
 
 A hundred rollouts a slot in two on-policy steps, in groups of 16 with long-tailed completions; a quarter of the slots
 trains at first. Slots, time and rollouts are simulated; deciding is the policies' real work on this machine's core.
 `simulating_s` is what the whole simulation took.
 """
 
-import argparse
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from budget import Budget, arguments
 from ductile.core.instances.placement import Placement
 from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.scheduling.facts.cluster_state import Limits
@@ -83,23 +82,22 @@ def row(policy: str, num_slots: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 64, 1024])
-    parser.add_argument("--policies", nargs="+", default=["rules", "rules_policies", "model"])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--policies", nargs="+", default=["rules", "model"])
     given = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for num_slots in given.slots:
-        for policy in given.policies:
-            found = row(policy, num_slots)
-            print(
-                f"{policy:16}{num_slots:5} slots {found.rollouts:7} rollouts  {found.decisions:5} decisions  "
-                f"median {found.median_ms:6.1f} ms  99th of 100 {found.p99_ms:6.1f}  longest {found.longest_ms:6.1f}  "
-                f"{found.changes:4} changes, simulated in {found.simulating_s:.1f} s",
-                flush=True,
-            )
-            rows.append(vars(found))
-    write(given.json, {"rows": rows, **provenance("numpy")})
+    budget, rows = Budget(given.budget), list[dict[str, Any]]()
+    cases = {f"{policy}, {slots} slots": (policy, slots) for slots in given.slots for policy in given.policies}
+    for _, case in budget.turns(list(cases)):
+        found = row(*cases[case])
+        print(
+            f"{case:20} {found.rollouts:7} rollouts  {found.decisions:5} decisions  "
+            f"median {found.median_ms:6.1f} ms  99th of 100 {found.p99_ms:6.1f}  longest {found.longest_ms:6.1f}  "
+            f"{found.changes:4} changes, simulated in {found.simulating_s:.1f} s",
+            flush=True,
+        )
+        rows.append(vars(found))
+    write(given.json, {"rows": rows, **budget.told, **provenance("numpy")})
 
 
 if __name__ == "__main__":

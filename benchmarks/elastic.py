@@ -2,39 +2,38 @@
 
 Six slots, each a process capped to a fixed share of a core, so that every one is a device of fixed speed: together
 they have to leave some of the machine over. Where they do not (six times 0.3 of two cores, of which a host takes a
-fifth away at times), whoever keeps all slots busy has slower ones. `stolen` is what the host took; a run of any arm
-that lost more than `--calm` is told, set aside and done again, `--again` times at most. The same model, prompts, seeds
-and optimizer steps in every arm, strictly on-policy:
+fifth away at times), whoever keeps all slots busy has slower ones; `stolen` is what the host took. The same model,
+prompts, seeds and optimizer steps in every arm, strictly on-policy:
 
     static           so many slots train, the others generate: the best of `--splits` by its median. All run in the
-                     first round, those within `RACE` of its best in all
+                     first round, those within `RACE` of its best in all of them
     collocated       all slots generate, then all train
     rules            cluster.policy = "rules", from the split that was the best in the first round
     rules_policies   the same with both optional policies
     model            cluster.policy = "model", from the same split
     seed             from the same split, the keys of examples/scheduling/dynamic.yaml as they are, but for the slots
 
-Arms alternate over `--rounds`; figures are medians of the rounds. `wall_s` is from the first step's start to the last
-one's end; starting and stopping the processes is not in it. `cpu_s` is of all processes, from start to stop. With
-`--keep` each run stays in FOLDER/round_N/ARM, where `benchmarks/predicted.py` looks for it.
+Arms alternate over `--rounds`, or until the budget ends; figures are medians of the rounds. `wall_s` is from the first
+step's start to the last one's end; starting and stopping the processes is not in it. `cpu_s` is of all processes, from
+start to stop.
 
-    python benchmarks/elastic.py --json benchmarks/results/elastic.json
+    python benchmarks/elastic.py
 """
 
 import argparse
 import json
-import os
+import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 import yaml
 
+from budget import Budget, CannotGoOn, arguments
 from peers.long_tail import make
 from provenance import provenance, write
 
@@ -89,13 +88,15 @@ class Outcome:
     num_switches: int
     stolen: float
     """Share of all cores' time, from start to stop, that the machine's host gave to somebody else."""
-    set_aside_s: tuple[float, ...] = ()
-    """`wall_s` of the runs that were done again, as the host took too much of them."""
 
 
 def split(num_train: int, num_slots: int) -> Arm:
     train, generate = _range(0, num_train), _range(num_train, num_slots)
-    return Arm(f"static, {num_train} train", {"component_placement": {"actor": train, "rollout": generate}})
+    return Arm(split_name(num_train), {"component_placement": {"actor": train, "rollout": generate}})
+
+
+def split_name(num_train: int) -> str:
+    return f"static, {num_train} train"
 
 
 def collocated(num_slots: int) -> Arm:
@@ -111,9 +112,8 @@ def _range(first: int, end: int) -> str:
     return f"{first}-{end - 1}" if end - first > 1 else str(first)
 
 
-def run(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:
-    """One run of one arm, in a round."""
-    folder = Path(args.keep or work) / f"round_{number}" / arm.name.replace(", ", "_").replace(" ", "_")
+def run(arm: Arm, args: argparse.Namespace, work: Path, budget: Budget) -> Outcome:
+    folder = work / "run"
     config = {
         "output_dir": str(folder),
         "clean": True,
@@ -139,16 +139,16 @@ def run(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:
     }
     path = work / "rl.toml"
     path.write_text(tomli_w.dumps(config))
-    before = _cores()
-    with (work / "output.log").open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ductile", "rl", "@", str(path)], stdout=output, stderr=output
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"arm {arm.name} ended with {status}:\n{(work / 'output.log').read_text()[-3000:]}")
+    before, used_s = _cores(), _children_s()
+    budget.run([sys.executable, "-m", "ductile", "rl", "@", str(path)])
     spent = [after - start for after, start in zip(_cores(), before, strict=True)]
-    return outcome(folder, usage.ru_utime + usage.ru_stime, spent[STOLEN] / sum(spent), args.steps)
+    return outcome(folder, _children_s() - used_s, spent[STOLEN] / sum(spent), args.steps)
+
+
+def _children_s() -> float:
+    """CPU seconds of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _cores() -> list[int]:
@@ -160,7 +160,7 @@ def outcome(folder: Path, cpu_s: float, stolen: float, num_steps: int) -> Outcom
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
     if len(steps) != num_steps:
-        raise SystemExit(f"{folder} has {len(steps)} steps, not {num_steps}")
+        raise CannotGoOn(f"the run has {len(steps)} steps, not {num_steps}")
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     lengths = [length for event in events if event["kind"] == "profile" for length in event["lengths"]]
     summary = json.loads((folder / "summary.json").read_text())
@@ -197,25 +197,35 @@ def summarised(outcomes: list[Outcome]) -> dict[str, Any]:
         "reward_last": [each.reward for each in outcomes],
         "longest_by_median": statistics.median(each.longest_by_median for each in outcomes),
         "stolen_rounds": [each.stolen for each in outcomes],
-        "set_aside_s_rounds": [each.set_aside_s for each in outcomes],
     }
 
 
-def alternate(args: argparse.Namespace, work: Path) -> tuple[int, dict[int, list[Outcome]], dict[str, list[Outcome]]]:
-    """The train slots that the policies begin with, the outcomes of each split, and those of each other arm."""
-    splits: dict[int, list[Outcome]] = {count: [] for count in args.splits}
-    others: dict[str, list[Outcome]] = {name: [] for name in args.arms}
+def alternate(args: argparse.Namespace, work: Path, budget: Budget) -> tuple[int, dict[str, list[Outcome]]]:
+    """The train slots that the policies begin with, and the outcomes of each arm."""
+    splits = {split_name(count): count for count in args.splits}
+    found: dict[str, list[Outcome]] = {}
     home = args.splits[0]
-    for number in range(args.rounds):
-        for count, found in splits.items():
-            if number == 0 or found[0].wall_s <= RACE * splits[home][0].wall_s:
-                found.append(_told(split(count, args.slots), number, args, work))
-        if number == 0:
-            home = min(splits, key=lambda count: splits[count][0].wall_s)
-        for name, found in others.items():
-            arm = collocated(args.slots) if name == "collocated" else elastic(name, home, args.slots)
-            found.append(_told(arm, number, args, work))
-    return home, splits, others
+    for number, name in budget.turns([*splits, *args.arms], args.rounds):
+        tried = {count: found[each][0].wall_s for each, count in splits.items() if each in found}
+        if name not in splits and tried:
+            home = min(tried, key=lambda count: tried[count])
+        elif number and tried[splits[name]] > RACE * min(tried.values()):
+            continue
+        with budget.turn_of(name):
+            done = run(arm_of(name, splits, home, args.slots), args, work, budget)
+            found.setdefault(name, []).append(done)
+            print(
+                f"round {number}  {name:16s} {done.wall_s:6.1f} s  {done.num_switches} switches "
+                f"({done.switch_share:.1%})  reward {done.reward:.3f}  stolen {done.stolen:.0%}",
+                flush=True,
+            )
+    return home, found
+
+
+def arm_of(name: str, splits: dict[str, int], home: int, num_slots: int) -> Arm:
+    if name in splits:
+        return split(splits[name], num_slots)
+    return collocated(num_slots) if name == "collocated" else elastic(name, home, num_slots)
 
 
 def against(arm: str, figures: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -227,19 +237,15 @@ def against(arm: str, figures: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--keep", help="folder in which the runs stay, round by round")
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--slots", type=int, default=6)
     parser.add_argument("--fraction", type=float, default=0.25, help="of a core, for each slot")
     parser.add_argument("--splits", type=int, nargs="+", default=[2, 3, 4], help="train slots of the static arms")
-    parser.add_argument("--calm", type=float, default=0.04, help="share that the host may take of the cores in a run")
-    parser.add_argument("--again", type=int, default=2, help="times that a run is done again for more than that")
-    others = ["collocated", *DYNAMIC]
+    others = ["collocated", "model", *(name for name in DYNAMIC if name != "model")]
     parser.add_argument("--arms", nargs="+", choices=others, default=others, help="beside the splits")
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=640)
     parser.add_argument("--seq-len", type=int, default=1024)
@@ -248,23 +254,30 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-4)
     args = parser.parse_args()
+    budget = Budget(args.budget)
 
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        make(work, hidden=args.hidden, num_layers=args.layers, max_tokens=args.max_tokens)
-        home, tried, outcomes = alternate(args, work)
+        try:
+            make(work, budget.run, hidden=args.hidden, num_layers=args.layers, max_tokens=args.max_tokens)
+        except (CannotGoOn, TimeoutError) as reason:
+            raise SystemExit(f"There is no model to measure with: {str(reason) or 'the time was over'}.") from None
+        home, outcomes = alternate(args, work, budget)
 
-    splits = {count: summarised(found) for count, found in tried.items()}
-    best = min(splits, key=lambda count: splits[count]["wall_s"])
-    figures = {"static": splits[best], **{name: summarised(found) for name, found in outcomes.items()}}
+    figures = {name: summarised(found) for name, found in outcomes.items()}
+    splits = {str(count): figures.pop(name) for count in args.splits if (name := split_name(count)) in figures}
+    best = min(splits, key=lambda count: splits[count]["wall_s"], default=None)
+    if best:
+        figures = {"static": splits[best], **figures}
     result = {
         "arms": figures,
         "switch_share": figures["model"]["switch_share"] if "model" in figures else None,
-        "train_slots": {"static": best, "policies": home},
+        "train_slots": {"static": best and int(best), "policies": home},
         "splits": splits,
         "model_against": against("model", figures),
         "seed_against": against("seed", figures),
-        "settings": {key: value for key, value in vars(args).items() if key not in ("json", "keep")},
+        "settings": {key: value for key, value in vars(args).items() if key != "json"},
+        **budget.told,
         **provenance("ductile", "torch"),
     }
     for name, figure in {**{f"{count} train": found for count, found in splits.items()}, **figures}.items():
@@ -272,23 +285,6 @@ def main() -> None:
         print(f"switches {figure['num_switches']:.0f} ({figure['switch_share']:.1%})", end="  ")
         print(f"deciding {figure['deciding_share']:.2%}")
     write(args.json, result)
-
-
-def _told(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:
-    """The run that counts: the first calm one, or the last."""
-    set_aside_s: list[float] = []
-    while True:
-        found = run(arm, number, args, work)
-        counts = found.stolen <= args.calm or len(set_aside_s) == args.again
-        print(
-            f"round {number}  {arm.name:16s} {found.wall_s:6.1f} s  {found.num_switches} switches "
-            f"({found.switch_share:.1%})  reward {found.reward:.3f}  stolen {found.stolen:.0%}"
-            f"{'' if counts else ', set aside'}",
-            flush=True,
-        )
-        if counts:
-            return replace(found, set_aside_s=tuple(set_aside_s))
-        set_aside_s.append(found.wall_s)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ from typing import Any, Literal
 
 from gpu_parts.part import Failed, Setting, Skipped
 from gpu_parts.tests import NEEDED
-from provenance import provenance
+from provenance import RESULTS, provenance, results_file
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
+FILES = (RESULTS / "gpu").relative_to(ROOT)
 BUDGET_S = 520.0
 """Of all parts together, and of finding the device: 20 s are left of the 9 minutes to end in."""
 DRIVER = Path("/dev/nvidiactl")
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--small", action="store_true", help="tiny models and few repetitions")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--json", type=Path, help=f"default of all parts on a GPU: {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--json", type=Path, help=f"default of all parts: the GPU's file in {FILES}")
     parser.add_argument("--logs", type=Path, help="a folder for the whole log of each part; its end is printed alone")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S)
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one part, in this process
@@ -119,7 +119,7 @@ def main() -> None:
     began_s = time.monotonic()
     device, why_not = find_device(options.device)
     results = {name: Result(PARTS[name].does, "failed", NO_TURN) for name in options.parts}
-    file, origin = options.json or results_file(device, options.parts, options.small), provenance("torch")
+    file, origin = options.json or file_of(device, options.parts, options.small), provenance("torch")
     for name, result in run_all(options, device, why_not, began_s):
         results[name] = result
         if file:
@@ -141,9 +141,11 @@ def write(file: Path, figures: dict[str, Any]) -> None:
     beside.replace(file)
 
 
-def results_file(device: dict[str, Any], parts: Collection[str], small: bool) -> Path | None:
+def file_of(device: dict[str, Any], parts: Collection[str], small: bool) -> Path | None:
     """Where figures go by themselves: those of all parts alone, so that a part's do not replace the others'."""
-    return RESULTS if device.get("type") == "cuda" and not small and set(parts) == set(PARTS) else None
+    if device.get("type") != "cuda" or small or set(parts) != set(PARTS):
+        return None
+    return results_file("gpu", device["name"], device["count"])
 
 
 def find_device(asked: str) -> tuple[dict[str, Any], str]:

@@ -7,19 +7,18 @@ reward, advantage, loss, backward, AdamW, and the new weights back in the genera
 TRL runs as one process with a thread a core, and as a process a core; ductile as a slot a core with one thread
 each: roles apart (a train slot and a generate slot, generation at most one version ahead) and roles together
 (every slot does both), one version ahead and strictly on-policy, as TRL is. Each side's best set-up counts; all
-are in the JSON. Set-ups alternate over `--rounds`.
+are in the JSON. Set-ups alternate over `--rounds`, or until the budget ends.
 
 Of the step with the roles together, on-policy, the JSON also says where it goes: seconds by what its slots did, and by
 the phase of the loop. `--trace` writes when each slot did what, for https://ui.perfetto.dev.
 
-    python benchmarks/grpo_step.py --json benchmarks/results/grpo_step.json      (needs `pip install -e .[bench]`)
+    python benchmarks/grpo_step.py      (needs `pip install -e .[bench]`)
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 import tomli_w
 
+from budget import Budget, CannotGoOn, arguments
 from letters import make_tokenizer
 from provenance import provenance, write
 
@@ -60,7 +60,7 @@ def make_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def run_trl(args: argparse.Namespace, work: Path, processes: int, threads: int) -> list[float]:
+def run_trl(args: argparse.Namespace, work: Path, budget: Budget, processes: int, threads: int) -> list[float]:
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -71,14 +71,13 @@ def run_trl(args: argparse.Namespace, work: Path, processes: int, threads: int) 
         f"--tokens={args.tokens}", f"--lr={args.lr}", f"--threads={threads}",
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"step_s"')]
-    if done.returncode or not lines:
-        raise SystemExit(f"TRL ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return json.loads(lines[-1])["step_s"]
+    told = budget.run(command, environment)
+    return json.loads(next(line for line in told.splitlines() if line.startswith('{"step_s"')))["step_s"]
 
 
-def run_ductile(args: argparse.Namespace, work: Path, placement: dict[str, str], max_async_level: int) -> list[float]:
+def run_ductile(
+    args: argparse.Namespace, work: Path, budget: Budget, placement: dict[str, str], max_async_level: int
+) -> list[float]:
     config = {
         "output_dir": str(work / "ductile"),
         "clean": True,
@@ -100,15 +99,12 @@ def run_ductile(args: argparse.Namespace, work: Path, placement: dict[str, str],
     }
     path = work / "rl.toml"
     path.write_text(tomli_w.dumps(config))
-    command = [sys.executable, "-m", "ductile", "rl", "@", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise SystemExit(f"ductile ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    budget.run([sys.executable, "-m", "ductile", "rl", "@", str(path)])
     steps = [row for row in lines(work / "ductile" / "metrics.jsonl") if row["step"] > args.warmup]
     expected = args.batch * args.tokens
     wrong = [row["step"] for row in steps if row["sampled_tokens"] != expected]
     if wrong:
-        raise SystemExit(f"steps {wrong} did not train on {expected} sampled tokens")
+        raise CannotGoOn(f"steps {wrong} did not train on {expected} sampled tokens")
     return [row["step_s"] for row in steps]
 
 
@@ -157,8 +153,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = arguments(__doc__)
     parser.add_argument("--trace", help="a file for when each slot did what, with the roles together, on-policy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
@@ -168,19 +163,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-6)
     args = parser.parse_args()
+    budget = Budget(args.budget)
 
     cores = len(os.sched_getaffinity(0))
-    both = f"0-{cores - 1}"
+    together, apart = {"actor,rollout": f"0-{cores - 1}"}, {"actor": "0", "rollout": f"1-{cores - 1}"}
     setups = {
-        "trl, one process, a thread a core": lambda work: run_trl(args, work, 1, cores),
-        "trl, a process a core": lambda work: run_trl(args, work, cores, 1),
-        "ductile, roles apart, one version ahead": lambda work: run_ductile(
-            args, work, {"actor": "0", "rollout": f"1-{cores - 1}"}, 1
-        ),
-        ON_POLICY: lambda work: run_ductile(args, work, {"actor,rollout": both}, 0),
-        "ductile, roles together, one version ahead": lambda work: run_ductile(args, work, {"actor,rollout": both}, 1),
+        "trl, a process a core": lambda work: run_trl(args, work, budget, cores, 1),
+        "ductile, roles apart, one version ahead": lambda work: run_ductile(args, work, budget, apart, 1),
+        ON_POLICY: lambda work: run_ductile(args, work, budget, together, 0),
+        "trl, one process, a thread a core": lambda work: run_trl(args, work, budget, 1, cores),
+        "ductile, roles together, one version ahead": lambda work: run_ductile(args, work, budget, together, 1),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in setups}
+    seconds: dict[str, list[float]] = {}
     spent: Spent = {"slot": [], "loop": []}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -189,37 +183,45 @@ def main() -> None:
         (work / "prompts.json").write_text(json.dumps(prompts))
         (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         (work / "reward.py").write_text(REWARD)
-        for number in range(args.rounds):
-            for name, run in setups.items():
-                steps = run(work)
-                seconds[name] += steps
+        for number, name in budget.turns(list(setups), args.rounds):
+            with budget.turn_of(name):
+                steps = setups[name](work)
+                seconds.setdefault(name, []).extend(steps)
                 if name == ON_POLICY:
                     for whose, found in where_it_goes(work / "ductile", args.warmup).items():
                         spent[whose] += found
                     if args.trace:
                         write_trace(work / "ductile", args.warmup, args.trace)
                 print(f"round {number}  {name:45s} {statistics.median(steps):.3f} s a step", flush=True)
-
-    median_s = {name: statistics.median(values) for name, values in seconds.items()}
-    trl_s = min(value for name, value in median_s.items() if name.startswith("trl"))
-    ductile_s = min(value for name, value in median_s.items() if name.startswith("ductile"))
-    on_policy_s = median_s[ON_POLICY]
-    on_policy_step = {whose: medians(found) for whose, found in spent.items()}
     result = {
-        "ratio_vs_trl": trl_s / ductile_s,
-        "ratio_vs_trl_on_policy": trl_s / on_policy_s,
-        "trl_s": trl_s,
-        "ductile_s": ductile_s,
-        "median_step_s": median_s,
-        "on_policy_step": on_policy_step,
+        **compared(seconds),
+        "on_policy_step": {whose: medians(found) for whose, found in spent.items()},
         "settings": {key: value for key, value in vars(args).items() if key not in ("json", "trace")},
+        **budget.told,
         **provenance("ductile", "torch", "trl"),
     }
-    print(f"TRL {trl_s:.3f} s, ductile {ductile_s:.3f} s: {trl_s / ductile_s:.2f} times faster")
-    for whose, parts in on_policy_step.items():
+    for name in ("ratio_vs_trl", "ratio_vs_trl_on_policy"):
+        if name in result:
+            print(f"{name.replace('_', ' ')}: {result[name]:.2f}")
+    for whose, parts in result["on_policy_step"].items():
         told = ", ".join(f"{what} {part_s:.3f}" for what, part_s in sorted(parts.items(), key=lambda part: -part[1]))
         print(f"seconds of a {whose} in a step, on-policy: {told}")
     write(args.json, result)
+
+
+def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """The best of each side, where it has been measured."""
+    median_s = {name: statistics.median(values) for name, values in seconds.items()}
+    best: dict[str, float] = {}
+    for side in ("trl", "ductile"):
+        if found := [value for name, value in median_s.items() if name.startswith(side)]:
+            best[f"{side}_s"] = min(found)
+    ratios: dict[str, float] = {}
+    if len(best) == 2:
+        ratios["ratio_vs_trl"] = best["trl_s"] / best["ductile_s"]
+    if "trl_s" in best and ON_POLICY in median_s:
+        ratios["ratio_vs_trl_on_policy"] = best["trl_s"] / median_s[ON_POLICY]
+    return {**ratios, **best, "median_step_s": median_s}
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ tokens, and `bytes_per_token` what goes over the sockets for one, to and from al
 longest time for which the orchestrator's event loop did nothing else.
 
 `cpu_s_per_mtoken_before` is the same figure of another checkout of this repository, measured by its own copy of this
-file.
+file. Without `--before` it is what the file of `--json` has.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +27,7 @@ from typing import Any
 # Slots find the roles below by this module's name.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
+from budget import Budget, arguments
 from ductile.cluster.local import LocalCluster
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.instances import instance_on
@@ -69,6 +68,7 @@ VOCAB_SIZE, PROMPT_TOKENS, GROUP_SIZE = 151_936, 256, 8
 TRAIN, GENERATE = (0, 1), (2, 3)
 SAMPLES_PER_MICRO_BATCH = 2
 DEADLINE_S = 600.0
+COMPARED = ("cpu_s_per_mtoken", "bytes_per_token", "longest_stall_ms")
 BEAT_S = 0.001
 """How often the event loop is asked whether it still turns."""
 
@@ -278,17 +278,25 @@ async def measure(completions: int, num_tokens: int, folder: Path) -> dict[str, 
     }
 
 
-def measure_checkout(checkout: Path, completions: int, num_tokens: int) -> dict[str, float]:
-    """What another checkout measures of itself."""
+def measure_checkout(checkout: Path, completions: int, num_tokens: int, budget: Budget) -> dict[str, Any]:
+    """What another checkout measures of itself, and its commit."""
     script = checkout / "benchmarks" / Path(__file__).name
     if not script.is_file():
         raise SystemExit(f"--before {checkout}: it has no benchmarks/{script.name}")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "before.json"
         words = ["--completions", str(completions), "--tokens", str(num_tokens), "--json", str(file)]
-        path = {"PYTHONPATH": str(checkout / "src")}
-        subprocess.run([sys.executable, str(script), *words], check=True, env=os.environ | path)
-        return json.loads(file.read_text())
+        budget.run([sys.executable, str(script), *words], os.environ | {"PYTHONPATH": str(checkout / "src")})
+        found = json.loads(file.read_text())
+    commit = budget.run(["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"]).strip()
+    return {f"{name}_before": found[name] for name in COMPARED} | {"commit_before": commit}
+
+
+def measured_before(file: Path | None) -> dict[str, Any]:
+    """What an earlier run has compared with, of its file."""
+    if file is None or not file.exists():
+        return {}
+    return {name: value for name, value in json.loads(file.read_text()).items() if name.endswith("_before")}
 
 
 def shown(figures: dict[str, Any]) -> str:
@@ -301,27 +309,27 @@ def shown(figures: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--completions", type=int, default=512, help=f"a multiple of {GROUP_SIZE}")
     parser.add_argument("--tokens", type=int, default=32_768, help="of each completion")
     parser.add_argument("--before", type=Path, help="another checkout, to compare with")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    figures: dict[str, Any] = {}
-    if asked.before:
-        before = measure_checkout(asked.before, asked.completions, asked.tokens)
-        figures |= {
-            f"{name}_before": before[name] for name in ("cpu_s_per_mtoken", "bytes_per_token", "longest_stall_ms")
-        }
-        named = ["git", "-C", str(asked.before), "rev-parse", "--short=12", "HEAD"]
-        figures["commit_before"] = subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
+    budget, figures = Budget(asked.budget), measured_before(asked.json)
+    with budget.turn_of("--before"):
+        if asked.before:
+            figures = measure_checkout(asked.before, asked.completions, asked.tokens, budget)
     with tempfile.TemporaryDirectory() as folder:
-        figures |= asyncio.run(measure(asked.completions, asked.tokens, Path(folder)))
+        try:
+            figures |= asyncio.run(
+                asyncio.wait_for(measure(asked.completions, asked.tokens, Path(folder)), budget.left_s)
+            )
+        except TimeoutError:
+            raise SystemExit(f"The step had not ended when the {asked.budget:g} s were over.") from None
     print(shown(figures))
-    if asked.before:
+    if "cpu_s_per_mtoken_before" in figures:
         figures["times_less_cpu"] = figures["cpu_s_per_mtoken_before"] / figures["cpu_s_per_mtoken"]
-        print(f"{figures['times_less_cpu']:.1f} times less CPU than {asked.before}")
-    write(asked.json, {**provenance("ductile", "msgspec", "numpy"), **figures})
+        print(f"{figures['times_less_cpu']:.1f} times less CPU than at {figures['commit_before']}")
+    write(asked.json, {**provenance("ductile", "msgspec", "numpy"), **figures, **budget.told})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Where a figure comes from: machine, versions, commit, command. Every benchmark's JSON carries it."""
+"""Where a figure comes from: machine, versions, commit, command. Every benchmark writes it into its JSON, whose file is
+named after the machine.
+"""
 
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -11,12 +14,14 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+RESULTS = Path(__file__).with_name("results")
+
 
 def provenance(*packages: str) -> dict[str, object]:
     """`packages` are the distributions whose versions matter for the figure. In a copy of the tree the variable
     `GIT_COMMIT` says which commit it is."""
     return {
-        "machine": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
+        "machine": {"cpu": cpu_name(), "cores": num_cores(), "platform": platform.platform()},
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
         "commit": commit(),
         "command": shlex.join(["python", *sys.argv]),
@@ -42,6 +47,12 @@ def commit() -> str:
         return "unknown"
 
 
+def results_file(benchmark: str, device: str = "", count: int = 0) -> Path:
+    """`results/<benchmark>/<cpu>-<cores>.json`, of this machine; another device, such as a GPU, may be what counts."""
+    words = re.sub(r"[^a-z0-9]+", "-", (device or cpu_name()).lower()).strip("-")
+    return RESULTS / benchmark / f"{words}-{count or num_cores()}.json"
+
+
 def write(file: Path | None, figures: Mapping[str, object], indent: int = 2) -> None:
     """A benchmark's figures, with their provenance, to the file that `--json` says, if it says one."""
     if file is not None:
@@ -49,11 +60,17 @@ def write(file: Path | None, figures: Mapping[str, object], indent: int = 2) -> 
         file.write_text(json.dumps(figures, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+def cpu_name() -> str:
+    """As the kernel names it; where a host hides which of a maker's CPUs it is, with family and model."""
+    keys = dict(re.findall(r"^(.+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+    name = keys.get("model name") or platform.processor() or platform.machine()
+    if re.search(r"\d", name) or "model" not in keys:
+        return name
+    return f"{name}, family {keys['cpu family']} model {keys['model']}"
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _version(package: str) -> str | None:

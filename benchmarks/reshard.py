@@ -7,9 +7,7 @@ contender        what it does                                                   
   ours           `ductile.Resharder().reshard(old, new)` on DTensors, by default, from the second      all that moves
                  call on: describe, agree, transfer, verdict
   transfer       what the trainer does in its pause: `Transfer`, made ready before, by default         all that moves
-  - unverified   the same with verify="off", which neither the trainer nor `reshard` does by default   nothing
   messages       `Transfer` through gloo instead of reads, by default                                  all that moves
-  - unverified   the same with verify="off"                                                            nothing
   dcp            torch.distributed.checkpoint: save to tmpfs, load                                     nothing
   dtensor        DTensor.full_tensor() of one tensor after the other, then the slice                   nothing
   mcore          megatron-core's `reshard_model_weights` over gloo                                     nothing
@@ -23,28 +21,24 @@ it, and compared: by all ranks before `reshard` returns; by the orchestrator aft
 The rules are the same for all: everybody moves the same tensors, from the same memory into the same memory, touched
 beforehand: ordinary memory as the trainer allocates it (`ductile.fabric.pages`), in processes that are started as
 ductile starts its own. What contenders allocate by themselves is on huge pages, too, where the kernel has them
-(`THP_MEM_ALLOC_ENABLE=1`). Plans are made in the first run, which does not count, but for `first call`; contenders
-take turns. A time is that of the slowest rank, from a barrier to a barrier. Every contender's result is compared with
-the expected one, element by element, once. The second table moves the two moments of Adam as well, which DCP and
-DTensor can do too.
+(`THP_MEM_ALLOC_ENABLE=1`). Plans are made in the first run, which does not count, but for `first call`; then contenders
+take turns, as often as fits into the pair's share of the budget. A time is that of the slowest rank, from a barrier to
+a barrier. Every contender's result is compared with the expected one, element by element, once.
 
-Two limits take turns with the contenders. Memory: what 4 processes copy at once, each from one large buffer of its own
-to another, in the same kind of memory. Loopback: what they send each other at once through gloo. `fraction_of_limit` is
-the time that the bytes of `ours` would take at the memory's speed, over the time that it takes, checks included: bytes
-that stay on a rank are copied once, and so are those that move. Each turn begins after a short rest: what ran before
-has left the processes unevenly on the cores.
+Memory takes turns with the contenders: what 4 processes copy at once, each from one large buffer of its own to another,
+in the same kind of memory. `fraction_of_limit` is the time that the bytes of `ours` would take at that speed, over the
+time that it takes, checks included: bytes that stay on a rank are copied once, and so are those that move. Each turn
+begins after a short rest: what ran before has left the processes unevenly on the cores.
 
-    python benchmarks/reshard.py --json benchmarks/results/reshard.json
+    python benchmarks/reshard.py      (needs `pip install -e .[bench]`)
 """
 
 import argparse
 import gc
-import json
 import multiprocessing
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -53,13 +47,13 @@ from importlib.util import find_spec
 from math import prod
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ductile
+from budget import Budget, CannotGoOn, arguments
 from ductile.cluster.node import FREED_MEMORY_STAYS
 from ductile.core.layout.geometry.layout import Layout, Tensor
 from ductile.core.layout.geometry.mesh import Mesh
@@ -79,28 +73,20 @@ RANKS = 4
 HIDDEN, INNER, HEADS, KEY_HEADS, VOCABULARY, LAYERS = 1024, 2816, 16, 8, 32_000, 12
 PAIRS = {"tp4->2": (4, 2), "tp2->4": (2, 4), "tp4->1": (4, 1), "tp1->4": (1, 4)}
 PEERS = {"dcp": peers.checkpoint, "dtensor": peers.gather, "mcore": peers.Refit}
-OURS = ("ours", "first call", "transfer", "transfer unverified", "messages", "messages unverified")
-PEERS_OF = {"weights": ("dcp", "dtensor", "mcore"), "moments": ("dcp", "dtensor")}
-"""By table."""
-KINDS = {"weights": [""], "moments": ["", "exp_avg.", "exp_avg_sq."]}
-VERIFIED = {
-    "ours": "all bytes that move, by xxh3 on both sides, compared by all ranks before anybody returns",
-    "first call": "all bytes that move, by xxh3 on both sides, compared by all ranks before anybody returns",
-    "transfer": "all bytes that move, by xxh3 on both sides",
-    "messages": "all bytes that move, by xxh3 on both sides",
-} | dict.fromkeys(("transfer unverified", "messages unverified", *PEERS), "nothing")
-COPIED_BYTES, SENT_BYTES = 192 * MIB, 16 * MIB
-"""For the limits: by each process at once."""
+OURS = ("ours", "first call", "transfer", "messages")
+VERIFIED = dict.fromkeys(OURS, "all bytes that move, by xxh3 on both sides") | dict.fromkeys(PEERS, "nothing")
+COPIED_BYTES = 192 * MIB
+"""For the memory's speed, by each process at once."""
 REST_S = 0.05
 TIMEOUT_S = 120.0
-LONGEST_S = 3600.0
-"""For all pairs of both tables."""
 
+Found = dict[str, Any]
+"""What a rank measured of a pair."""
 Times = dict[str, list[float]]
 Run = Callable[[], object]
 
 
-def tensors(kinds: list[str]) -> dict[str, tuple[tuple[int, ...], int | None]]:
+def tensors() -> dict[str, tuple[tuple[int, ...], int | None]]:
     """(shape, the dim that tp cuts) by name."""
     head = HIDDEN // HEADS
     layer: dict[str, tuple[tuple[int, ...], int | None]] = {
@@ -116,24 +102,23 @@ def tensors(kinds: list[str]) -> dict[str, tuple[tuple[int, ...], int | None]]:
     }
     table: dict[str, tuple[tuple[int, ...], int | None]] = {"embed": ((VOCABULARY, HIDDEN), 0)}
     table |= {f"layers.{index}.{name}": entry for index in range(LAYERS) for name, entry in layer.items()}
-    table |= {"norm": ((HIDDEN,), None), "head": ((VOCABULARY, HIDDEN), 0)}
-    return {kind + name: entry for kind in kinds for name, entry in table.items()}
+    return table | {"norm": ((HIDDEN,), None), "head": ((VOCABULARY, HIDDEN), 0)}
 
 
-def layout(tp: int, kinds: list[str]) -> Layout:
+def layout(tp: int) -> Layout:
     mesh = Mesh.of(range(RANKS), dp_replicate=RANKS // tp, tp=tp)
     return Layout(
         (
             Tensor(name, "float32", place(shape, mesh, () if dim is None else (Shard("tp", dim),)))
-            for name, (shape, dim) in tensors(kinds).items()
+            for name, (shape, dim) in tensors().items()
         ),
         mesh.slots,
     )
 
 
-def contents(tp: int, kinds: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def contents(tp: int) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's part of each tensor: every element its own number, modulo what fp32 counts exactly."""
-    for index, (name, (shape, dim)) in enumerate(tensors(kinds).items()):
+    for index, (name, (shape, dim)) in enumerate(tensors().items()):
         ranges = [torch.arange(length, dtype=torch.int32) for length in shape]
         if dim is not None:
             ranges[dim] = ranges[dim].chunk(tp)[dist.get_rank() % tp]
@@ -143,35 +128,33 @@ def contents(tp: int, kinds: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, numbers.bitwise_and_(0xFFFFFF).float()
 
 
-def local(tp: int, kinds: list[str], fill: bool) -> dict[str, torch.Tensor]:
+def local(tp: int, fill: bool) -> dict[str, torch.Tensor]:
     """This rank's tensors, in memory as the trainer has it: `contents`, or zeros."""
     found: dict[str, torch.Tensor] = {}
-    for name, (shape, dim) in tensors(kinds).items():
+    for name, (shape, dim) in tensors().items():
         cut = tuple(length // tp if axis == dim else length for axis, length in enumerate(shape))
         found[name] = pages.zeros(prod(cut), torch.float32, "cpu").view(cut)
     if fill:
-        for name, numbers in contents(tp, kinds):
+        for name, numbers in contents(tp):
             found[name].copy_(numbers)
     return found
 
 
-def measure_pair(
-    tp: tuple[int, int], kinds: list[str], contenders: list[str], repeats: int, folder: str
-) -> dict[str, Any]:
+def measure_pair(tp: tuple[int, int], contenders: list[str], until_s: float, repeats: int, folder: str) -> Found:
     """What this rank measured for one change of layout."""
     before, after = tp
-    probes = limits()  # before the states: the last ones to come may find no huge pages any more
+    num_copied, copy_all = memory()  # before the states: the last ones to come may find no huge pages any more
     job = peers.Job(
-        local(before, kinds, fill=True),
-        local(after, kinds, fill=False),
-        {name: dim for name, (_, dim) in tensors(kinds).items()},
+        local(before, fill=True),
+        local(after, fill=False),
+        {name: dim for name, (_, dim) in tensors().items()},
         (RANKS // before, before),
         (RANKS // after, after),
         folder,
     )
-    layouts = layout(before, kinds), layout(after, kinds)
-    reads, messages = transfers(True, job, layouts), transfers(False, job, layouts)
-    runs: dict[str, Run] = dict(zip(OURS, (*library(job), *reads[1], *messages[1]), strict=True))
+    layouts = layout(before), layout(after)
+    (read_plan, reads), (message_plan, messages) = transfer(True, job, layouts), transfer(False, job, layouts)
+    runs: dict[str, Run] = dict(zip(OURS, (*library(job), reads, messages), strict=True))
     runs |= {name: PEERS[name](job) for name in contenders}
     for name, run in runs.items():
         for tensor in job.new.values():
@@ -179,23 +162,22 @@ def measure_pair(
         dist.barrier()
         run()
         dist.barrier()
-        # One tensor at a time: all moments of four whole copies fill the memory twice otherwise.
-        wrong = [tensor for tensor, numbers in contents(after, kinds) if not torch.equal(job.new[tensor], numbers)]
+        wrong = [tensor for tensor, numbers in contents(after) if not torch.equal(job.new[tensor], numbers)]
         if wrong:
             raise AssertionError(f"{name}: {len(wrong)} tensors are wrong, {wrong[0]} among them")
-    for _, run in probes.values():
-        run()
-    in_turn = runs | {name: run for name, (_, run) in probes.items()}
+    copy_all()
+    in_turn = runs | {"memory": copy_all}
     times: Times = {name: [] for name in in_turn}
-    for _ in range(repeats):
+    for number in range(repeats):
+        if number and not in_time(until_s):
+            break
         for name, run in in_turn.items():
             times[name].append(timed(run))
-    plans = {"reads": reads[0], "messages": messages[0]}
-    found: dict[str, Any] = {
+    found: Found = {
         "times": times,
-        "limit_bytes": {name: num_bytes for name, (num_bytes, _) in probes.items()},
-        "wire_bytes": reads[0].wire_bytes,
-        "kept_bytes": sum(reads[0].kept.values()),
+        "copied_bytes": num_copied,
+        "wire_bytes": read_plan.wire_bytes,
+        "kept_bytes": sum(read_plan.kept.values()),
         "plans": {
             name: {
                 "operations": plan.num_messages,
@@ -204,7 +186,7 @@ def measure_pair(
                 "max_ingress_bytes": max(plan.ingress.values()),
                 "modelled_s": plan.predicted_s,
             }
-            for name, plan in plans.items()
+            for name, plan in (("reads", read_plan), ("messages", message_plan))
         },
     }
     if "mcore" in runs:
@@ -212,6 +194,13 @@ def measure_pair(
         assert isinstance(refit, peers.Refit)
         found["mcore_wire"] = refit.wire
     return found
+
+
+def in_time(until_s: float) -> bool:
+    """The first rank's answer, so that all ranks have the same one."""
+    answer = torch.tensor(time.monotonic() < until_s)
+    dist.broadcast(answer, 0)
+    return bool(answer)
 
 
 def library(job: peers.Job) -> tuple[Run, Run]:
@@ -226,15 +215,14 @@ def library(job: peers.Job) -> tuple[Run, Run]:
     return partial(run, False), partial(run, True)
 
 
-def transfers(one_sided: bool, job: peers.Job, layouts: tuple[Layout, Layout]) -> tuple[Plan, list[Run]]:
-    """Verified and not."""
+def transfer(one_sided: bool, job: peers.Job, layouts: tuple[Layout, Layout]) -> tuple[Plan, Run]:
     group = dist.group.WORLD
     assert group is not None
     group_exchange = GroupExchange(group, dist.get_rank(), range(RANKS), "cpu", TIMEOUT_S)
     carrier, reason = choose(group_exchange, "cpu", lambda: group, one_sided)
     assert carrier.one_sided == one_sided, reason
     plan = Planner(relays=not one_sided).plan(*layouts)
-    return plan, [Transfer(plan, dist.get_rank(), job.old, job.new, carrier, verify).run for verify in ("moved", "off")]
+    return plan, Transfer(plan, dist.get_rank(), job.old, job.new, carrier).run
 
 
 def timed(run: Run) -> float:
@@ -247,46 +235,30 @@ def timed(run: Run) -> float:
     return time.perf_counter() - start
 
 
-def limits() -> dict[str, tuple[int, Run]]:
-    """(bytes of all processes together, what moves them): copied in memory, and sent through gloo."""
-    copied = [pages.zeros(COPIED_BYTES, torch.uint8, "cpu") for _ in range(2)]
-    others = [rank for rank in range(RANKS) if rank != dist.get_rank()]
-    staged = {rank: [torch.ones(SENT_BYTES, dtype=torch.uint8) for _ in range(2)] for rank in others}
-
-    def exchange() -> None:
-        for _ in range(4):
-            works = [dist.irecv(staged[rank][0], rank) for rank in others]
-            works += [dist.isend(staged[rank][1], rank) for rank in others]
-            for work in works:
-                assert work is not None
-                work.wait()
-
-    return {
-        "memory": (RANKS * COPIED_BYTES, partial(copy, *copied)),
-        "loopback": (4 * RANKS * len(others) * SENT_BYTES, exchange),
-    }
+def memory() -> tuple[int, Run]:
+    """Bytes of all processes together, and what copies them."""
+    return RANKS * COPIED_BYTES, partial(copy, *(pages.zeros(COPIED_BYTES, torch.uint8, "cpu") for _ in range(2)))
 
 
 def rank_main(connection: Connection, rank: int, address: str, options: argparse.Namespace, tmpfs: str) -> None:
+    """Sends what it has measured of each pair as soon as it has."""
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=rendezvous.connect(address, TIMEOUT_S), rank=rank, world_size=RANKS)
-    found: dict[str, Any] = {}
-    for table in options.tables:
-        found[table] = {}
-        for name in options.pairs:
-            folder = f"{tmpfs}/{table}-{name}"
-            contenders = [peer for peer in PEERS_OF[table] if peer not in missing()]
-            found[table][name] = measure_pair(PAIRS[name], KINDS[table], contenders, options.repeats, folder)
-            gc.collect()
-            heap.trim()  # what contenders have allocated and freed by themselves: the moments need the room
-            dist.barrier()
-            if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                print(f"{table} {name} measured", file=sys.stderr, flush=True)
-    connection.send(found)
-    dist.barrier()
+    contenders = [peer for peer in PEERS if peer not in missing()]
+    end_s = time.monotonic() + options.seconds
+    for index, name in enumerate(options.pairs):
+        share_s = max(0.0, end_s - time.monotonic()) / (len(options.pairs) - index)
+        folder = f"{tmpfs}/{name}"
+        found = measure_pair(PAIRS[name], contenders, time.monotonic() + share_s, options.repeats, folder)
+        connection.send(found)
+        del found
+        gc.collect()
+        heap.trim()  # what contenders have allocated and freed by themselves: the next pair needs the room
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
     dist.destroy_process_group()
 
 
@@ -295,10 +267,10 @@ def missing() -> list[str]:
     return [] if find_spec("megatron") else ["mcore"]
 
 
-def run_ranks(context: ForkServerContext, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What every rank measured."""
+def run_ranks(context: ForkServerContext, options: argparse.Namespace, budget: Budget) -> dict[str, list[Found]]:
+    """By pair, what every rank measured."""
     store = rendezvous.host_store()
-    started = []
+    started, found = [], dict[str, list[Found]]()
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="reshard-") as tmpfs:
         for rank in range(RANKS):
             mine, theirs = context.Pipe()
@@ -307,102 +279,88 @@ def run_ranks(context: ForkServerContext, options: argparse.Namespace) -> list[d
             process.start()
             theirs.close()
             started.append((process, mine))
-        until_s = time.monotonic() + LONGEST_S
-        for rank, (_, connection) in enumerate(started):
-            if not connection.poll(max(0.0, until_s - time.monotonic())):
-                raise TimeoutError(f"rank {rank} was still at work after {LONGEST_S / 60:.0f} minutes")
-        found = [connection.recv() for _, connection in started]
-    for process, _ in started:
-        process.join(30.0)
+        for _, pair in budget.turns(options.pairs):
+            with budget.turn_of(pair):
+                found[pair] = [received(connection, budget.left_s) for _, connection in started]
+                print(f"{pair} measured", flush=True)
+        for process, _ in started:
+            process.join(10.0 if len(found) == len(options.pairs) else 0.0)
+            process.kill()
+            process.join()
     return found
 
 
-def summarise(ranks: list[dict[str, Any]], table: str) -> list[dict[str, Any]]:
-    """One row a pair: medians of the slowest rank's times."""
-    rows: list[dict[str, Any]] = []
-    for pair in ranks[0][table]:
-        of_ranks = [rank[table][pair] for rank in ranks]
-        first = of_ranks[0]
-        times = {
-            name: [max(values) for values in zip(*(rank["times"][name] for rank in of_ranks), strict=True)]
-            for name in first["times"]
-        }
-        median = {name: statistics.median(values) for name, values in times.items()}
-        speed = {name: num_bytes / median[name] for name, num_bytes in first["limit_bytes"].items()}
-        wire, kept = first["wire_bytes"], first["kept_bytes"]
-        by_memory = (wire + kept) / speed["memory"]
-        by_loopback = wire / speed["loopback"] + kept / speed["memory"]
-        best = min((name for name in PEERS if name in median), key=lambda name: median[name])
-        row: dict[str, Any] = {
-            "pair": pair,
-            "moves": f"{wire / MIB:.0f} MiB between ranks" if wire else "no bytes between ranks",
-        }
-        row |= {f"{name.replace(' ', '_')}_s": median[name] for name in (*OURS, *PEERS) if name in median}
-        row |= {
-            "best_peer": best,
-            "ratio_vs_best_peer": median[best] / median["ours"],
-            "first_call_ratio_vs_best_peer": median[best] / median["first call"],
-            "transfer_ratio_vs_best_peer": median[best] / median["transfer"],
-            "messages_ratio_vs_best_peer": median[best] / median["messages"],
-            "fraction_of_limit": by_memory / median["ours"],
-            "transfer_fraction_of_limit": by_memory / median["transfer"],
-            "messages_fraction_of_limit": by_loopback / median["messages"],
-            "limits_bytes_s": speed,
-            "wire_bytes": wire,
-            "kept_bytes": kept,
-            "min_s": {name: min(values) for name, values in times.items()},
-            "max_s": {name: max(values) for name, values in times.items()},
-            "plans": first["plans"],
-        }
-        if "mcore_wire" in first:
-            row["mcore_operations"] = sum(rank["mcore_wire"][0] for rank in of_ranks)
-            row["mcore_wire_bytes"] = sum(rank["mcore_wire"][1] for rank in of_ranks)
-        rows.append(row)
-    return rows
+def received(connection: Connection, left_s: float) -> Found:
+    if not connection.poll(left_s):
+        raise TimeoutError
+    try:
+        return connection.recv()
+    except EOFError:
+        raise CannotGoOn("a rank has ended; what it printed is above") from None
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}; seconds, medians. All of ours are verified but where it says so; the peers verify nothing.")
-    heads = ("ours", "1st call", "transfer", "- unver.", "messages", "- unver.", *PEERS)
-    print(f"{'':8}" + "".join(f"{head:>10}" for head in heads) + f"{'x peer':>8}{'of limit':>10}   moves")
+def row_of(pair: str, ranks: list[Found]) -> dict[str, Any]:
+    """Medians of the slowest rank's times."""
+    first = ranks[0]
+    times = {
+        name: [max(values) for values in zip(*(rank["times"][name] for rank in ranks), strict=True)]
+        for name in first["times"]
+    }
+    median = {name: statistics.median(values) for name, values in times.items()}
+    wire, kept, speed = first["wire_bytes"], first["kept_bytes"], first["copied_bytes"] / median["memory"]
+    best = min((name for name in PEERS if name in median), key=lambda name: median[name])
+    row: dict[str, Any] = {"pair": pair}
+    row |= {f"{name.replace(' ', '_')}_s": median[name] for name in (*OURS, *PEERS) if name in median}
+    row |= {
+        "best_peer": best,
+        "ratio_vs_best_peer": median[best] / median["ours"],
+        "first_call_ratio_vs_best_peer": median[best] / median["first call"],
+        "transfer_ratio_vs_best_peer": median[best] / median["transfer"],
+        "messages_ratio_vs_best_peer": median[best] / median["messages"],
+        "fraction_of_limit": (wire + kept) / speed / median["ours"],
+        "transfer_fraction_of_limit": (wire + kept) / speed / median["transfer"],
+        "memory_bytes_s": speed,
+        "wire_bytes": wire,
+        "kept_bytes": kept,
+        "repeats": len(times["ours"]),
+        "min_s": {name: min(values) for name, values in times.items()},
+        "max_s": {name: max(values) for name, values in times.items()},
+        "plans": first["plans"],
+    }
+    if "mcore_wire" in first:
+        row["mcore_operations"] = sum(rank["mcore_wire"][0] for rank in ranks)
+        row["mcore_wire_bytes"] = sum(rank["mcore_wire"][1] for rank in ranks)
+    return row
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("\nWeights, 790 MiB; seconds, medians. All of ours is verified; the peers verify nothing.")
+    heads = ("ours", "1st call", "transfer", "messages", *PEERS)
+    print(f"{'':8}" + "".join(f"{head:>10}" for head in heads) + f"{'x peer':>8}{'of limit':>10}{'GB/s':>6}   moves")
     for row in rows:
         columns = [f"{name.replace(' ', '_')}_s" for name in (*OURS, *PEERS)]
         cells = "".join(f"{row[name]:10.3f}" if name in row else f"{'-':>10}" for name in columns)
-        ratio, fraction = row["ratio_vs_best_peer"], row["fraction_of_limit"]
-        print(f"{row['pair']:8}{cells}{ratio:8.2f}{fraction:10.2f}   {row['moves']}")
-    speeds = [row["limits_bytes_s"] for row in rows]
-    for name in ("memory", "loopback"):
-        slowest, fastest = (pick(speed[name] for speed in speeds) / 1e9 for pick in (min, max))
-        print(f"limit of the {name}: {slowest:.1f} to {fastest:.1f} GB/s")
+        rest = f"{row['ratio_vs_best_peer']:8.2f}{row['fraction_of_limit']:10.2f}{row['memory_bytes_s'] / 1e9:6.1f}"
+        print(f"{row['pair']:8}{cells}{rest}   {row['wire_bytes'] / MIB:.0f} MiB")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tables", nargs="+", choices=KINDS, default=list(KINDS))
+    parser = arguments(__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="at most")
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     options = parser.parse_args()
-    if missing():
-        print("megatron-core is not installed (pip install -e .[bench]): mcore is not measured", file=sys.stderr)
+    budget = Budget(options.budget)
+    options.seconds = budget.left_s
+    for peer in missing():
+        budget.leave_out(peer, "megatron-core is not installed (pip install -e .[bench])")
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when a process allocates for the first time
     os.environ |= FREED_MEMORY_STAYS  # read when a process starts
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.tensor"])
-    ranks = run_ranks(context, options)
+    rows = [row_of(pair, ranks) for pair, ranks in run_ranks(context, options, budget).items()]
+    show(rows)
     packages = ("torch", "numpy", *(() if missing() else ("megatron-core",)))
-    origin = {**provenance(*packages), "repeats": options.repeats, "verified": VERIFIED, "not_measured": missing()}
-    # A table that was not measured now stays as it is; it says itself of which commit it is.
-    results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    if "weights" in options.tables:
-        rows = summarise(ranks, "weights")
-        results |= {**origin, "pairs": rows}
-        show("weights, 790 MiB", rows)
-    if "moments" in options.tables:
-        rows = summarise(ranks, "moments")
-        results["with_moments"] = {**origin, "pairs": rows}
-        show("weights and moments, 2370 MiB", rows)
-    write(options.json, results, indent=1)
+    write(options.json, {**provenance(*packages), "verified": VERIFIED, "pairs": rows, **budget.told}, indent=1)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ checkpoint), end all workers, start new ones (one process imports torch, which i
 build the trainer from the model folder, read the state. What was accumulated is lost. The orchestrator lives on, so its
 own restart does not count. The checkpoint is once on disk, as a run writes it, and once in memory (/dev/shm).
 
-    python benchmarks/resize.py --json benchmarks/results/resize.json
+What does not fit into the budget is left out.
+
+    python benchmarks/resize.py
 """
 
 import argparse
@@ -33,6 +35,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from budget import Budget, CannotGoOn, arguments
 from ductile.cluster.local import LocalCluster
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
@@ -53,8 +56,7 @@ PAIRS = {
     "pp2->dp2": (ParallelLayout.of(range(2), pp=2), ParallelLayout.of(range(2))),
 }
 """From a layout to another one, whose slots the first one's are among."""
-RESTARTS = 3
-"""For a pair, with the checkpoint on disk and in memory each."""
+SLOTS = "the changes of slots"
 SEQ_LEN = 32
 SAMPLES_A_RANK = 1
 """In half a batch; each is a micro-step."""
@@ -115,7 +117,7 @@ async def resize(live: Live, after: ParallelLayout, inside: bool) -> dict[str, A
     transaction = Transaction(live.cluster.mailbox, live.trainer, after, live.terms, live.cluster.condemn)
     result = await transaction.run()
     if result.outcome != "resized":
-        raise SystemExit(f"{named(before)} -> {named(after)}: {result.reason}")
+        raise CannotGoOn(f"{named(before)} -> {named(after)}: {result.reason}")
     first_step_s = await live.step()
     slots = result.slot_seconds
     return {
@@ -182,12 +184,12 @@ async def there_and_back(live: Live, pair: str, rounds: int, states: States) -> 
             rows.append(await resize(live, layout, inside))
             print(f"{rows[-1]['layouts']:24} {line(rows[-1])}", flush=True)
     restarts: dict[str, list[float]] = {where: [] for where in states}
-    for where, state in [*states.items()] * RESTARTS:
+    for where, state in [*states.items()] * rounds:
         restarts[where].append(await restart(live, after, state))
         print(f"{pair:24} checkpoint {where}, restart {restarts[where][-1]:.2f} s", flush=True)
         await resize(live, before, inside=False)
     if not all(row["moved_bytes"] for row in there):
-        raise SystemExit(f"{pair}: nothing went from slot to slot, so this is no pair to measure")
+        raise CannotGoOn("nothing went from slot to slot, so this is no pair to measure")
     pause_s, back_pause_s = (statistics.median(row["pause_s"] for row in rows) for rows in (there, back))
     restart_s = {where: statistics.median(seconds) for where, seconds in restarts.items()}
     return {
@@ -204,14 +206,21 @@ async def there_and_back(live: Live, pair: str, rounds: int, states: States) -> 
 
 
 async def run(
-    settings: TrainerConfig, folder: Path, states: States, num_params: int, options: argparse.Namespace
+    settings: TrainerConfig, folder: Path, states: States, num_params: int, options: argparse.Namespace, budget: Budget
 ) -> dict[str, Any]:
     cluster = LocalCluster(range(4), ClusterConfig(device="cpu"), folder)
     await cluster.start()
+    found: dict[str, Any] = {"num_params": num_params, "state_bytes": 3 * 4 * num_params, "pairs": []}
     try:
         live = Live(cluster, settings)
-        found = figures_of(*await along_slots(live, states), num_params)
-        return found | {"pairs": [await there_and_back(live, pair, options.rounds, states) for pair in options.pairs]}
+        for _, name in budget.turns([SLOTS, *options.pairs]):
+            with budget.turn_of(name):
+                async with asyncio.timeout(budget.left_s):
+                    if name == SLOTS:
+                        found |= figures_of(*await along_slots(live, states))
+                    else:
+                        found["pairs"].append(await there_and_back(live, name, options.rounds, states))
+        return found
     finally:
         await cluster.stop()
 
@@ -239,7 +248,7 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def figures_of(rows: list[dict[str, Any]], restarts: dict[str, list[float]], num_params: int) -> dict[str, Any]:
+def figures_of(rows: list[dict[str, Any]], restarts: dict[str, list[float]]) -> dict[str, Any]:
     """`ratio_vs_restart` counts every change, also those that carry a gradient, which a restart loses; the ratios
     between batches compare what both can do."""
     pauses = [row["pause_s"] for row in rows]
@@ -254,8 +263,6 @@ def figures_of(rows: list[dict[str, Any]], restarts: dict[str, list[float]], num
         "ratio_vs_restart_in_memory": restart_s["in memory"] / statistics.median(pauses),
         "ratio_between_batches": restart_s["on disk"] / between_s,
         "ratio_between_batches_in_memory": restart_s["in memory"] / between_s,
-        "num_params": num_params,
-        "state_bytes": 3 * 4 * num_params,
         "resizes": rows,
         "restarts_s": restarts,
         "load_average": os.getloadavg(),
@@ -263,14 +270,14 @@ def figures_of(rows: list[dict[str, Any]], restarts: dict[str, list[float]], num
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = arguments(__doc__)
     parser.add_argument("--carrier", default="auto", choices=("auto", "peer_memory", "p2p"))
     parser.add_argument("--memory", default="shadow", choices=("shadow", "streaming"))
     parser.add_argument("--pairs", nargs="*", choices=PAIRS, default=list(PAIRS))
-    parser.add_argument("--rounds", type=int, default=3, help="of each pair, between batches and in one")
+    parser.add_argument("--rounds", type=int, default=1, help="of each pair, between batches and in one")
     parser.add_argument("--small", action="store_true", help="a tiny model: whether it works, and not how fast")
     args = parser.parse_args()
+    budget = Budget(args.budget)
     with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         num_params = make_model(Path(work) / "model", QWEN3 | (SMALL if args.small else {}))
         settings = TrainerConfig.model_validate(
@@ -282,21 +289,22 @@ def main() -> None:
             }
         )
         states = {"on disk": Path(work), "in memory": Path(memory)}
-        figures = asyncio.run(run(settings, Path(work), states, num_params, args))
-    print(
-        f"{num_params / 1e6:.1f} M parameters: median pause {figures['median_pause_s']:.3f} s (between batches "
-        f"{figures['median_pause_between_batches_s']:.3f} s), longest {figures['max_pause_s']:.3f} s; checkpoint and "
-        f"restart takes {figures['ratio_vs_restart']:.1f} times as long (between batches "
-        f"{figures['ratio_between_batches']:.1f}), with the checkpoint in memory "
-        f"{figures['ratio_vs_restart_in_memory']:.1f} times"
-    )
+        figures = asyncio.run(run(settings, Path(work), states, num_params, args, budget))
+    if "resizes" in figures:
+        print(
+            f"{num_params / 1e6:.1f} M parameters: median pause {figures['median_pause_s']:.3f} s (between batches "
+            f"{figures['median_pause_between_batches_s']:.3f} s), longest {figures['max_pause_s']:.3f} s; checkpoint "
+            f"and restart takes {figures['ratio_vs_restart']:.1f} times as long (between batches "
+            f"{figures['ratio_between_batches']:.1f}), with the checkpoint in memory "
+            f"{figures['ratio_vs_restart_in_memory']:.1f} times"
+        )
     for pair in figures["pairs"]:
         print(
             f"{pair['pair']}: median pause {pair['pause_s']:.3f} s (back {pair['back_pause_s']:.3f} s), "
             f"{pair['bytes'] / 2**20:.0f} MiB; checkpoint and restart takes {pair['ratio_vs_restart']:.1f} times as "
             f"long, with the checkpoint in memory {pair['ratio_vs_restart_in_memory']:.1f} times"
         )
-    write(args.json, figures | provenance("ductile", "torch"))
+    write(args.json, figures | budget.told | provenance("ductile", "torch"))
 
 
 if __name__ == "__main__":

@@ -1,63 +1,66 @@
-"""Every benchmark but `gpu`, one after the other, each to its file in `results/`; then the tables of README and docs.
+"""Every benchmark of the CPU, one after the other, each to this machine's file in `results/`; then the tables of README
+and docs.
 
     make figures                              # which is the next line, with what it needs
     python benchmarks/run_all.py                  # needs `pip install -e .[bench]`
     python benchmarks/run_all.py generate plan    # only these
 
-For a quiet machine: nothing else may run beside it, for some two and a half hours on two cores. Figures are of a
-commit, so what is not committed yet keeps it from beginning. A benchmark that fails leaves its file as it was, and is
-told at the end.
+For a quiet machine: nothing else may run beside it, for at most an hour and a half. Figures are of a commit, so what is
+not committed yet keeps it from beginning. A benchmark that fails, or is still at work a minute after its budget, leaves
+its file as it was, and is told at the end.
 """
 
 import argparse
+import os
 import shlex
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from provenance import commit
+from provenance import commit, results_file
 
 ROOT = Path(__file__).parents[1]
-RUNS = "RUNS"
-"""In the arguments: a folder in which `elastic` leaves its runs for `predicted`."""
-BENCHMARKS: dict[str, str] = {
-    "generate": "",
-    "grpo_step": "",
-    "train_step": "",
-    "micro_steps": "",
-    "reshard": "",
-    "resize": "",
-    "role_changes": "",
-    "plan": "",
-    "decisions": "",
-    "orchestrator": "",
-    "schedules": "",
-    "published": "",
-    "elastic": f"--keep {RUNS}",
-    "predicted": f"--runs {RUNS}",
+BENCHMARKS = {
+    "generate": 240,
+    "grpo_step": 540,
+    "train": 540,
+    "reshard": 480,
+    "resize": 480,
+    "role_changes": 540,
+    "plan": 180,
+    "decisions": 300,
+    "orchestrator": 240,
+    "schedules": 480,
+    "elastic": 540,
 }
-"""In this order, with these arguments besides `--json`."""
+"""In this order. Seconds after which a benchmark ends with what it has."""
 APART = frozenset({"gpu"})
-"""Files that another command writes: `make gpu`, where there is a GPU."""
-LONGEST_S = 3 * 3600.0
-"""That any of them may take."""
+"""Whose files another command writes: `make gpu`, where there is a GPU."""
+GRACE_S = 60.0
+"""Past its budget a benchmark still ends its processes and writes its file; then it is killed."""
 
 
-def command(name: str, runs: str) -> list[str]:
-    arguments = [runs if word == RUNS else word for word in shlex.split(BENCHMARKS[name])]
-    return [f"benchmarks/{name}.py", *arguments, "--json", f"benchmarks/results/{name}.json"]
+def command(name: str) -> list[str]:
+    file = results_file(name).relative_to(ROOT)
+    return [f"benchmarks/{name}.py", "--budget", str(BENCHMARKS[name]), "--json", str(file)]
 
 
-def run(name: str, runs: str) -> str:
-    """Returns what went wrong, or nothing."""
+def run(words: Sequence[str], limit_s: float) -> str:
+    """Returns what went wrong, or nothing. What is not done in time is killed, with all that it started."""
+    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, start_new_session=True)
     try:
-        done = subprocess.run([sys.executable, *command(name, runs)], cwd=ROOT, timeout=LONGEST_S, check=False)
+        process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        return f"{name} was still at work after {LONGEST_S / 3600:.0f} hours, and was ended"
-    return f"{name} ended with {done.returncode}" if done.returncode else ""
+        return f"{words[0]} was still at work after {limit_s:g} s, and was killed"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return f"{words[0]} ended with {process.returncode}" if process.returncode else ""
 
 
 def asked(arguments: Sequence[str] | None = None) -> list[str]:
@@ -68,8 +71,6 @@ def asked(arguments: Sequence[str] | None = None) -> list[str]:
     names = parser.parse_args(arguments).names
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"there is no benchmark named {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    if "predicted" in names and "elastic" not in names:
-        parser.error("predicted reads the runs that elastic leaves: name elastic, too")
     return [name for name in BENCHMARKS if name in names or not names]
 
 
@@ -77,18 +78,18 @@ def main() -> int:
     names = asked()
     if "+" in (at := commit()):
         raise SystemExit(f"the tree is {at}: commit first, as figures are of a commit")
-    began_s, failures = time.monotonic(), list[str]()
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as runs:
-        for name in names:
-            since_s = time.monotonic()
-            print(f"== {name}: {shlex.join(command(name, runs))}", flush=True)
-            if failure := run(name, runs):
-                failures.append(failure)
-            print(f"== {name}: {(time.monotonic() - since_s) / 60:.1f} minutes", flush=True)
-    written = subprocess.run([sys.executable, "benchmarks/figures.py", "--write"], cwd=ROOT, timeout=600, check=False)
-    if written.returncode:
-        failures.append("the tables of README and docs could not be made")
-    print(f"== {(time.monotonic() - began_s) / 60:.0f} minutes", *failures, sep="\n== ")
+    began_s, took_s, failures = time.monotonic(), dict[str, float](), list[str]()
+    for name in names:
+        since_s, words = time.monotonic(), command(name)
+        print(f"== {name}: {shlex.join(words)}", flush=True)
+        if failure := run(words, BENCHMARKS[name] + GRACE_S):
+            print(f"== {failure}", flush=True)
+            failures.append(failure)
+        took_s[name] = time.monotonic() - since_s
+    if failure := run(["benchmarks/figures.py", "--write"], GRACE_S):
+        failures.append(failure)
+    told = [f"{name:16}{seconds / 60:6.1f} minutes" for name, seconds in took_s.items()]
+    print(*told, f"{'all':16}{(time.monotonic() - began_s) / 60:6.1f} minutes", *failures, sep="\n== ")
     return 1 if failures else 0
 
 

@@ -1,12 +1,10 @@
-"""How close does each arm come to what is possible? Many small scenarios, simulated, one line each.
+"""When do policies that move slots help? Many small scenarios, simulated, one line an arm.
 
-    python benchmarks/schedules.py --json benchmarks/results/schedules.json
-    python benchmarks/schedules.py --scenarios held_out --only async --arms model --gantt
+    python benchmarks/schedules.py
+    python benchmarks/schedules.py --scenarios tuned --only async --arms model --gantt
 
-Work, speeds and costs are like those of six slots on a few cores. `bound` is what no schedule can beat: all slots busy
-all the time at the best batch size, and the longest completion alone from first token to gradient. None comes near it:
-a group is trained when its longest completion is there, and the last completions decode in small batches. `tuned` is
-what policies are tuned on; `held_out` is kept for checking them.
+Work, speeds and costs are like those of six slots on a few cores. `tuned` is what policies are tuned on; `held_out` is
+kept for checking them. Every machine finds the same, sooner or later.
 """
 
 import argparse
@@ -14,8 +12,9 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+from budget import Budget, arguments
 from ductile.core.instances.placement import Placement
 from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.scheduling.facts.cluster_state import Limits
@@ -30,6 +29,8 @@ ARMS = ("best_static", "collocated", "rules", "rules_policies", "model")
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
+    kind: str
+    """What the case is one of."""
     draw: DrawLength
     slots: int = 6
     groups: int = 64
@@ -97,6 +98,7 @@ def tuned() -> Iterator[Case]:
                 for per_sequence in (0.0002, 0.0006, 0.0012):
                     yield Case(
                         f"{groups} x 8, {name}, train {train:.0f}/s, sequence {1e3 * per_sequence:.1f} ms",
+                        f"tuned, train {train:.0f}/s",
                         draw,
                         groups=groups,
                         max_tokens=limit,
@@ -108,57 +110,29 @@ def tuned() -> Iterator[Case]:
 def held_out() -> Iterator[Case]:
     one = geometric((1.0, 60.0))
     for slots in (4, 8, 16):
-        yield Case(f"{slots} slots", one, slots=slots, groups=8 * slots)
-        yield Case(f"{slots} slots, few groups", one, slots=slots, groups=4 * slots, train_tokens_per_s=2000.0)
+        kind = "4, 8 and 16 slots"
+        yield Case(f"{slots} slots", kind, one, slots=slots, groups=8 * slots)
+        yield Case(f"{slots} slots, few groups", kind, one, slots=slots, groups=4 * slots, train_tokens_per_s=2000.0)
     for sigma in (0.8, 1.0, 1.3):
         for alike in (0.0, 0.5, 1.0):
-            yield Case(f"lognormal {sigma}, alike {alike}", lognormal(40, sigma), max_tokens=768, alike=alike)
+            kind = "lognormal lengths" + (", siblings about as long as each other" if alike else "")
+            name = f"lognormal {sigma}, alike {alike}"
+            yield Case(name, kind, lognormal(40, sigma), max_tokens=768, alike=alike)
     for per_sequence in (0.0002, 0.0012):
-        yield Case(f"async 1, {1e3 * per_sequence} ms", one, max_async_level=1, per_sequence_s=per_sequence)
-        yield Case(f"4 minibatches, {1e3 * per_sequence} ms", one, n_minibatches=4, per_sequence_s=per_sequence)
-        yield Case(f"costs x 10, {1e3 * per_sequence} ms", one, costs=10.0, per_sequence_s=per_sequence)
-        yield Case(f"32 sequences a slot, {1e3 * per_sequence} ms", one, max_num_seqs=32, per_sequence_s=per_sequence)
-    yield Case("8 x 8", one, groups=8)
-    yield Case("12 steps", one, steps=12)
+        ms = f"{1e3 * per_sequence} ms"
+        kind = "generation may run one step ahead"
+        yield Case(f"async 1, {ms}", kind, one, max_async_level=1, per_sequence_s=per_sequence)
+        kind = "four optimizer steps a batch"
+        yield Case(f"4 minibatches, {ms}", kind, one, n_minibatches=4, per_sequence_s=per_sequence)
+        kind = "changes cost ten times as much"
+        yield Case(f"costs x 10, {ms}", kind, one, costs=10.0, per_sequence_s=per_sequence)
+        kind = "at most 32 sequences a generator"
+        yield Case(f"32 sequences a slot, {ms}", kind, one, max_num_seqs=32, per_sequence_s=per_sequence)
+    yield Case("8 x 8", "8 x 8 rollouts: the step is one long completion", one, groups=8)
+    yield Case("12 steps", "12 steps instead of 4: the first one counts less", one, steps=12)
 
 
 CASES = {"tuned": tuned, "held_out": held_out}
-
-
-def bound_s(scenario: Scenario) -> float:
-    """Seconds that a step takes at least, by the work of all steps on average."""
-    work, speeds, num_slots = scenario.work, scenario.speeds, scenario.placement.num_slots
-    decode, full = speeds.decode, scenario.limits.max_num_seqs
-    fixed_s = 0.0 if work.max_async_level else speeds.optim_s * work.n_minibatches + speeds.publish_s + speeds.receive_s
-    total_s = 0.0
-    lengths = list(_lengths(scenario))
-    per_step = work.rollouts_per_step
-    for step in range(work.num_steps):
-        here = lengths[step * per_step : (step + 1) * per_step]
-        generate_s = sum(here) * decode.seconds(full) / full
-        tokens = sum(here) + work.prompt_tokens * len(here)
-        longest_s = max(here) * decode.seconds(1) + speeds.train.seconds(max(here) + work.prompt_tokens, 1)
-        busy_s = _all_busy_s(generate_s, tokens, speeds, num_slots)
-        total_s += fixed_s + (busy_s if work.max_async_level else max(busy_s, longest_s))
-    return total_s / work.num_steps
-
-
-def _all_busy_s(generate_s: float, tokens: float, speeds: Speeds, num_slots: int) -> float:
-    """When both end at once, on the best split of the slots, whole or not. The more slots train, the slower is each."""
-    few, many = 0.0, float(num_slots)
-    for _ in range(50):
-        train = (few + many) / 2
-        train_is_late = tokens * (num_slots - train) > generate_s * speeds.train.of(train)
-        few, many = (train, many) if train_is_late else (few, train)
-    return generate_s / (num_slots - few)
-
-
-def _lengths(scenario: Scenario) -> Iterator[int]:
-    """Of as many completions as the run has; drawn alike, if not the very same."""
-    work = scenario.work
-    for group in range(work.num_steps * work.groups_per_step):
-        for member in range(work.group_size):
-            yield work.length(f"bound/{group}", f"bound/{group}/{member}/0")
 
 
 def line(case: Case, best: ArmOutcome, outcome: ArmOutcome) -> str:
@@ -174,24 +148,25 @@ def line(case: Case, best: ArmOutcome, outcome: ArmOutcome) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenarios", nargs="+", choices=list(CASES), default=list(CASES))
+    parser = arguments(__doc__)
+    parser.add_argument("--scenarios", nargs="+", choices=list(CASES), default=["held_out"])
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--arms", nargs="+", default=ARMS)
     parser.add_argument("--gantt", action="store_true", help="a picture of the last arm's last step")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    cases = [case for name in given.scenarios for case in CASES[name]() if given.only in case.name]
-    rows = [row for case in cases for row in _run(case, given)]
+    cases = {case.name: case for name in given.scenarios for case in CASES[name]() if given.only in case.name}
+    budget, rows = Budget(given.budget), list[dict[str, Any]]()
+    for _, name in budget.turns(list(cases)):
+        rows += _run(cases[name], given)
     for arm in given.arms:
         gains = [row["wall_s"] / row["best_s"] - 1 for row in rows if row["arm"] == arm]
-        print(f"{arm:16} against the first arm: mean {sum(gains) / len(gains):+.1%}, worst {max(gains):+.1%}")
-    write(given.json, {"rows": rows, **provenance("numpy")}, indent=1)
+        if gains:
+            print(f"{arm:16} against the first arm: mean {sum(gains) / len(gains):+.1%}, worst {max(gains):+.1%}")
+    write(given.json, {"rows": rows, **budget.told, **provenance("numpy")}, indent=1)
 
 
-def _run(case: Case, given: argparse.Namespace) -> Iterator[dict[str, object]]:
-    least_s = bound_s(case.scenario)
-    print(f"{case.name}: bound {least_s:.2f} s a step", flush=True)
+def _run(case: Case, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    print(f"{case.name}:", flush=True)
     best = None
     for outcome in run_arms(case.scenario, given.arms):
         best = best or outcome
@@ -199,8 +174,8 @@ def _run(case: Case, given: argparse.Namespace) -> Iterator[dict[str, object]]:
         result = outcome.result
         yield {
             "case": case.name,
+            "kind": case.kind,
             "arm": outcome.name,
-            "bound_s": least_s,
             "wall_s": result.wall_s,
             "best_s": best.result.wall_s,
             "switch_s": result.totals.get("switch", 0.0),

@@ -10,20 +10,18 @@ tokens are all trained but the first, in micro-batches of half of them; one thre
                     and fused AdamW: the floor. `2 x plain` is two of them at once with half the samples each, which
                     never talk: what two cores cost each other
 
-Contenders take turns over `--rounds`, in new processes each time; the first step of a turn does not count. Wall times
-are those of the slower process, CPU times of both together; figures are medians of all steps. All losses, of each step
-of a turn, must be those of `1 slot`, within 1e-3. `ratio_vs_best_peer` is against the fastest peer, whichever
-collectives it has.
+Contenders take turns, in new processes each time, over `--rounds` or until the budget ends; the first step of a turn
+does not count. Wall times are those of the slower process, CPU times of both together; figures are medians of all
+steps. All losses, of each step of a turn, must be those of `1 slot`, within 1e-3: who computes something else is left
+out. `ratio_vs_best_peer` is against the fastest peer, whichever collectives it has.
 
-    python benchmarks/train.py --json benchmarks/results/train.json      (needs `pip install -e .[bench]`)
+    python benchmarks/train.py      (needs `pip install -e .[bench]`)
 """
 
-import argparse
 import multiprocessing
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +32,7 @@ from typing import Any
 
 import torch
 
+from budget import Budget, CannotGoOn, arguments
 from ductile.cluster.node import FREED_MEMORY_STAYS
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
@@ -52,18 +51,15 @@ from provenance import provenance, write
 
 OURS, ONE, PLAIN, APART = "ductile", "1 slot", "plain", "2 x plain"
 AXES: dict[str, dict[str, Any]] = {
-    OURS: {},
     "tp 2": {"tp": 2},
     "pp 2": {"pp": 2},
     "cp 2, ulysses": {"cp": 2, "cp_style": "ulysses"},
     "cp 2, ring": {"cp": 2, "cp_style": "ring"},
 }
-"""Axes of two processes' layout, by contender; dp_shard is what the others leave."""
+"""Axes of two processes' layout, by contender. `ductile` has dp_shard 2."""
 PEERS = {f"{peer}{', direct' if direct else ''}": (peer, direct) for peer in peers.MODELS for direct in (False, True)}
 """Whose model a contender has, and whether it has ductile's collectives for CPUs."""
 SAME_LOSS = 1e-3
-LONGEST_S = 600.0
-"""For one turn."""
 
 Make = Callable[[], peers.Step]
 """Makes a process's training step, in the process."""
@@ -135,10 +131,11 @@ class Contenders:
         """`1 slot` comes first: its losses are what the others' must be."""
         return {
             ONE: self._ours((0,)),
-            **{name: self._ours((0, 1), **axes) for name, axes in AXES.items()},
+            OURS: self._ours((0, 1)),
             **{name: self._peer(*peer) for name, peer in PEERS.items()},
             PLAIN: [partial(plain, self._config(), self._packed(1)[0])],
             APART: [partial(plain, self._config(), of_rank) for of_rank in self._packed(2)],
+            **{name: self._ours((0, 1), **axes) for name, axes in AXES.items()},
         }
 
     def _ours(self, slots: tuple[int, ...], cp_style: str = "ring", **sizes: int) -> list[Make]:
@@ -182,10 +179,10 @@ def work(connection: Any, make: Make, num_steps: int) -> None:
     connection.send(found)
 
 
-def turn(jobs: Sequence[Make], num_steps: int) -> list[Timed]:
+def turn(jobs: Sequence[Make], num_steps: int, left_s: float) -> list[Timed]:
     """Run the jobs at once, each in a process: the slowest's wall times, the CPU times of all together, and the first
     one's losses."""
-    context = multiprocessing.get_context("forkserver")
+    context, until_s = multiprocessing.get_context("forkserver"), time.monotonic() + left_s
     started = []
     for make in jobs:
         ours, theirs = context.Pipe()
@@ -193,16 +190,25 @@ def turn(jobs: Sequence[Make], num_steps: int) -> list[Timed]:
         process.start()
         theirs.close()
         started.append((process, ours))
-    found: list[list[Timed]] = []
-    for process, connection in started:
-        if not connection.poll(LONGEST_S):
-            raise TimeoutError(f"a process did not finish within {LONGEST_S:.0f} s")
-        found.append(connection.recv())
-        process.join(10.0)
+    try:
+        found = [received(ours, until_s) for _, ours in started]
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
     return [
         Timed(max(each.wall_s for each in step), sum(each.cpu_s for each in step), step[0].loss)
         for step in zip(*found, strict=True)
     ]
+
+
+def received(connection: Any, until_s: float) -> list[Timed]:
+    if not connection.poll(max(0.0, until_s - time.monotonic())):
+        raise TimeoutError("its turn had not ended when the time was over")
+    try:
+        return connection.recv()
+    except EOFError:
+        raise CannotGoOn("one of its processes has ended; what it printed is above") from None
 
 
 def figures_of(steps: dict[str, list[Timed]], num_tokens: int) -> dict[str, Any]:
@@ -210,60 +216,60 @@ def figures_of(steps: dict[str, list[Timed]], num_tokens: int) -> dict[str, Any]
     cpu_s = {name: statistics.median(step.cpu_s for step in of) for name, of in steps.items()}
     theirs = [name for name in steps if name in PEERS]
     best = min(theirs, key=lambda name: wall_s[name], default=None)
+    compared = {"ratio_vs_best_peer": wall_s[best] / wall_s[OURS], "best_peer": best} if best and OURS in steps else {}
     return {
-        "ratio_vs_best_peer": wall_s[best] / wall_s[OURS] if best else None,
-        "best_peer": best,
+        **compared,
         "tokens_per_s": {name: num_tokens / wall_s[name] for name in steps},
         "cpu_s_per_token": {name: cpu_s[name] / num_tokens for name in steps},
-        "cpu_vs_one_slot": {name: cpu_s[name] / cpu_s[ONE] for name in steps if name not in theirs},
+        "cpu_vs_one_slot": {name: cpu_s[name] / cpu_s[ONE] for name in steps if name not in theirs and ONE in steps},
         "wall_s": {name: [step.wall_s for step in of] for name, of in steps.items()},
         "cpu_s": {name: [step.cpu_s for step in of] for name, of in steps.items()},
     }
 
 
 def same_losses(name: str, found: Sequence[Timed], expected: Sequence[Timed]) -> None:
-    """Raises SystemExit where a contender does not compute the same thing."""
+    """Raises CannotGoOn where a contender does not compute the same thing."""
     if name == APART:
         return  # two models
     pairs = [(each.loss, other.loss) for each, other in zip(found, expected, strict=True)]
     if not all(abs(loss - other) <= SAME_LOSS for loss, other in pairs):
-        raise SystemExit(f"{name} and {ONE} have other losses, step by step: {pairs}")
+        raise CannotGoOn(f"{name} and {ONE} have other losses, step by step: {pairs}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2, help="of a turn, besides its first one")
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1, help="of a turn, besides its first one")
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256, help="of a sample")
-    names = (ONE, *AXES, *PEERS, PLAIN, APART)
+    parser.add_argument("--tokens", type=int, default=128, help="of a sample")
+    names = (ONE, OURS, *PEERS, PLAIN, APART, *AXES)
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="name", help=f"of: {'; '.join(names)}"
     )
     parser.add_argument("--small", action="store_true", help="a tiny model: whether it works, and not how fast")
     options = parser.parse_args()
+    budget = Budget(options.budget)
     shape = LLAMA | (SMALL if options.small else {})
     os.environ |= FREED_MEMORY_STAYS  # read when a process starts
     multiprocessing.set_forkserver_preload(["ductile.trainer.train_role", "peers.train", *peers.MODULES.values()])
     missing = {peer: sentence for peer in peers.MODELS if (sentence := peers.missing(peer))}
-    for sentence in missing.values():
-        print(sentence, file=sys.stderr)
+    for name in options.only:
+        if name in PEERS and (sentence := missing.get(PEERS[name][0])):
+            budget.leave_out(name, sentence)
     store = rendezvous.host_store()
     with tempfile.TemporaryDirectory() as work_folder:
         folder = Path(work_folder) / "model"
         num_params = make_model(folder, shape)
         contenders = Contenders(folder, options.samples, options.tokens, shape["vocab_size"], store.port)
-        asked = {ONE, *options.only}.difference(name for name, (peer, _) in PEERS.items() if peer in missing)
-        jobs = {name: makes for name, makes in contenders.all().items() if name in asked}
-        steps: dict[str, list[Timed]] = {name: [] for name in jobs}
-        for number in range(options.rounds):
-            first: list[Timed] = []
-            for name, makes in jobs.items():
-                found = turn(makes, 1 + options.steps)
-                first = first or found
-                same_losses(name, found, first)
-                steps[name] += found[1:]
+        jobs = {name: makes for name, makes in contenders.all().items() if name in {ONE, *options.only}}
+        steps: dict[str, list[Timed]] = {}
+        expected: list[Timed] = []
+        for number, name in budget.turns(list(jobs), options.rounds):
+            with budget.turn_of(name):
+                found = turn(jobs[name], 1 + options.steps, budget.left_s)
+                expected = expected or found
+                same_losses(name, found, expected)
+                steps.setdefault(name, []).extend(found[1:])
                 told = statistics.median(step.wall_s for step in found[1:])
                 print(f"round {number}  {name:24} {contenders.num_tokens / told:8.0f} tokens/s", flush=True)
     figures = figures_of(steps, contenders.num_tokens)
@@ -271,11 +277,11 @@ def main() -> None:
     for name, speed in figures["tokens_per_s"].items():
         over = figures["cpu_vs_one_slot"].get(name)
         print(f"{name:24}{speed:10.0f}{1000 * figures['cpu_s_per_token'][name]:16.2f}{over or '':14.3}")
-    if figures["best_peer"]:
+    if "best_peer" in figures:
         print(f"ductile is {figures['ratio_vs_best_peer']:.2f} times as fast as {figures['best_peer']}")
     settings = {name: vars(options)[name] for name in ("rounds", "steps", "samples", "tokens")}
     where = provenance("ductile", "torch", "torchtitan", "transformers")
-    write(options.json, figures | {"num_params": num_params, "settings": settings} | where)
+    write(options.json, figures | {"num_params": num_params, "settings": settings} | budget.told | where)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ lengths like those of reasoning models, and reinforcement learning can shift its
 
 import json
 import random
-import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tomli_w
@@ -20,8 +20,17 @@ PACES = {"a": (0.8, 45), "b": (0.2, 90)}
 REWARD = "def reward(row, completion):\n    return float(completion.startswith('x'))\n"
 
 
-def make(folder: Path, *, hidden: int, num_layers: int, max_tokens: int, steps: int = 150) -> None:
-    """Writes `model/` (Hugging Face), `prompts.jsonl` and `reward.py` to `folder`."""
+def make(
+    folder: Path,
+    run: Callable[[Sequence[str]], object],
+    *,
+    hidden: int,
+    num_layers: int,
+    max_tokens: int,
+    steps: int = 80,
+) -> None:
+    """Writes `model/` (Hugging Face), `prompts.jsonl` and `reward.py` to `folder`. `run` runs a command, here one that
+    trains."""
     blank = folder / "blank"
     _blank(blank, hidden, num_layers, max_tokens + 64)
     draw = random.Random(0)
@@ -38,10 +47,7 @@ def make(folder: Path, *, hidden: int, num_layers: int, max_tokens: int, steps: 
         "scheduler": {"type": "linear", "warmup_steps": 10, "decay_steps": steps - 20},
     }
     (folder / "sft.toml").write_text(tomli_w.dumps(config))
-    command = [sys.executable, "-m", "ductile", "sft", "@", str(folder / "sft.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode:
-        raise SystemExit(f"ductile sft ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    run([sys.executable, "-m", "ductile", "sft", "@", str(folder / "sft.toml")])
     (folder / "sft" / "model").rename(folder / "model")
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": prompt(number)}) + "\n" for number in range(1000))

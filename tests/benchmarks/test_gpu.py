@@ -14,11 +14,12 @@ import torch
 import gpu as gpu_script
 from ductile.core.layout.model.peak import Peak
 from ductile.core.layout.model.spec import ModelSpec
-from gpu import BUDGET_S, DRIVER, KILL_S, PARTS, RESULTS, Part, Result, ends_in_time, results_file, run_part, unusable
+from gpu import BUDGET_S, DRIVER, KILL_S, PARTS, Part, Result, ends_in_time, file_of, run_part, unusable
 from gpu_parts import generate as generate_part
 from gpu_parts import tests as tests_part
 from gpu_parts import train as train_part
 from gpu_parts.part import Failed, Setting, Skipped
+from provenance import RESULTS
 from tests.tiny import make_model_folder
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -41,14 +42,14 @@ def on_cpu(tmp_path: Path, *parts: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.skipif(DRIVER.exists(), reason="there is a GPU: that torch does not see it is no dry run")
 def test_without_a_gpu_each_part_says_what_it_would_do() -> None:
-    before = RESULTS.read_bytes() if RESULTS.exists() else None
+    before = {file: file.read_bytes() for file in (RESULTS / "gpu").iterdir()}
     done = gpu()
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("A dry run: torch ")
     lines = done.stdout.splitlines()[1:]
     for (name, part), said in zip(PARTS.items(), lines, strict=False):
         assert said == f"  {name:12} {part.does}", "what it would do, and no package is missing for it here"
-    assert (RESULTS.read_bytes() if RESULTS.exists() else None) == before
+    assert {file: file.read_bytes() for file in (RESULTS / "gpu").iterdir()} == before
 
 
 def test_the_dry_run_says_what_would_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +91,12 @@ def test_a_gpu_that_torch_cannot_use_is_no_dry_run(tmp_path: Path, monkeypatch: 
 
 
 def test_some_parts_do_not_replace_the_figures_of_all() -> None:
-    device = {"type": "cuda"}
-    assert results_file(device, list(PARTS), small=False) == RESULTS
-    assert results_file(device, ["train_4b"], small=False) is None
-    assert results_file(device, list(PARTS), small=True) is None
-    assert results_file({"type": "cpu"}, list(PARTS), small=False) is None
-    assert results_file({}, list(PARTS), small=False) is None
+    device = {"type": "cuda", "name": "NVIDIA H200", "count": 1}
+    assert file_of(device, list(PARTS), small=False) == RESULTS / "gpu" / "nvidia-h200-1.json"
+    assert file_of(device, ["train_4b"], small=False) is None
+    assert file_of(device, list(PARTS), small=True) is None
+    assert file_of({"type": "cpu"}, list(PARTS), small=False) is None
+    assert file_of({}, list(PARTS), small=False) is None
 
 
 def test_a_part_whose_turn_never_came_has_failed() -> None:

@@ -10,7 +10,7 @@ from ductile.core.layout.geometry.holdings import Holdings, interval_boxes, volu
 from ductile.core.layout.geometry.layout import Tensor
 from ductile.core.layout.geometry.mesh import Mesh
 from ductile.core.layout.geometry.sharding import Shard, place
-from layouts import flatten, unstacked
+from tests.core.other_layouts import flatten, unstacked
 
 
 def spans(holdings: Holdings, slot: int, dim: int = 0) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from ductile.core.layout.geometry.stages import contiguous_stages
 from ductile.core.layout.geometry.strategy import model_layout, tensor_parallel
 from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.spec import ModelSpec
-from layouts import relabelled, zero_layout
+from tests.core.other_layouts import relabelled, zero_layout
 
 SPEC = ModelSpec("qwen3", 50, 16, 24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)
 TIED = ModelSpec("llama", 50, 16, 24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4, tie_embeddings=True)

@@ -12,7 +12,7 @@ from ductile.core.layout.geometry.mesh import Mesh
 from ductile.core.layout.geometry.sharding import Shard, place
 from ductile.core.transfer.assignment import arrange, best_assignment
 from ductile.core.transfer.planning import Planner
-from layouts import relabelled
+from tests.core.other_layouts import relabelled
 from tests.core.transfer.random_layouts import pairs
 from tests.core.transfer.twin import Recipe
 

@@ -5,9 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bounds import least_egress
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.balance import Demand, level, pour
 from ductile.core.transfer.cells import Entry, Line
+from ductile.core.transfer.planning import Planner
+from tests.core.transfer.least_egress import least_egress
 
 amounts = st.one_of(st.integers(1, 10**9), st.integers(10**6, 10**7))
 
@@ -52,3 +56,30 @@ def test_levelling_comes_to_rest_at_the_optimum(relay: bool, lines: list[Line]) 
         ):
             sent[slot] += amount
     assert max(sent.values()) <= 1.1 * least_egress(lines, relay) + len(lines)
+
+
+GPT = ModelSpec("llama", 32_000, 1024, 4096, num_layers=12, num_heads=16, num_kv_heads=8, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (ParallelLayout.of(range(2), tp=2), ParallelLayout.of(range(8), dp_replicate=4, tp=2)),
+        (ParallelLayout.of(range(4), tp=4), ParallelLayout.of(range(8), dp_replicate=4, tp=2)),
+        (
+            ParallelLayout.of(range(8), pp=2, dp_replicate=2, tp=2),
+            ParallelLayout.of(range(8), dp_replicate=2, tp=4),
+        ),
+        (ParallelLayout.of(range(4), dp_replicate=2, tp=2), ParallelLayout.of(range(4, 12), dp_replicate=2, tp=4)),
+        (ParallelLayout.of(range(4), dp_replicate=4), ParallelLayout.of(range(4, 12), tp=8)),
+        (
+            ParallelLayout.of(range(64), dp_replicate=8, tp=8),
+            ParallelLayout.of(range(64), pp=2, dp_replicate=8, tp=4),
+        ),
+    ],
+)
+def test_the_busiest_sender_of_a_model_sends_a_hundredth_more_than_it_must(
+    before: ParallelLayout, after: ParallelLayout
+) -> None:
+    plan = Planner().plan(model_layout(GPT, before, "float32"), model_layout(GPT, after, "float32"))
+    assert max(plan.egress.values()) <= 1.01 * least_egress(plan.lines, plan.relayed_bytes > 0)

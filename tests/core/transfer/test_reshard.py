@@ -16,7 +16,7 @@ from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.planning import Planner
 from ductile.core.transfer.topology import Topology
-from layouts import zero_layout
+from tests.core.other_layouts import zero_layout
 from tests.core.transfer.twin import PAD, Logical, execute, filled, number
 
 SPEC = ModelSpec("qwen3", 130, 32, 48, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=8, qk_norm=True)

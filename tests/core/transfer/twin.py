@@ -16,7 +16,7 @@ from ductile.core.layout.geometry.layout import ITEM_BYTES, Layout, Tensor
 from ductile.core.layout.geometry.mesh import Mesh
 from ductile.core.layout.geometry.sharding import Shard, place
 from ductile.core.transfer.plan import Part, Plan
-from layouts import flatten, unstacked
+from tests.core.other_layouts import flatten, unstacked
 
 PAD = -1
 Buffers = dict[int, dict[str, np.ndarray]]

@@ -2,7 +2,7 @@
 
 A bound L holds if all bytes can leave some slot with no slot sending more than L: a flow network from demands over
 their possible senders to a sink. The least L starts at the plain average and rises by what the minimum cut lacks, until
-everything flows. Much slower than planning: `plan.py` and the tests compare plans with it.
+everything flows. Much slower than planning, so it is for tests alone.
 """
 
 from collections import deque
