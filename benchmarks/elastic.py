@@ -11,7 +11,8 @@ prompts, seeds and optimizer steps in every arm, strictly on-policy:
     rules            cluster.policy = "rules", from the split that was the best in the first round
     rules_policies   the same with both optional policies
     model            cluster.policy = "model", from the same split
-    seed             from the same split, the keys of examples/scheduling/dynamic.yaml as they are, but for the slots
+    seed             from the same split, the keys of examples/scheduling/dynamic.yaml as they are, but for the slots;
+                     only where `--arms` names it
 
 Arms alternate over `--rounds`, or until the budget ends; figures are medians of the rounds. `wall_s` is from the first
 step's start to the last one's end; starting and stopping the processes is not in it. `cpu_s` is of all processes, from
@@ -243,8 +244,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=6)
     parser.add_argument("--fraction", type=float, default=0.25, help="of a core, for each slot")
     parser.add_argument("--splits", type=int, nargs="+", default=[2, 3, 4], help="train slots of the static arms")
-    others = ["collocated", "model", *(name for name in DYNAMIC if name != "model")]
-    parser.add_argument("--arms", nargs="+", choices=others, default=others, help="beside the splits")
+    arms = ["collocated", "model", "rules", "rules_policies"]
+    parser.add_argument("--arms", nargs="+", choices=[*arms, "seed"], default=arms, help="beside the splits")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=640)
