@@ -250,6 +250,7 @@ def main() -> None:
         (args.keep / "events.jsonl").write_text(recording)
         (args.keep / "metrics.jsonl").write_text(metrics)
     events, steps = ([json.loads(line) for line in text.split("\n")[:-1]] for text in (recording, metrics))
+    steps = [row for row in steps if "seconds/publish" in row]  # who is ended does not publish its last one
     ended = {row["step"] for row in steps}
     profiles = [StepProfile.from_fields(each) for each in events if each["kind"] == "profile" and each["step"] in ended]
     rows = rows_of(events, profiles, circle_of(steps, profiles))
