@@ -101,7 +101,7 @@ def readme() -> str:
             with suppress(KeyError):  # it ran out of time before it could compare
                 found.append(figures_of(of_machine))
         if found:
-            result = text.format(*map(together, zip(*found, strict=True)))
+            result = text.format(*(together(cells) or "(not measured)" for cells in zip(*found, strict=True)))
             rows.append((f"`benchmarks/{name}.py`: {what}", against, result, num_machines(len(found))))
     return markdown(("benchmark", "against", "result", "on"), rows)
 

@@ -25,15 +25,15 @@ from provenance import commit, results_file
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = {
-    "generate": 240,
+    "generate": 180,
     "grpo_step": 540,
     "train": 540,
     "reshard": 480,
     "resize": 480,
     "role_changes": 540,
     "plan": 180,
-    "decisions": 300,
-    "orchestrator": 240,
+    "decisions": 420,
+    "orchestrator": 180,
     "schedules": 480,
     "elastic": 540,
 }
