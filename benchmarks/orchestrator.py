@@ -33,7 +33,7 @@ from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.instances import instance_on
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.rollouts.staleness import StalenessBound
-from ductile.elastic.step_accounting import StepAccounting, StepSize
+from ductile.elastic.step_accounting import StepAccounting
 from ductile.fleet.assign_role import assign_role, begin_instances
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.remote_trainer import RemoteTrainer
@@ -50,10 +50,13 @@ from ductile.messages.workers import (
     Stepped,
 )
 from ductile.observe import Recorder
+from ductile.orchestrator.loop.assembly import assemble
 from ductile.orchestrator.loop.buffer import Buffer
 from ductile.orchestrator.loop.episode import Episodes
-from ductile.orchestrator.loop.loop import Loop, RunSchedule
+from ductile.orchestrator.loop.loop import Loop
 from ductile.orchestrator.loop.rollouts import Rollouts
+from ductile.orchestrator.loop.run_output import RunOutput
+from ductile.orchestrator.loop.run_schedule import RunSchedule
 from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import GenerateRequest, Manifest, Sampling, StepReport
 from ductile.roles import RoleAssignment, Task
@@ -158,8 +161,6 @@ class Questions(Task):
 class Graders:
     """Rewards at once, half of them 1."""
 
-    num_errors = 0
-
     def __init__(self) -> None:
         self._num_asked = 0
 
@@ -209,37 +210,12 @@ def make_loop(cluster: LocalCluster, completions: int, num_tokens: int, record: 
     graders: Any = Graders()
     episodes = Episodes({"train": task}, tokenizer, generators, graders, length)
     prompts = Prompts(task, tokenizer, ExampleOrder(range(num_groups)), PROMPT_TOKENS)
-    buffer = Buffer(
-        prompts,
-        StalenessBound(num_groups, 0, 0),
-        record,
-        version=0,
-        max_steps=1,
-        timeout_s=DEADLINE_S,
-        stop=stop,
-    )
-
-    async def save(step: int) -> None:
-        pass
-
+    schedule = RunSchedule(1, StalenessBound(num_groups, 0, 0), GROUP_SIZE, seq_len=SAMPLES_PER_MICRO_BATCH * length)
+    buffer = Buffer(prompts, schedule.staleness, record, version=0, max_steps=1, timeout_s=DEADLINE_S, stop=stop)
     rollouts = Rollouts(buffer, episodes, generators, Sampling(max_tokens=num_tokens), GROUP_SIZE)
-    size = StepSize(max_steps=1, groups_per_step=num_groups, group_size=GROUP_SIZE)
-    return Loop(
-        RunSchedule(max_steps=1, groups_per_step=num_groups, seq_len=SAMPLES_PER_MICRO_BATCH * length),
-        trainer,
-        generators,
-        None,
-        rollouts,
-        buffer,
-        SampleBuilder(),
-        StepAccounting(size, buffer, rollouts),
-        None,
-        save,
-        lambda step: False,
-        buffer.counts,
-        record,
-        stop,
-    )
+    output = RunOutput(record, schedule, buffer, tokenizer, counted=(buffer,))
+    accounting = StepAccounting(schedule.step_size(scores=False), buffer, rollouts)
+    return assemble(schedule, trainer, rollouts, SampleBuilder(), None, output, accounting, None, stop)
 
 
 async def measure(completions: int, num_tokens: int, folder: Path) -> dict[str, float]:
@@ -252,7 +228,8 @@ async def measure(completions: int, num_tokens: int, folder: Path) -> dict[str, 
         await assign_role(cluster.mailbox, "train", settings, [ParallelLayout.of(TRAIN)], DEADLINE_S)
         generators = [instance_on("generate", (slot,)) for slot in GENERATE]
         await begin_instances(cluster.mailbox, generators, settings, DEADLINE_S)
-        loop = make_loop(cluster, completions, num_tokens, Recorder(folder))
+        record = Recorder(folder)
+        loop = make_loop(cluster, completions, num_tokens, record)
         count_bytes(counted)
         pids = [os.getpid(), *(cluster.processes[slot].pid for slot in slots)]
         watching = asyncio.create_task(stalls(turns))
@@ -261,7 +238,7 @@ async def measure(completions: int, num_tokens: int, folder: Path) -> dict[str, 
         wall_s = time.perf_counter() - began_s
         used_s = [cpu_s([pid]) - before for pid, before in zip(pids, before_s, strict=True)]
         watching.cancel()
-    (row,) = (row for row in loop.record.rows() if row["step"] == 1)
+    (row,) = (row for row in record.rows() if row["step"] == 1)
     generated = completions * num_tokens
     if row["sampled_tokens"] != generated:
         raise RuntimeError(f"the step trained {row['sampled_tokens']:.0f} tokens, not {generated}")

@@ -262,10 +262,17 @@ class Stopwatch:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self._began_s: dict[str, float] = {}
         self._started_s = clock()
 
     def __call__(self, phase: str) -> AbstractContextManager[None]:
         return timed(self._seconds, phase, self._clock)
+
+    def begin(self, phase: str) -> None:
+        self._began_s[phase] = self._clock()
+
+    def end(self, phase: str) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - self._began_s.pop(phase)
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """(seconds since the last lap, seconds by phase in it); starts the next one."""

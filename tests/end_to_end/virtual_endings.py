@@ -372,7 +372,7 @@ def _look(world: World, stage: Stage, ended: BaseException | None) -> tuple[int,
         expected = {**SAVES_ALL, **SAVES_WHAT_WAS_DUE}[world.kind]
         assert expected is not None, ended
         assert isinstance(ended, expected), (world, repr(ended))
-    due = [step for step in range(1, trained + 1) if step == MAX_STEPS or stage.loop.save_due(step)]
+    due = [step for step in range(1, trained + 1) if step == MAX_STEPS or stage.loop.output.save_due(step)]
     if ended is None or world.kind in SAVES_ALL:
         assert max(there, default=0) == trained, (world, there, trained)
     elif due and due[-1] == trained:

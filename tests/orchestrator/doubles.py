@@ -4,26 +4,27 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ductile.concurrency.deadline import Deadline
+from ductile.concurrency.structured import Pause
 from ductile.core.batch.advantage import Advantage, mean_baseline
 from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
-from ductile.elastic.step_accounting import StepAccounting, StepSize
+from ductile.elastic.step_accounting import StepAccounting
 from ductile.observe import Recorder
-from ductile.orchestrator.ending.progress import Checkpoints, Progress
+from ductile.orchestrator.ending.progress import Checkpoints
 from ductile.orchestrator.ending.saving import Saver
+from ductile.orchestrator.loop.assembly import assemble
 from ductile.orchestrator.loop.buffer import Buffer
 from ductile.orchestrator.loop.episode import Episodes
 from ductile.orchestrator.loop.evaluate import Evaluation
-from ductile.orchestrator.loop.loop import Loop, RunSchedule
 from ductile.orchestrator.loop.rollouts import Rollouts
+from ductile.orchestrator.loop.run_output import RunOutput
+from ductile.orchestrator.loop.run_schedule import RunSchedule
 from ductile.orchestrator.loop.sample_builder import SampleBuilder
-from ductile.orchestrator.loop.samples import sample_rows
 from ductile.records import GenerateRequest, Generation, Manifest, Prompt, Sampling, StepReport
 from ductile.roles import Task
 from ductile.sim.clock import VirtualTimeLoop
@@ -83,7 +84,10 @@ class InProcessGraders:
     """`Graders` without processes."""
 
     def __init__(self, tasks):
-        self.tasks, self.num_errors = tasks, 0
+        self.tasks = tasks
+
+    def counts(self):
+        return {"reward_errors": 0.0}
 
     async def reward(self, task, example, completion):
         return Graded(*score(self.tasks[task], example, completion))
@@ -112,6 +116,7 @@ class FakeTrainer:
         self.samples, self.loss_denominators, self.steps, self.busy = [], [], 0, False
         self.fail_at: int | None = None
         self.skips = skips
+        self.pause = Pause()
 
     async def forward_backward(self, samples, seq_len):
         assert not self.busy, "two forward_backward at once"
@@ -207,6 +212,23 @@ class FakeScorer:
         self.version = manifest.version
 
 
+class NotingSaver:
+    """`Saver` of a stage: notes what it saves, and really saves it where the stage has checkpoints."""
+
+    def __init__(self, stage):
+        self.stage = stage
+
+    def is_due(self, step):
+        return self.stage.save_interval is not None and step % self.stage.save_interval == 0
+
+    async def save(self, progress):
+        stage = self.stage
+        stage.diary.note(f"checkpoint {progress.step}")
+        if stage.checkpoints:
+            await Saver(stage.fake_trainer, stage.checkpoints, stage.record, model_folder=None).save(progress)
+        stage.saved.append((progress.step, progress.prompts))
+
+
 @dataclass
 class Stage:
     """A whole loop in memory. Change what a test is about, then `run(stage.go())`."""
@@ -238,6 +260,7 @@ class Stage:
     death: Callable[[], Coroutine[Any, Any, str]] | None = None
     """Returns when a process that the run needs is gone."""
     controller: Callable[["Stage"], ElasticController] | None = None
+    saver: Callable[["Stage"], Any] = NotingSaver
     checkpoints: Checkpoints | None = None
     """Where the trainer's state is really saved; None notes that it would be."""
     diary: Diary = field(default_factory=Diary)
@@ -251,7 +274,6 @@ class Stage:
         self.fake_scorer = self.scorer(self.diary) if self.scorer else None
         task, tokenizer = Count(self.num_examples), Letters()
         tasks = {"train": task}
-        episodes = Episodes(tasks, tokenizer, self.fake_generators, self.graders(tasks), max_len_tokens=64)
         prompts = Prompts(task, tokenizer, ExampleOrder(range(self.num_examples), seed=1), 32, self.position)
         mark_trained, step_of = prompts.mark_trained, lambda: self.loop.step
 
@@ -260,73 +282,62 @@ class Stage:
             mark_trained(prompt)
 
         prompts.mark_trained = note_trained
-        bound = StalenessBound(self.groups_per_step, self.max_async_level, self.max_off_policy_steps)
+        schedule = RunSchedule(
+            max_steps=self.max_steps,
+            staleness=StalenessBound(self.groups_per_step, self.max_async_level, self.max_off_policy_steps),
+            group_size=self.group_size,
+            n_minibatches=self.n_minibatches,
+            seq_len=self.seq_len,
+            eval_interval=self.eval_interval,
+            max_reward_error_share=self.max_reward_error_share,
+            max_skipped_steps=self.max_skipped_steps,
+        )
         self.buffer = Buffer(
             prompts,
-            bound,
+            schedule.staleness,
             self.record,
             version=self.step,
             max_steps=self.max_steps,
             timeout_s=Deadline(self.timeout_s, "cluster.group_timeout_s"),
             stop=self.stop,
         )
+        graders = self.graders(tasks)
+        episodes = Episodes(tasks, tokenizer, self.fake_generators, graders, max_len_tokens=64)
         self.rollouts = Rollouts(self.buffer, episodes, self.fake_generators, Sampling(), self.group_size)
         held_out = [Prompt(f"eval/0/{i}", "train", i, (ord("7"),)) for i in range(self.eval_prompts)]
         evaluation = Evaluation(episodes, held_out, Sampling(temperature=0), self.record)
-
-        async def save(step):
-            self.diary.note(f"checkpoint {step}")
-            if self.checkpoints:
-                saver = Saver(self.fake_trainer, self.checkpoints, self.record, model_folder=None)
-                await saver.save(Progress(step, self.buffer.position()))
-            self.saved.append((step, self.buffer.position()))
-
-        size = StepSize(
-            self.max_steps,
-            self.groups_per_step,
-            self.group_size,
-            self.n_minibatches,
-            bound.ahead,
-            scores=self.fake_scorer is not None,
-        )
-        self.accounting = StepAccounting(size, self.buffer, self.rollouts)
-        controller = self.controller(self) if self.controller else None
-        self.loop = Loop(
-            RunSchedule(
-                max_steps=self.max_steps,
-                groups_per_step=self.groups_per_step,
-                n_minibatches=self.n_minibatches,
-                seq_len=self.seq_len,
-                eval_interval=self.eval_interval,
-                max_reward_error_share=self.max_reward_error_share,
-                max_skipped_steps=self.max_skipped_steps,
-            ),
-            self.fake_trainer,
-            self.fake_generators,
+        sample_builder = SampleBuilder(
             self.fake_scorer,
-            self.rollouts,
-            self.buffer,
-            SampleBuilder(
-                self.fake_scorer,
-                advantage=self.advantage,
-                needs_reference=self.needs_reference,
-                drop_zero_advantage=self.drop_zero_advantage,
-            ),
-            self.accounting,
-            evaluation if held_out else None,
-            save,
-            lambda step: self.save_interval is not None and step % self.save_interval == 0,
-            lambda: {**self.buffer.counts(), "reward_errors": 0.0},
+            advantage=self.advantage,
+            needs_reference=self.needs_reference,
+            drop_zero_advantage=self.drop_zero_advantage,
+        )
+        output = RunOutput(
             self.record,
+            schedule,
+            self.buffer,
+            tokenizer,
+            num_samples=1,
+            counted=(self.buffer, graders),
+            saver=self.saver(self),
+        )
+        self.accounting = StepAccounting(
+            schedule.step_size(scores=self.fake_scorer is not None), self.buffer, self.rollouts
+        )
+        self.loop = assemble(
+            schedule,
+            self.fake_trainer,
+            self.rollouts,
+            sample_builder,
+            evaluation if held_out else None,
+            output,
+            self.accounting,
+            self.controller(self) if self.controller else None,
             self.stop,
-            self.step,
-            lambda step, groups: self.record.samples(step, sample_rows(groups, tokenizer, 1)),
-            controller,
         )
         meanwhile = asyncio.create_task(during(self)) if during else None
         try:
-            async with controller.at_work(self.buffer.fail) if controller else nullcontext():
-                return await self.loop.run(self.death() if self.death else None)
+            return await self.loop.run(self.death() if self.death else None)
         finally:
             if meanwhile:
                 await meanwhile

@@ -8,7 +8,6 @@ import pytest
 from ductile.core.batch.advantage import mean_baseline
 from ductile.observe import read_jsonl
 from ductile.orchestrator.ending.run_until import SlotDied
-from ductile.orchestrator.ending.save_once import SaveOncePerStep
 from ductile.orchestrator.loop.evaluate import RewardsFailed
 from ductile.orchestrator.loop.skipped_steps import Diverged
 from ductile.roles import CustomCodeFailed, Late, SlotLost
@@ -17,6 +16,7 @@ from tests.orchestrator.doubles import (
     FakeGenerators,
     FakeTrainer,
     InProcessGraders,
+    NotingSaver,
     Stage,
     clock,
     run,
@@ -168,14 +168,12 @@ def test_a_trainer_that_cannot_be_saved_is_an_event_and_the_cause_is_raised(tmp_
                 raise SlotLost("slot 0 (train) was killed by SIGKILL")
             return await super().publish(version)
 
-    async def save(step):
-        raise SlotLost("slot 0 (train) is gone")
-
-    async def no_save(stage):
-        stage.loop.save = SaveOncePerStep(save, 0, stage.record)
+    class NoSaver(NotingSaver):
+        async def save(self, progress):
+            raise SlotLost("slot 0 (train) is gone")
 
     with pytest.raises(SlotLost, match="was killed by SIGKILL"):
-        run(Stage(tmp_path, max_steps=5, trainer=Dies).go(no_save))
+        run(Stage(tmp_path, max_steps=5, trainer=Dies, saver=NoSaver).go())
     told = [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "not_saved"]
     assert told == ["Nothing of this run is saved: slot 0 (train) is gone."]
 

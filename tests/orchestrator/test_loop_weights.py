@@ -1,10 +1,11 @@
 """New weights on their way, slots that settle, and a trainer that is held."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 
-from ductile.concurrency.structured import Pause
+from ductile.events.phases import StepListener
 from tests.orchestrator.doubles import (
     FakeGenerators,
     FakeScorer,
@@ -14,15 +15,14 @@ from tests.orchestrator.doubles import (
 )
 
 
-class UntilAllIsScored:
-    """In place of a controller: training waits until all that the step trains on is scored."""
+class FixedRoles(StepListener):
+    """In place of a controller: no slot changes its role."""
 
-    def __init__(self, loop):
-        self.training_pause, self.loop = Pause(), loop
-        self.notify()
+    def __init__(self, stage):
+        self.stage = stage
 
-    def notify(self):
-        self.training_pause.set(self.loop.buffer.num_taken < 8 or self.loop.accounting.scoring.rollouts > 0)
+    def at_work(self, on_error):
+        return nullcontext()
 
     async def begin_step(self, version):
         pass
@@ -34,23 +34,28 @@ class UntilAllIsScored:
         pass
 
 
-class HeldTrainer(FakeTrainer):
-    hold: Pause
+class UntilAllIsScored(FixedRoles):
+    """Training waits until all that the step trains on is scored."""
 
+    def __init__(self, stage):
+        super().__init__(stage)
+        self.on_phase_end(None)
+
+    def on_phase_end(self, phase):
+        stage = self.stage
+        stage.fake_trainer.pause.set(stage.buffer.num_taken < 8 or stage.accounting.scoring.rollouts > 0)
+
+
+class HeldTrainer(FakeTrainer):
     async def forward_backward(self, samples, seq_len):
         self.diary.note(f"given {len(samples)}")
-        await self.training_pause.over.wait()
+        await self.pause.over.wait()
         await super().forward_backward(samples, seq_len)
 
 
 @pytest.mark.parametrize("capacity", [3, 64])
 def test_a_trainer_that_is_held_until_all_is_scored_goes_on(tmp_path, capacity):
     """Else chunk upon chunk would wait for the trainer to take the one before."""
-
-    async def hold(stage):
-        stage.loop.controller = UntilAllIsScored(stage.loop)
-        stage.fake_trainer.training_pause = stage.loop.controller.training_pause
-
     stage = Stage(
         tmp_path,
         max_steps=1,
@@ -59,8 +64,9 @@ def test_a_trainer_that_is_held_until_all_is_scored_goes_on(tmp_path, capacity):
         trainer=HeldTrainer,
         scorer=FakeScorer,
         drop_zero_advantage=False,
+        controller=UntilAllIsScored,
     )
-    assert run(stage.go(hold)) == 1
+    assert run(stage.go()) == 1
     assert len(stage.diary.what("score")) > 2
     assert len(stage.diary.what("given")) == 2, "what was scored meanwhile goes to the trainer as one"
     assert len(stage.fake_trainer.samples) == 16
@@ -82,30 +88,31 @@ def test_the_trainer_goes_on_while_new_weights_travel(tmp_path):
 def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
     """Training may outrun slow weights, and what is decided then would be decided twice at once."""
 
-    class Settling:
-        def __init__(self, diary):
-            self.diary = diary
-
+    class Noting(FixedRoles):
         async def begin_step(self, version):
-            self.diary.note(f"begin {version}")
+            self.stage.diary.note(f"begin {version}")
 
         async def joined(self):
-            self.diary.note("joined")
+            self.stage.diary.note("joined")
 
         def go_on(self):
-            self.diary.note("go on")
-
-    async def controlled(stage):
-        stage.loop.controller = Settling(stage.diary)
+            self.stage.diary.note("go on")
 
     slow = partial(FakeGenerators, receive_s=5.0, capacity=64, delay=lambda request: 0.01)
-    stage = Stage(tmp_path, max_steps=3, max_async_level=2, generators=slow, trainer=partial(FakeTrainer, chunk_s=1.0))
-    run(stage.go(controlled))
+    stage = Stage(
+        tmp_path,
+        max_steps=3,
+        max_async_level=2,
+        generators=slow,
+        trainer=partial(FakeTrainer, chunk_s=1.0),
+        controller=Noting,
+    )
+    run(stage.go())
     assert stage.diary.what("optim_step", "begin 2", "live 1")[:4] == ["optim_step"] * 2 + ["live 1", "begin 2"]
     told = stage.diary.what("begin", "go on")
-    assert told[1:] == [what for version in (1, 2, 3) for what in (f"begin {version}", "go on")]
+    assert told == [what for version in range(4) for what in (f"begin {version}", "go on")]
     order = stage.diary.what("publish", "joined", "live")
-    assert order[3:] == [what for version in (1, 2, 3) for what in (f"publish {version}", "joined", f"live {version}")]
+    assert order == [what for version in range(4) for what in (f"publish {version}", "joined", f"live {version}")]
 
 
 def test_nothing_is_started_with_weights_that_are_about_to_be_replaced(tmp_path):

@@ -28,7 +28,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ductile.concurrency.structured import DaemonThreads, Pause, gather_all
+from ductile.concurrency.structured import DaemonThreads, gather_all
 from ductile.core.instances.instances import Instance, InstanceId, in_order
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.facts.cluster_state import ClusterState
@@ -36,6 +36,7 @@ from ductile.core.scheduling.orders import Decision, Migration, Policy, RoleChan
 from ductile.elastic.decision_log import DecisionLog, ExecutedDecision
 from ductile.elastic.policy_decision import BadDecision, LateDecision, decide
 from ductile.events.decisions import DecisionJournal
+from ductile.events.phases import ScorePhase, StepListener, StepPhase
 from ductile.fleet.release import Release
 from ductile.observe import Recorder
 
@@ -100,7 +101,7 @@ def rest_s(took_s: float) -> float:
     return max(LEAST_REST_S, REST * took_s)
 
 
-class ElasticController:
+class ElasticController(StepListener):
     def __init__(
         self,
         policy: Policy,
@@ -119,8 +120,6 @@ class ElasticController:
         """Real seconds that each decision took the policy."""
         self.deciding_s = 0.0
         """CPU seconds that all decisions took: the state, the policy and the check of its orders."""
-        self.training_pause = Pause()
-        """The pause of training that the policy ordered."""
         self.refused = ""
         """Why the policy is not asked any more, as a sentence; empty while it is asked."""
         self._policy, self._actuator, self._log = policy, actuator, DecisionLog(record)
@@ -147,6 +146,10 @@ class ElasticController:
         """Something happened that may matter."""
         self._happened.set()
 
+    def on_phase_end(self, phase: StepPhase) -> None:
+        if isinstance(phase, ScorePhase) and phase.by_scorer:
+            self.notify()
+
     @asynccontextmanager
     async def at_work(self, on_error: Callable[[BaseException], None]) -> AsyncGenerator[None]:
         """Meanwhile the policy is asked after events. A change that is under way at the end is given up, and training
@@ -167,7 +170,7 @@ class ElasticController:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=limit_s)
-            self._hold_training(False)
+            self._actuator.hold_training(False)
         if self._failed is not None:
             raise self._failed
 
@@ -211,13 +214,9 @@ class ElasticController:
         except Exception as error:
             self._fail(error)
 
-    def _hold_training(self, held: bool) -> None:
-        self._actuator.hold_training(held)
-        self.training_pause.set(held)
-
     def _fail(self, error: Exception) -> None:
         self._failed = error
-        self._hold_training(False)
+        self._actuator.hold_training(False)
         self._on_error(error)
 
     async def _decide(self) -> None:
@@ -228,7 +227,7 @@ class ElasticController:
         state_s = time.thread_time() - began_s
         decision, deciding_s = await self._ask(state)
         # Slots that train hear of a migration after their micro-steps: training that waited waits until they have.
-        self._hold_training(decision.hold_training or (state.trainer.held and bool(decision.migrations)))
+        self._actuator.hold_training(decision.hold_training or (state.trainer.held and bool(decision.migrations)))
         took_s = state_s + deciding_s
         self.deciding_s += took_s
         self._not_before_s = actuator.now_s + self._rest_s(took_s)
@@ -335,7 +334,7 @@ class ElasticController:
 
         try:
             failures = await actuator.release(delta.release_of({each.id for each in state.instances} - waiting))
-            self._hold_training(decision.hold_training)
+            self._actuator.hold_training(decision.hold_training)
             (resized, said), others = await gather_all(resize(), begin())
             failures += [*said, *others]
             if resized:

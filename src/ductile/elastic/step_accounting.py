@@ -1,9 +1,9 @@
 """How far the rollouts of a step are, between the prompts and the gradient: what policies are told of the step.
 
-    to start -> generating -> partial -> waiting -> scoring -> scored -> sending -> pending -> trained
+    to start -> generating -> partial -> waiting -> scoring -> scored -> pending -> trained
 
-The loop says what it scores and sends, and when an evaluation comes; the buffer and the groups that are being generated
-are looked at, and the trainer's client says what it has been given.
+The loop tells what it scores and sends, and when an evaluation comes (`events.phases`); the buffer and the groups that
+are being generated are looked at, and the trainer's client says what it has been given.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ductile.core.scheduling.facts.cluster_state import BatchProgress
+from ductile.events.phases import EvaluatePhase, ForwardBackwardPhase, ScorePhase, StepListener, StepPhase
 from ductile.records import RolloutGroup
 
 
@@ -79,48 +80,43 @@ class GeneratedGroups(Protocol):
         ...
 
 
-class StepAccounting:
+class StepAccounting(StepListener):
     def __init__(self, size: StepSize, waiting: WaitingGroups, generated: GeneratedGroups) -> None:
         self._size, self._waiting, self._generated = size, waiting, generated
         self.scoring = SamplesInFlight()
         """Samples that are being scored: out of the buffer, and not yet in `scored`."""
         self.scored = SamplesInFlight()
-        """Samples that wait for the trainer to have done what it has."""
-        self.sending = SamplesInFlight()
-        """Samples that are out of `scored`, and that the trainer is about to begin with."""
+        """Samples that wait for the trainer's client to have them, which says from then on what is left of them."""
         self._evaluates = False
         """An evaluation is next, or under way."""
         self._to_evaluate = 0
         """Rollouts that the next evaluation will ask for, and has not asked for yet."""
 
-    # -- what the loop says
+    # -- what the loop tells
 
-    def scoring_begins(self, groups: Sequence[RolloutGroup]) -> None:
-        self.scoring = SamplesInFlight.of(groups)
+    def on_step_begin(self, version: int, num_evaluated: int) -> None:
+        self._evaluates, self._to_evaluate = num_evaluated > 0, num_evaluated
 
-    def scoring_ends(self, *, is_trained_on: bool) -> None:
-        """is_trained_on: False for groups that give no samples."""
-        self.scored = self.scored + self.scoring if is_trained_on else self.scored
-        self.scoring = SamplesInFlight()
+    def on_phase_begin(self, phase: StepPhase) -> None:
+        match phase:
+            case ScorePhase(groups=groups):
+                self.scoring = SamplesInFlight.of(groups)
+            case ForwardBackwardPhase(groups=groups):
+                self.scored -= SamplesInFlight.of(groups)
+            case EvaluatePhase():
+                self._to_evaluate = 0  # its requests are with the generators
+            case _:
+                pass
 
-    def sends(self) -> None:
-        """What is scored goes to the trainer."""
-        self.scored, self.sending = SamplesInFlight(), self.scored
-
-    def sent(self) -> None:
-        """The trainer's client has what was sent, and says from now on what is left of it."""
-        self.sending = SamplesInFlight()
-
-    def evaluation_comes(self, num_completions: int) -> None:
-        """The weights that are about to be live will be evaluated with so many completions; 0: they will not."""
-        self._evaluates, self._to_evaluate = num_completions > 0, num_completions
-
-    def evaluation_begins(self) -> None:
-        """Its requests are with the generators."""
-        self._to_evaluate = 0
-
-    def evaluation_ends(self) -> None:
-        self._evaluates = False
+    def on_phase_end(self, phase: StepPhase) -> None:
+        match phase:
+            case ScorePhase(samples=samples):
+                self.scored = self.scored + self.scoring if samples else self.scored
+                self.scoring = SamplesInFlight()
+            case EvaluatePhase():
+                self._evaluates = False
+            case _:
+                pass
 
     # -- what policies are told
 
@@ -131,7 +127,7 @@ class StepAccounting:
 
     def samples_ready(self, pending: SamplesInFlight) -> int:
         """Rollouts that the trainer could have or has been given. pending: what it has been given and not done yet."""
-        held = self.scoring + self.scored + self.sending + pending
+        held = self.scoring + self.scored + pending
         return len(self._waiting) * self._size.group_size + held.rollouts
 
     def batch(self, pending: SamplesInFlight, num_queued: int) -> BatchProgress:
@@ -139,7 +135,7 @@ class StepAccounting:
         that wait because there is no generator. A last evaluation is a step that trains nothing:
         generators are needed once more."""
         size, waiting = self._size, self._waiting
-        with_trainer = pending + self.sending + self.scored
+        with_trainer = pending + self.scored
         to_score = SamplesInFlight(len(waiting) * size.group_size, waiting.waiting_tokens) + self.scoring
         ready, to_score = (with_trainer, to_score) if size.scores else (with_trainer + to_score, SamplesInFlight())
         is_over = waiting.version >= size.max_steps

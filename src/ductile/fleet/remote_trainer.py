@@ -17,6 +17,7 @@ from itertools import islice
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
+from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
@@ -100,14 +101,18 @@ class RemoteTrainer:
         """Changes and commands that wait for the next boundary."""
         self._num_expecting = 0
         """Changes under way whose messages should not wait for long (`expecting_change`)."""
-        self.is_held = False
-        """No micro-step begins; those in flight end."""
+        self.pause = Pause()
+        """No micro-step begins while the scheduling policy holds training; those in flight end."""
         self._given: list[_Given] = []
         self.on_micro_step = Listeners[[MicroStepDone]]()
         self._kept: dict[int, _Kept] = {}
         """Published versions that are not withdrawn yet, by number."""
         self._changed = ChangeSignal()
         self._end: TrainerLost | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self.pause.begun.is_set()
 
     @property
     def num_ranks(self) -> int:
@@ -133,7 +138,7 @@ class RemoteTrainer:
 
     def hold_training(self, held: bool) -> None:
         """Hold training, or let it go on."""
-        self.is_held = held
+        self.pause.set(held)
         self._changed.notify_all()
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:

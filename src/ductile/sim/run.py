@@ -11,12 +11,15 @@ from ductile.core.scheduling.facts.ledger import Activity, IdleCause, Ledger, Sp
 from ductile.core.scheduling.orders import Policy
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.decision_log import ExecutedDecision
-from ductile.elastic.step_accounting import StepAccounting, StepSize
+from ductile.elastic.step_accounting import StepAccounting
 from ductile.observe import Recorder
+from ductile.orchestrator.loop.assembly import assemble
 from ductile.orchestrator.loop.buffer import Buffer
 from ductile.orchestrator.loop.episode import Episodes
-from ductile.orchestrator.loop.loop import Loop, RunSchedule
+from ductile.orchestrator.loop.loop import Loop
 from ductile.orchestrator.loop.rollouts import Rollouts
+from ductile.orchestrator.loop.run_output import RunOutput
+from ductile.orchestrator.loop.run_schedule import RunSchedule
 from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Sampling
 from ductile.sim.clock import now_s, run
@@ -74,9 +77,7 @@ async def _simulate(scenario: Scenario, policy: Policy, folder: Path) -> Simulat
     try:
         actuator = SimulatedActuator(scenario, ledger)
         controller = ElasticController(policy, actuator, record, rest_s=lambda took_s: scenario.coalesce_s)
-        loop = _loop(scenario, actuator, controller, record)
-        async with controller.at_work(loop.buffer.fail):
-            await loop.run()
+        await _loop(scenario, actuator, controller, record).run()
     finally:
         record.close()
     ended_s = now_s()
@@ -102,52 +103,25 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
     num_prompts = work.num_steps * work.groups_per_step
     task, tokenizer = SimulatedTask(num_prompts, scenario.blocks(work.prompt_tokens)), Blocks()
     max_blocks = scenario.blocks(work.prompt_tokens) + scenario.blocks(work.max_tokens)
-    bound = StalenessBound(work.groups_per_step, work.max_async_level, work.max_off_policy_steps)
-    buffer = Buffer(
-        Prompts(task, tokenizer, ExampleOrder(range(num_prompts), work.seed), max_blocks),
-        bound,
-        record,
-        version=0,
-        max_steps=work.num_steps,
-        timeout_s=PATIENCE_S,
-        stop=stop,
-    )
-    actuator.on_capacity.add(buffer.wake)
-    rollouts = Rollouts(
-        buffer,
-        Episodes({"train": task}, tokenizer, generators, NoGraders(), max_blocks),
-        generators,
-        Sampling(max_tokens=scenario.blocks(work.max_tokens)),
+    schedule = RunSchedule(
+        work.num_steps,
+        StalenessBound(work.groups_per_step, work.max_async_level, work.max_off_policy_steps),
         work.group_size,
+        work.n_minibatches,
+        max(1, work.seq_len // scenario.block_tokens),
     )
-    size = StepSize(
-        work.num_steps, work.groups_per_step, work.group_size, work.n_minibatches, bound.ahead, scores=scenario.score
+    prompts = Prompts(task, tokenizer, ExampleOrder(range(num_prompts), work.seed), max_blocks)
+    buffer = Buffer(
+        prompts, schedule.staleness, record, version=0, max_steps=work.num_steps, timeout_s=PATIENCE_S, stop=stop
     )
-    accounting = StepAccounting(size, buffer, rollouts)
+    episodes = Episodes({"train": task}, tokenizer, generators, NoGraders(), max_blocks)
+    sampling = Sampling(max_tokens=scenario.blocks(work.max_tokens))
+    rollouts = Rollouts(buffer, episodes, generators, sampling, work.group_size)
+    accounting = StepAccounting(schedule.step_size(scores=scenario.score), buffer, rollouts)
     actuator.reads(accounting)
+    actuator.on_capacity.add(buffer.wake)
     for changed in (actuator.look_again, controller.notify):
         buffer.on_change.add(changed)
-    return Loop(
-        RunSchedule(
-            work.num_steps, work.groups_per_step, work.n_minibatches, max(1, work.seq_len // scenario.block_tokens)
-        ),
-        trainer,
-        generators,
-        scorer,
-        rollouts,
-        buffer,
-        SampleBuilder(scorer, drop_zero_advantage=False),
-        accounting,
-        evaluation=None,
-        save=_nothing,
-        save_due=lambda step: False,
-        counts=dict,
-        record=record,
-        stop=stop,
-        controller=controller,
-        clock=now_s,
-    )
-
-
-async def _nothing(step: int) -> None:
-    """Simulated runs write no checkpoints."""
+    sample_builder = SampleBuilder(scorer, drop_zero_advantage=False)
+    output = RunOutput(record, schedule, buffer, tokenizer, clock=now_s)
+    return assemble(schedule, trainer, rollouts, sample_builder, None, output, accounting, controller, stop)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import fsum
 
 from ductile.concurrency.listeners import Listeners
+from ductile.concurrency.structured import Pause
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.instances.placement import SPELLED, Role
 from ductile.core.layout.choice.layout_rules import layout_for
@@ -52,8 +53,8 @@ class SimulatedActuator:
         self.layout = layout_for(scenario.placement.train, scenario.rules)
         self.boundary = asyncio.Lock()
         """Held by the trainer in a micro-step, and by a change of its slots."""
-        self.may_train = asyncio.Event()
-        self.may_train.set()
+        self.pause = Pause()
+        """No micro-step begins while the policy holds training."""
         self.pending = SamplesInFlight()
         """Samples that the trainer has been given and has not done yet."""
         self.live_version = -1
@@ -110,7 +111,7 @@ class SimulatedActuator:
             self.step_s.append(self.now_s - fsum(self.step_s))
 
     def hold_training(self, held: bool) -> None:
-        (self.may_train.clear if held else self.may_train.set)()
+        self.pause.set(held)
         self.look_again()
 
     def changing(self, moves: Sequence[RoleChange]) -> None:
@@ -256,7 +257,7 @@ class SimulatedActuator:
             any(engine.requests for engine in self.engines.values()),
             self._accounting.to_start(self.num_waiting) > 0,
             self._accounting.samples_ready(self.pending) > 0,
-            not self.may_train.is_set(),
+            self.pause.begun.is_set(),
         )
         if facts != self._facts:
             self._facts = facts
@@ -363,7 +364,7 @@ class SimulatedActuator:
                 for slot, roles in self.roles.items()
             ),
             batch=self._batch(),
-            trainer=TrainerState(self.layout, True, not self.may_train.is_set(), work.seq_len, scenario.rules),
+            trainer=TrainerState(self.layout, True, self.pause.begun.is_set(), work.seq_len, scenario.rules),
             speeds=scenario.speeds,
             costs=scenario.costs,
             home=scenario.placement,

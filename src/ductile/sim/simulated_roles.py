@@ -76,6 +76,7 @@ class SimGenerators:
 class SimTrainer:
     def __init__(self, actuator: SimulatedActuator, controller: ElasticController) -> None:
         self._actuator, self._controller = actuator, controller
+        self.pause = actuator.pause
 
     @property
     def num_ranks(self) -> int:
@@ -91,9 +92,9 @@ class SimTrainer:
         left = sorted((len(sample) for sample in samples), reverse=True)
         actuator.on_given(SamplesInFlight(len(left), sum(left)))
         while left:
-            await actuator.may_train.wait()
+            await actuator.pause.over.wait()
             async with actuator.boundary:
-                if not actuator.may_train.is_set():
+                if actuator.pause.begun.is_set():
                     continue
                 slots = actuator.layout.slots
                 pipeline, shape = PipelineShape.of(actuator.layout), actuator.layout.dims.rank_shape

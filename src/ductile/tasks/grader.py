@@ -111,6 +111,10 @@ class Graders:
         await asyncio.gather(*(worker.kill() for worker in list(self._workers)))
         self._workers.clear()
 
+    def counts(self) -> dict[str, float]:
+        """Metrics of the run so far."""
+        return {"reward_errors": float(self.num_errors)}
+
     async def reward(self, task: str, example: int, completion: Completion) -> Graded:
         token_ids = tuple(completion.token_ids) if task in self._want_token_ids else ()
         completion = replace(completion, text=mended(completion.text), token_ids=token_ids)

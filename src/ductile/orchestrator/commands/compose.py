@@ -7,7 +7,6 @@ result = await run_loop(prepared, trainer, generators, scorer, RunContext(record
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,7 @@ from ductile.config.schema.trainer import TrainerConfig, loss_aggregation, needs
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
-from ductile.elastic.step_accounting import StepAccounting, StepSize
+from ductile.elastic.step_accounting import StepAccounting
 from ductile.events.rollouts import PromptSkipped
 from ductile.observe import Recorder
 from ductile.orchestrator.commands.graders import graders_of
@@ -30,15 +29,17 @@ from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import since_start, summarise_rl
 from ductile.orchestrator.ending.run_until import run_until
 from ductile.orchestrator.ending.saving import Saver, where_to_begin
+from ductile.orchestrator.loop.assembly import assemble
 from ductile.orchestrator.loop.buffer import Buffer
 from ductile.orchestrator.loop.episode import Episodes
 from ductile.orchestrator.loop.evaluate import EvalReport, Evaluation
-from ductile.orchestrator.loop.loop import Loop, RunSchedule
+from ductile.orchestrator.loop.loop import PausableTrainer
 from ductile.orchestrator.loop.rollouts import Rollouts
+from ductile.orchestrator.loop.run_output import RunOutput
+from ductile.orchestrator.loop.run_schedule import RunSchedule
 from ductile.orchestrator.loop.sample_builder import SampleBuilder
-from ductile.orchestrator.loop.samples import sample_rows
-from ductile.records import Prompt, RolloutGroup
-from ductile.roles import Generators, Scorer, Task, TrainerClient
+from ductile.records import Prompt
+from ductile.roles import Generators, Scorer, Task
 from ductile.tasks.build import build_task
 from ductile.tasks.conversation import first_turn
 from ductile.tasks.prompts import ExampleOrder, Prompts, split
@@ -51,8 +52,6 @@ from ductile.transport.deadlines import Deadlines
 class Prepared:
     config: RLConfig
     schedule: RunSchedule
-    trainer: TrainerConfig
-    """The trainer's config as the train slots need it: its `max_steps` counts optimizer steps."""
     tokenizer: Tokenizer
     tasks: Mapping[str, Task]
     """Tasks by `Prompt.task`: "train", and "eval" where evaluation has a task of its own."""
@@ -62,6 +61,13 @@ class Prepared:
     checkpoints: Checkpoints
     progress: Progress
     """Place where the run goes on; step 0 for a new run."""
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """The trainer's config as the train slots need it: its `max_steps` counts optimizer steps."""
+        return self.config.trainer.model_copy(
+            update={"max_steps": self.schedule.max_steps * self.schedule.n_minibatches}
+        )
 
     @property
     def folder(self) -> Path:
@@ -104,7 +110,8 @@ def prepare(config: RLConfig) -> Prepared:
     max_steps = config.bench.steps if config.bench else given or one_epoch
     schedule = RunSchedule(
         max_steps=max_steps,
-        groups_per_step=groups_per_step,
+        staleness=StalenessBound(groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps),
+        group_size=orchestrator.rollouts_per_example,
         n_minibatches=orchestrator.n_minibatches,
         seq_len=config.trainer.model.seq_len,
         eval_interval=orchestrator.eval.interval,
@@ -120,7 +127,6 @@ def prepare(config: RLConfig) -> Prepared:
     return Prepared(
         config=config,
         schedule=schedule,
-        trainer=config.trainer.model_copy(update={"max_steps": max_steps * orchestrator.n_minibatches}),
         tokenizer=tokenizer,
         tasks=tasks,
         train_examples=train_examples,
@@ -133,7 +139,7 @@ def prepare(config: RLConfig) -> Prepared:
 
 async def run_loop(
     prepared: Prepared,
-    trainer: TrainerClient,
+    trainer: PausableTrainer,
     generators: Generators,
     scorer: Scorer | None,
     context: RunContext,
@@ -163,38 +169,30 @@ async def run_loop(
         buffer = _buffer(prepared, record, context.stop)
         sampling, group_size = to_sampling(orchestrator.sampling), orchestrator.rollouts_per_example
         rollouts = Rollouts(buffer, episodes, generators, sampling, group_size)
-        accounting = StepAccounting(_step_size(prepared, scorer), buffer, rollouts)
-        controller = watch(buffer, accounting)
+        accounting = StepAccounting(prepared.schedule.step_size(scores=scorer is not None), buffer, rollouts)
         evaluation = _evaluation(prepared, episodes, record)
-
-        async def save(step: int) -> None:
-            if saves:
-                await saver.save(Progress(step, buffer.position(), progress.reference))
-
-        def show(step: int, groups: Sequence[RolloutGroup]) -> None:
-            record.samples(step, sample_rows(groups, prepared.tokenizer, orchestrator.num_samples_kept))
-
-        loop = Loop(
-            schedule=prepared.schedule,
-            trainer=trainer,
-            generators=generators,
-            scorer=scorer,
-            rollouts=rollouts,
-            buffer=buffer,
-            sample_builder=_sample_builder(prepared, scorer),
-            accounting=accounting,
-            evaluation=evaluation if prepared.eval_prompts else None,
-            save=save,
-            save_due=saver.is_due,
-            counts=lambda: {**buffer.counts(), "reward_errors": float(graders.num_errors), **context.counts()},
-            record=record,
-            stop=context.stop,
-            step=progress.step,
-            show=show,
-            controller=controller,
+        output = RunOutput(
+            record,
+            prepared.schedule,
+            buffer,
+            prepared.tokenizer,
+            num_samples=orchestrator.num_samples_kept,
+            counted=(buffer, graders, context),
+            saver=saver if saves else None,
+            reference=progress.reference,
         )
-        async with controller.at_work(buffer.fail) if controller else nullcontext():
-            await loop.run(context.death_watch())
+        loop = assemble(
+            prepared.schedule,
+            trainer,
+            rollouts,
+            _sample_builder(prepared, scorer),
+            evaluation if prepared.eval_prompts else None,
+            output,
+            accounting,
+            watch(buffer, accounting),
+            context.stop,
+        )
+        await loop.run(context.death_watch())
     since_start_s = context.wall_s()
     summary = summarise_rl(record.rows(), context.slots(), earlier_s + since_start_s)
     summary |= {**since_start(prepared.schedule.max_steps, progress.step, since_start_s), **spent()}
@@ -218,25 +216,6 @@ def _evaluation(prepared: Prepared, episodes: Episodes, record: Recorder) -> Eva
     )
 
 
-def _step_size(prepared: Prepared, scorer: Scorer | None) -> StepSize:
-    schedule = prepared.schedule
-    return StepSize(
-        schedule.max_steps,
-        schedule.groups_per_step,
-        prepared.config.orchestrator.rollouts_per_example,
-        schedule.n_minibatches,
-        _staleness_bound(prepared).ahead,
-        scores=scorer is not None,
-    )
-
-
-def _staleness_bound(prepared: Prepared) -> StalenessBound:
-    orchestrator = prepared.config.orchestrator
-    return StalenessBound(
-        prepared.schedule.groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps
-    )
-
-
 def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer:
     orchestrator, progress, cluster = prepared.config.orchestrator, prepared.progress, prepared.config.cluster
     prompts = Prompts(
@@ -249,7 +228,7 @@ def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer
     )
     return Buffer(
         prompts,
-        _staleness_bound(prepared),
+        prepared.schedule.staleness,
         record,
         version=progress.step,
         max_steps=prepared.schedule.max_steps,

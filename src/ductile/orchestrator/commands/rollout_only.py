@@ -82,7 +82,7 @@ async def run_rollout_only(
             write_rollouts(record.folder / "rollouts.jsonl", step, groups, prepared)
             step_metrics = StepMetrics(version=0)
             step_metrics.add(groups, report=None)
-            values = {**step_metrics.row(*watch.lap()), "reward_errors": float(graders.num_errors)}
+            values = {**step_metrics.row(*watch.lap()), **graders.counts()}
             record.metrics(step, {name: value for name, value in values.items() if "off_policy" not in name})
             if why := too_many_failed(step_metrics.rollouts, config.graders.max_error_share):
                 raise RewardsFailed(f"in batch {step}, {why}")

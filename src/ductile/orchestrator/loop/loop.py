@@ -1,94 +1,97 @@
-"""The RL loop: generate, score, reward, advantage, train, publish, and again.
+"""The RL loop: rollouts, scores, gradients, an optimizer step, new weights, and again.
 
-`Rollouts` fills the `Buffer` from the generators' side; `Loop.run` empties it from the trainer's, and sends new weights
-back. Step `s` trains version `s` of the weights into version `s + 1`.
+`Rollouts` fills the `Buffer` from the generators' side; `Loop.train_step` empties it from the trainer's, and sends new
+weights back. Step `s` trains version `s` of the weights into version `s + 1`.
 
-Put together by `ductile.orchestrator.commands.compose`:
+    Rollouts → Buffer → take → score → forward_backward     chunk by chunk: the trainer works on one, and the next is
+        ↑                                     ↓             generated, taken and scored meanwhile
+        └──────────────── publish ←───── optim_step         n_minibatches times, then `Publisher` has a version received
 
-    buffer   = Buffer(prompts, staleness bound)       which groups are under way, which may be trained on
-    rollouts = Rollouts(buffer, episodes)             prompt -> GenerateRequests -> scored RolloutGroup -> buffer
-    builder  = SampleBuilder(scorer)                  RolloutGroup -> Samples
-    Loop(schedule, trainer, generators, scorer, rollouts, buffer, builder, accounting, ...).run()
-
-Trainer, generators and scorer are Protocols of `ductile.roles`: processes, tests and simulations run this same page.
+Put together by `ductile.orchestrator.loop.assembly`. Trainer, generators and scorer are Protocols of `ductile.roles`:
+processes, tests and simulations run this same page. Accounting, metrics and the elastic controller follow a step by its
+phases (`ductile.events.phases`).
 """
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from ductile.concurrency.structured import PipelinedTask, cancel_on, gather_all, undisturbed
+from ductile.concurrency.structured import Pause, PipelinedTask, cancel_on, undisturbed
 from ductile.core.batch.chunking import shares
-from ductile.core.batch.rewards import too_many_failed
-from ductile.elastic.controller import ElasticController
-from ductile.elastic.step_accounting import StepAccounting
-from ductile.events.steps import NothingToLearn
-from ductile.observe import Recorder, Stopwatch
-from ductile.orchestrator.ending.save_once import SaveOncePerStep, saved_in_the_end
-from ductile.orchestrator.loop.buffer import Buffer
-from ductile.orchestrator.loop.evaluate import Evaluation, RewardsFailed
+from ductile.events.phases import (
+    EvaluatePhase,
+    ForwardBackwardPhase,
+    OptimStepPhase,
+    ScorePhase,
+    StepListeners,
+    WaitPhase,
+)
+from ductile.orchestrator.ending.save_once import saved_in_the_end
+from ductile.orchestrator.loop.evaluate import Evaluation
+from ductile.orchestrator.loop.publisher import Publisher
 from ductile.orchestrator.loop.rollouts import Rollouts
+from ductile.orchestrator.loop.run_output import RunOutput
+from ductile.orchestrator.loop.run_schedule import RunSchedule
 from ductile.orchestrator.loop.sample_builder import SampleBuilder
-from ductile.orchestrator.loop.skipped_steps import SkippedSteps
-from ductile.orchestrator.loop.step_metrics import StepMetrics
-from ductile.records import Manifest, RolloutGroup, Sample
-from ductile.roles import Generators, Scorer, TrainerClient
+from ductile.records import RolloutGroup, Sample
+from ductile.roles import TrainerClient
 
 
-@dataclass(frozen=True, slots=True)
-class RunSchedule:
-    """How many steps a run has, what one consists of, and when the policy is evaluated."""
+class PausableTrainer(TrainerClient, Protocol):
+    @property
+    def pause(self) -> Pause:
+        """No micro-step begins while a scheduling policy holds training."""
+        ...
 
-    max_steps: int
-    groups_per_step: int
-    n_minibatches: int = 1
-    """Optimizer steps in each step."""
-    seq_len: int = 2048
-    max_skipped_steps: int | None = None
-    """Optimizer steps in a row without a finite gradient that end the run."""
-    eval_interval: int | None = None
-    """Steps from one evaluation to the next; None: only the first weights and the last are evaluated."""
-    max_reward_error_share: float = 1.0
-    """Share of a step's rewards that may fail, 0 to 1; when more fail, the run ends."""
 
-    def due(self, interval: int | None, step: int) -> bool:
-        return step == self.max_steps or (interval is not None and step % interval == 0)
+@dataclass(slots=True)
+class Minibatch:
+    """What one optimizer step learns from, as far as it is there."""
+
+    num_groups: int
+    """Groups that it wants."""
+    groups: list[RolloutGroup] = field(default_factory=list[RolloutGroup])
+    loss_denominator: float = 0.0
+
+    @property
+    def num_missing(self) -> int:
+        return self.num_groups - len(self.groups)
+
+
+@dataclass(slots=True)
+class ScoredGroups:
+    """Samples for the trainer, and the groups that they were made of: none where no group has an advantage."""
+
+    groups: list[RolloutGroup] = field(default_factory=list[RolloutGroup])
+    samples: list[Sample] = field(default_factory=list[Sample])
+
+    def add(self, other: "ScoredGroups") -> None:
+        self.groups += other.groups
+        self.samples += other.samples
 
 
 class Loop:
     def __init__(
         self,
         schedule: RunSchedule,
-        trainer: TrainerClient,
-        generators: Generators,
-        scorer: Scorer | None,
+        trainer: PausableTrainer,
         rollouts: Rollouts,
-        buffer: Buffer,
         sample_builder: SampleBuilder,
-        accounting: StepAccounting,
+        publisher: Publisher,
         evaluation: Evaluation | None,
-        save: Callable[[int], Awaitable[None]],
-        save_due: Callable[[int], bool],
-        counts: Callable[[], dict[str, float]],
-        record: Recorder,
+        output: RunOutput,
+        listeners: StepListeners,
         stop: asyncio.Event,
-        step: int = 0,
-        show: Callable[[int, Sequence[RolloutGroup]], None] = lambda step, groups: None,
-        controller: ElasticController | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """save(step): writes a checkpoint. save_due(step): whether to, in the middle of the run. counts: further
-        metrics, of the run so far. stop: once set, the running step is the last. step: what is done already.
-        show(step, groups): told of each step's rollouts; must not raise. controller: moves slots between roles; None:
-        slots keep the roles that they have. clock: of the step's metrics."""
-        self.schedule, self.trainer, self.generators, self.scorer = schedule, trainer, generators, scorer
-        self.rollouts, self.buffer, self.sample_builder, self.evaluation = rollouts, buffer, sample_builder, evaluation
-        self.save, self.save_due, self.counts, self.show = SaveOncePerStep(save, step, record), save_due, counts, show
-        self.record, self.stop, self.step = record, stop, step
-        self.accounting, self.controller, self.watch = accounting, controller, Stopwatch(clock)
-        self.skips = SkippedSteps(schedule.max_skipped_steps, record, table="trainer.")
+        """stop: once set, the running step is the last."""
+        self.schedule, self.trainer, self.rollouts, self.buffer = schedule, trainer, rollouts, rollouts.buffer
+        self.sample_builder, self.publisher, self.evaluation = sample_builder, publisher, evaluation
+        self.output, self.listeners, self.stop = output, listeners, stop
+        self.step = self.buffer.version
+        """Steps that are done; also the version of the weights."""
+        self.training = PipelinedTask(on_error=self.buffer.fail)
+        """The samples that the trainer works on."""
 
     async def run(self, death: Coroutine[Any, Any, str] | None = None) -> int:
         """Train until `max_steps` or `stop`. Returns the step.
@@ -96,161 +99,131 @@ class Loop:
         However it ends, what was trained is saved. What a role raises ends it, and so does `death`, which returns when
         a process is lost that the run needs; it is raised when that is done.
         """
-        await saved_in_the_end(self.train_steps(), self.save_trained, self.save.when(self.stop), death)
+        async with self.publisher.at_work():
+            await saved_in_the_end(self.train(), self.save, self.output.save.when(self.stop), death)
         return self.step
 
-    async def train_steps(self) -> None:
+    async def train(self) -> None:
         """Step after step, from the first weights to the last ones."""
-        async with PipelinedTask(on_error=self.buffer.fail) as receiving:
-            await self.make_live(self.step, receiving, evaluates=self.step == 0)
-            await receiving.finish()
+        async with self.publisher, self.training:
+            await self.make_live(is_evaluated=self.step == 0)
+            await self.publisher.finish()
             async with self.rollouts:
                 if self.step == 0:
-                    self.record.metrics(0, await self.evaluate())
-                self.watch.lap()
+                    await self.evaluate()
+                self.output.begin(self.step)
                 while self.step < self.schedule.max_steps and not self.stop.is_set():
-                    await self.train_step(receiving)
-            await self.save_trained()  # before the run waits for the last weights to arrive
+                    with self.output.step(self.step + 1):
+                        await self.train_step()
+                        if self.schedule.evaluates_after(self.step):
+                            await self.evaluate()
+                    if self.output.save_due(self.step):
+                        await self.save()
+            await self.save()  # before the run waits for the last weights to arrive
 
-    async def train_step(self, receiving: PipelinedTask) -> None:
-        """A step: once round the RL loop."""
-        schedule, step_metrics, evaluated = self.schedule, StepMetrics(self.step), dict[str, float]()
-        try:
-            for update, num_groups in enumerate(shares(schedule.groups_per_step, schedule.n_minibatches), start=1):
-                await self.train_minibatch(num_groups, step_metrics, ends_step=update == schedule.n_minibatches)
-            due = schedule.due(schedule.eval_interval, self.step)
-            if not self.stop.is_set():  # no generator would sample from these weights
-                await self.make_live(self.step, receiving, evaluates=due)
-            if due:
-                await receiving.finish()
-                evaluated = await self.evaluate()
-        finally:
-            if self.step > step_metrics.version:  # it is trained, and is told of, whatever fails after that
-                self.record.metrics(self.step, {**step_metrics.row(*self.watch.lap()), **evaluated, **self.counts()})
-                self.show(self.step, step_metrics.groups)
-        if why := too_many_failed(step_metrics.rollouts, schedule.max_reward_error_share):
-            raise RewardsFailed(f"in step {self.step}, {why}")
-        self.skips.check()
-        if self.step == schedule.max_steps or self.save_due(self.step):
-            await self.save_trained()
+    async def train_step(self) -> None:
+        """Go once round the RL loop: train one version of the weights into the next, and have that sampled from."""
+        for num_groups in shares(self.schedule.groups_per_step, self.schedule.n_minibatches):
+            batch = Minibatch(num_groups)
+            while batch.num_missing:
+                groups = await self.take(batch)
+                scored = await self.score(batch, groups)
+                await self.forward_backward(batch, scored)
+            await self.optim_step(batch)
+        await self.publish()
 
-    async def save_trained(self) -> None:
-        """Save the step, unless that was tried before."""
-        await self.save(self.step)
-
-    async def train_minibatch(self, num_groups: int, step_metrics: StepMetrics, ends_step: bool) -> None:
-        """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored; while
-        the policy holds the trainer, all other chunks are, too, and then they go to it as one."""
-        groups, loss_denominator = list[RolloutGroup](), 0.0
-        async with PipelinedTask(on_error=self.buffer.fail) as training:
-            while len(groups) < num_groups:
-                chunk = await self.take(num_groups - len(groups), num_groups)
-                samples = list[Sample]()
-                while chunk:
-                    groups += chunk
-                    built = await self.score(chunk)
-                    loss_denominator += self.sample_builder.loss_denominator(built)
-                    samples += built
-                    chunk = await self.take_while_held(training, num_groups - len(groups), num_groups)
-                if samples:
-                    await training.start(self.forward_backward(samples))
-                    self.accounting.sends()
-        # The weights and the books of what they were trained on belong together.
-        await undisturbed(self.update(groups, loss_denominator, step_metrics, ends_step))
-
-    async def update(
-        self, groups: Sequence[RolloutGroup], loss_denominator: float, step_metrics: StepMetrics, ends_step: bool
-    ) -> None:
-        """The optimizer uses what has been accumulated from the groups."""
-        await self.save.update_begins()
-        report = None
-        if loss_denominator:
-            with self.watch("optim_step"):
-                report = await self.trainer.optim_step(loss_denominator)
-            self.skips.note(report)
-        else:
-            sentence = (
-                f"Step {self.step + 1} learns nothing: in each of its {len(groups)} groups all rewards are equal."
-            )
-            self.record.event(NothingToLearn(sentence=sentence))
-            await self.trainer.optim_step(0.0)  # the learning rate follows the batches
-        self.buffer.mark_trained(groups)
-        step_metrics.add(groups, report)
-        if ends_step:
-            self.step += 1
-            self.save.step_ends(self.step)
-
-    async def score(self, chunk: Sequence[RolloutGroup]) -> list[Sample]:
-        """Turn groups into the samples that are trained on."""
-        self.accounting.scoring_begins(chunk)
-        with self.watch("score"):
-            samples = await self.sample_builder.build(chunk)
-        self.accounting.scoring_ends(is_trained_on=bool(samples))
-        if self.scorer and self.controller:
-            self.controller.notify()
-        return samples
-
-    async def take_while_held(self, training: PipelinedTask, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
-        """The next chunk, if the policy holds the trainer: the policy may wait until all is scored, and nothing else
-        would ask for that. Empty once the trainer has done what it has, or nothing is wanted."""
-        if self.scorer is None or self.controller is None or not wanted:
-            return []
-        pause = self.controller.training_pause
-        while not training.idle.is_set() and await cancel_on(training.idle, pause.begun.wait()):
-            if chunk := await cancel_on(pause.over, self.take(wanted, groups_per_update)):
-                return chunk
-        return []
-
-    async def take(self, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
-        with self.watch("wait"):
-            return await self.buffer.take(
-                wanted,
-                groups_per_update=groups_per_update,
+    async def take(self, batch: Minibatch) -> list[RolloutGroup]:
+        """Take a chunk of finished groups. Waits for `Rollouts` to put them into the buffer. Raises what fails there,
+        and what fails in the trainer or on the way of new weights meanwhile (`Buffer.fail`)."""
+        with self.listeners.during(WaitPhase()):
+            groups = await self.buffer.take(
+                batch.num_missing,
+                groups_per_update=batch.num_groups,
                 num_ranks=self.trainer.num_ranks,
                 per_rank=self.trainer.micro_batches_per_rank,
                 seq_len=self.schedule.seq_len,
                 soon=self.rollouts.num_soon,
             )
+        batch.groups += groups
+        return groups
 
-    async def forward_backward(self, samples: Sequence[Sample]) -> None:
-        self.accounting.sent()
-        with self.watch("forward_backward"):
-            await self.trainer.forward_backward(samples, self.schedule.seq_len)
+    async def score(self, batch: Minibatch, groups: list[RolloutGroup]) -> ScoredGroups:
+        """Make samples of groups. Waits for the scorer, where there is one."""
+        with self.listeners.during(ScorePhase(groups, self.sample_builder.scorer is not None)) as phase:
+            phase.samples = samples = await self.sample_builder.build(groups)
+        batch.loss_denominator += self.sample_builder.loss_denominator(samples)
+        return ScoredGroups(groups, samples) if samples else ScoredGroups()
 
-    async def make_live(self, version: int, receiving: PipelinedTask, *, evaluates: bool) -> None:
-        """The trainer's weights become the generators', while the trainer goes on with what is there to train on.
+    async def forward_backward(self, batch: Minibatch, scored: ScoredGroups) -> None:
+        """Give samples to the trainer, which works on them while the next chunk is generated, taken and scored.
 
-        Slots begin to change roles before that; nothing is decided about them until it is done.
+        Waits until the trainer has done what it was given before. While the policy holds it, all other chunks are taken
+        and scored, too, and then they go to it as one.
         """
-        self.accounting.evaluation_comes(self.evaluation.num_completions if self.evaluation and evaluates else 0)
-        self.buffer.next_version(version)
-        if self.controller:
-            await receiving.finish()  # slots change roles for one version at a time
-            await self.controller.begin_step(version)
-        with self.watch("publish"):
-            manifest = await self.trainer.publish(version)
-        await receiving.start(self.receive(manifest))
-        if self.scorer:
-            await receiving.finish()  # what is trained next is scored by the same weights
+        while groups := await self.take_while_held(batch):
+            scored.add(await self.score(batch, groups))
+        if scored.samples:
+            await self.training.start(self.accumulate(scored))
 
-    async def receive(self, manifest: Manifest) -> None:
-        if self.controller:
-            with self.watch("begin_step"):
-                await self.controller.joined()
-        with self.watch("receive"):
-            receivers = [self.generators, self.scorer] if self.scorer else [self.generators]
-            await gather_all(*(receiver.receive(manifest) for receiver in receivers))
-        self.rollouts.now_live(manifest.version)
-        await self.trainer.withdraw(manifest.version)
-        if self.controller:
-            self.controller.go_on()
+    async def take_while_held(self, batch: Minibatch) -> list[RolloutGroup]:
+        """Take the next chunk if the policy holds the trainer: the policy may wait until all is scored, and nothing
+        else would ask for that. Without such a pause, waits until the trainer has done what it has, and takes none."""
+        if self.sample_builder.scorer is None or not batch.num_missing:
+            return []
+        pause = self.trainer.pause
+        while not self.training.idle.is_set() and await cancel_on(self.training.idle, pause.begun.wait()):
+            if groups := await cancel_on(pause.over, self.take(batch)):
+                return groups
+        return []
 
-    async def evaluate(self) -> dict[str, float]:
-        """Held-out rewards of the current weights, as metrics. Nothing is published meanwhile. `stop` cuts it short."""
-        self.accounting.evaluation_begins()
-        report = None
-        if self.evaluation is not None and not self.stop.is_set():
-            with self.watch("evaluate"):
+    async def accumulate(self, scored: ScoredGroups) -> None:
+        """Have the trainer accumulate gradients, beside the loop. Waits for it; also while the policy holds it."""
+        with self.listeners.during(ForwardBackwardPhase(scored.groups)):
+            await self.trainer.forward_backward(scored.samples, self.schedule.seq_len)
+
+    async def optim_step(self, batch: Minibatch) -> None:
+        """Step the optimizer with what has been accumulated. Waits until the trainer has done all samples.
+
+        The weights and the books of what they were trained on belong together: a cancellation waits for both.
+        """
+        await self.training.finish()
+        await undisturbed(self.update(batch))
+
+    async def update(self, batch: Minibatch) -> None:
+        """Step the optimizer and the books. Waits for a checkpoint that is being written, and for the trainer."""
+        await self.output.save.update_begins()
+        with self.listeners.during(OptimStepPhase(self.step + 1, batch.groups, batch.loss_denominator)) as phase:
+            # Where there is nothing to learn, the learning rate still follows the batches.
+            phase.report = await self.trainer.optim_step(batch.loss_denominator)
+        self.buffer.mark_trained(batch.groups)
+        if self.buffer.num_updates == self.schedule.n_minibatches:
+            self.step += 1
+            self.output.save.step_ends(self.step)
+
+    async def publish(self) -> None:
+        """Make the new weights live, unless the run is about to end: nothing would be sampled from them."""
+        if not self.stop.is_set():
+            await self.make_live(is_evaluated=self.schedule.evaluates_after(self.step))
+
+    async def make_live(self, *, is_evaluated: bool) -> None:
+        """Begin the step that trains the trainer's weights, and publish them. Waits for the trainer, and not until they
+        are live: `Rollouts` starts groups from then on (`Publisher.publish`)."""
+        num_evaluated = self.evaluation.num_completions if self.evaluation and is_evaluated else 0
+        self.listeners.on_step_begin(self.step, num_evaluated)
+        self.buffer.next_version(self.step)
+        await self.publisher.publish(self.step)
+
+    async def evaluate(self) -> None:
+        """Evaluate the weights on held-out prompts. Waits until they are live, and for all completions; `stop` cuts
+        that short. Nothing is published meanwhile."""
+        await self.publisher.finish()
+        if self.evaluation is None:
+            return
+        with self.listeners.during(EvaluatePhase()) as phase:
+            if not self.stop.is_set():
                 report = await cancel_on(self.stop, self.evaluation.run(self.step))
-        self.accounting.evaluation_ends()
-        return report.metrics() if report else {}
+                phase.metrics = report.metrics() if report else None
+
+    async def save(self) -> None:
+        """Save the step, unless that was tried before."""
+        await self.output.save(self.step)

@@ -19,7 +19,7 @@ class Rollouts:
     def __init__(
         self, buffer: Buffer, episodes: Episodes, generators: Generators, sampling: Sampling, group_size: int
     ) -> None:
-        self._buffer, self._episodes, self._generators = buffer, episodes, generators
+        self.buffer, self.generators, self._episodes = buffer, generators, episodes
         self._sampling, self._group_size = sampling, group_size
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._num_playing = 0  # completions that are being generated or scored
@@ -40,8 +40,8 @@ class Rollouts:
 
     def now_live(self, version: int) -> None:
         """The generators sample from `version` now. What can only become too old is stopped and asked again."""
-        self._buffer.now_live(version)
-        for prompt in self._buffer.stale_in_flight():
+        self.buffer.now_live(version)
+        for prompt in self.buffer.stale_in_flight():
             if group := self._groups.get(prompt):  # none when it has failed, or when the run is about to end
                 group.cancel()
 
@@ -63,23 +63,23 @@ class Rollouts:
             while True:
                 # Started only when there is room, so that tokens are as fresh as can be. The last group may not fit
                 # entirely: its members take the places of those that end first.
-                while self._num_playing < self._generators.capacity and (prompt := self._buffer.admit()):
+                while self._num_playing < self.generators.capacity and (prompt := self.buffer.admit()):
                     self._num_playing += self._group_size
                     self._groups[prompt.id] = asyncio.create_task(self._run(prompt))
-                await self._buffer.changed()
+                await self.buffer.changed()
         except Exception as error:
-            self._buffer.fail(error)
+            self.buffer.fail(error)
 
     async def _run(self, prompt: Prompt) -> None:
         members = range(self._group_size)
         try:
             rollouts = await gather_all(*(self._play(prompt, member) for member in members))
-            self._buffer.put(RolloutGroup(prompt, tuple(rollouts)))
+            self.buffer.put(RolloutGroup(prompt, tuple(rollouts)))
         except asyncio.CancelledError:
             if not self._leaving:
-                self._buffer.drop(prompt)
+                self.buffer.drop(prompt)
         except Exception as error:
-            self._buffer.fail(error)
+            self.buffer.fail(error)
         finally:
             self._finished.pop(prompt.id, None)
             del self._groups[prompt.id]
@@ -92,4 +92,4 @@ class Rollouts:
             return rollout
         finally:
             self._num_playing -= 1
-            self._buffer.wake()
+            self.buffer.wake()

@@ -23,7 +23,7 @@ class SampleBuilder:
     ) -> None:
         """temperature: of the sampling. needs_reference: ask the scorer for the reference model's log-probs too; what
         is compared with them has a gradient also where all rewards are equal, so nothing is dropped then."""
-        self._scorer, self._advantage = scorer, advantage
+        self.scorer, self._advantage = scorer, advantage
         self._loss_aggregation: LossAggregation = loss_aggregation
         self._temperature, self._drops = temperature, drop_zero_advantage and not needs_reference
         self._needs_reference = needs_reference
@@ -36,12 +36,12 @@ class SampleBuilder:
         by_group = [self._to_samples(group) for group in groups]
         samples = [sample for group in by_group if has_advantage(group) or not self._drops for sample in group]
         samples = weigh(samples, self._loss_aggregation)
-        if not self._scorer or not samples:
+        if not self.scorer or not samples:
             return samples
-        old = await self._scorer.score(samples, "policy")
+        old = await self.scorer.score(samples, "policy")
         samples = [replace(sample, old_logprobs=values) for sample, values in zip(samples, old, strict=True)]
         if self._needs_reference:
-            ref = await self._scorer.score(samples, "reference")
+            ref = await self.scorer.score(samples, "reference")
             samples = [replace(sample, ref_logprobs=values) for sample, values in zip(samples, ref, strict=True)]
         return samples
 

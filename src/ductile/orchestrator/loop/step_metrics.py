@@ -42,9 +42,12 @@ class StepMetrics:
         self.version = version
         self._groups: list[RolloutGroup] = []
         self._reports: list[StepReport] = []
+        self.num_updates = 0
+        """Optimizer steps whose share was added."""
 
     def add(self, groups: Iterable[RolloutGroup], report: StepReport | None) -> None:
         """Add one optimizer step's share; without a report when there was nothing to learn from."""
+        self.num_updates += 1
         self._groups += groups
         if report is not None:
             self._reports.append(report)
