@@ -12,7 +12,7 @@ from ductile.core.scheduling.costs.cost_model import CostModel, FixedCost
 from ductile.core.scheduling.facts.cluster_state import Unfinished
 from ductile.core.scheduling.orders import Migration
 from ductile.elastic.actuator import LiveActuator
-from ductile.elastic.controller import NotDone
+from ductile.elastic.execution import NotDone
 from ductile.elastic.measuring import Measuring
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions

@@ -16,7 +16,8 @@ from ductile.core.scheduling.facts.cluster_state import SlotState
 from ductile.core.scheduling.orders import Decision, Migration, Prediction, RoleChange
 from ductile.core.scheduling.policies.rules import Home
 from ductile.elastic import controller as controller_module
-from ductile.elastic.controller import ElasticController, NotDone
+from ductile.elastic.controller import ElasticController
+from ductile.elastic.execution import NotDone
 from ductile.elastic.policy_decision import BadDecision
 from ductile.events.decisions import DecisionJournal, StateReader, decision_row
 from ductile.observe import Recorder, read_jsonl
@@ -660,7 +661,7 @@ def test_a_policy_that_does_not_decide_in_time_is_not_asked_any_more(tmp_path, m
         return controller.refused
 
     errors, released = [], threading.Event()
-    monkeypatch.setattr(controller_module, "MOST_DECIDING_S", 0.2)
+    monkeypatch.setattr(controller_module, "MAX_DECIDING_S", 0.2)
     refused = asyncio.run(story())
     assert not released.is_set(), "the run went on while the policy was still at it"
     released.set()
@@ -743,7 +744,7 @@ def test_when_the_run_fails_a_change_that_hangs_is_not_waited_for(tmp_path):
 
         with pytest.raises(OSError, match="a slot is lost"):
             await fails()
-        assert clock() - began_s <= 5 + controller_module.GIVE_UP_S
+        assert clock() - began_s <= 5 + controller_module.MAX_CANCEL_S
         await asyncio.sleep(60)
 
     run(story())

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.batch.advantage import mean_baseline
-from ductile.elastic.controller import BadDecision, ElasticController
+from ductile.elastic.controller import ElasticController
+from ductile.elastic.policy_decision import BadDecision
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.ending.progress import TRAINER, Checkpoints, Progress
 from ductile.orchestrator.ending.run_until import SlotDied

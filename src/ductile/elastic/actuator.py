@@ -1,4 +1,4 @@
-"""The slots of a live run, as the controller sees and moves them (`ductile.elastic.controller.Actuator`).
+"""The slots of a live run, as the controller sees and moves them (`ductile.elastic.execution.Actuator`).
 
 Every field of the state is a fact: roles as the slots were told, books of the step (`StepAccounting`), sequences as
 their generators said last, speeds as measured. What a part of a change cost is measured, too.
@@ -16,7 +16,7 @@ from ductile.core.scheduling.facts.cluster_state import ClusterState, SlotState,
 from ductile.core.scheduling.facts.profile import Setting
 from ductile.core.scheduling.orders import RoleChange
 from ductile.elastic.activity import SlotActivity
-from ductile.elastic.controller import NotDone
+from ductile.elastic.execution import NotDone
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.situation import pending
 from ductile.elastic.step_accounting import StepAccounting

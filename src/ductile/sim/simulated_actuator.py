@@ -1,7 +1,7 @@
 """The simulated cluster: which slot holds what and does what, which instances there are, what a policy is told.
 
 It decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's controller has it change who holds
-what (it follows `elastic.controller.Actuator`), the ledger hears of every change of a slot's activity. How far the step
+what (it follows `elastic.execution.Actuator`), the ledger hears of every change of a slot's activity. How far the step
 is it reads from the loop's own books (`elastic.step_accounting`), as a live run does; those count tokens in blocks.
 """
 
