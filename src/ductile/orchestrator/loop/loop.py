@@ -67,8 +67,8 @@ class ScoredGroups:
     samples: list[Sample] = field(default_factory=list[Sample])
 
     def add(self, other: "ScoredGroups") -> None:
-        self.groups += other.groups
-        self.samples += other.samples
+        self.groups = [*self.groups, *other.groups]
+        self.samples = [*self.samples, *other.samples]
 
 
 class Loop:
