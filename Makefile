@@ -9,7 +9,7 @@ TORCH_CPU ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: setup quickstart check format test test-fast parity resize-parity endings chaos layouts figures gpu clean
+.PHONY: setup quickstart check format test test-fast figures gpu clean
 
 setup: .venv/.installed
 
@@ -44,7 +44,7 @@ test: setup
 	$(PYTEST)
 
 test-fast: setup
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not nightly"
 
 # The tests that need a GPU, and a short benchmark of each part; without one it says what it would do (docs/gpu.md). Where no
 # .venv can be made, `make gpu GPU_PYTHON=python3` takes a Python that has torch and finds what ductile imports.
@@ -52,6 +52,41 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py
+
+# What `make test` has a part of, whole: commands, each of which also stands alone, with the time that it may take here.
+# What fails is told at the end, and does not keep the others from running.
+NIGHTLY = parity:30m resize-parity:20m endings:30m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
+	examples:20m nightly-tests:25m
+PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
+
+.PHONY: nightly $(PARTS)
+
+nightly: setup
+	MAKE="$(MAKE)" tests/nightly.sh $(NIGHTLY)
+
+# Tests marked `nightly`. The first three have the folders that they name, and the last one what is left.
+EQUIVALENCES = tests/parallel tests/resharding tests/trainer tests/end_to_end/test_scheduled_equivalence.py
+PERTURBED = tests/sim
+FLOODS = tests/generator
+
+equivalences: setup
+	$(PYTEST) -m nightly --timeout 600 $(EQUIVALENCES)
+
+# Decisions of runs whose measurements are off by a last bit, and on processors that round otherwise.
+perturbed: setup
+	PERTURBED_RUNS=50 $(PYTEST) -m nightly $(PERTURBED)
+
+# More connections than the HTTP server may have open, and what else is hard on it.
+floods: setup
+	$(PYTEST) -m nightly $(FLOODS)
+
+# Sixteen times as many examples of hypothesis as in `make test`, and others each time.
+examples: setup
+	$(PYTEST) -m hypothesis --hypothesis-profile nightly --timeout 900
+
+nightly-tests: setup
+	$(PYTEST) -m nightly --timeout 600 $(foreach path,$(EQUIVALENCES) $(PERTURBED) $(FLOODS) \
+		tests/end_to_end/test_layouts.py,--ignore=$(path))
 
 # Every mesh of tests/parity/meshes.py against one device, and pairs of them: resized in the middle of a batch, saved on one
 # and loaded on the other. A table each, of which the suite has a part; `make parity ONLY="qwen3 tp=2"` takes the rows that
@@ -76,7 +111,7 @@ chaos: setup
 # A run that its scheduler resizes through four meshes in every step, and 30 of its like in which a slot or the orchestrator
 # is killed around a resize: about a quarter of an hour on two cores.
 layouts: setup
-	LAYOUT_TRIALS=30 $(BIN)/python -m pytest tests/end_to_end/test_layouts.py -q -rA
+	LAYOUT_TRIALS=30 $(BIN)/python -m pytest tests/end_to_end/test_layouts.py -q -rA -m ''
 
 # Every benchmark but gpu.py, each for at most ten minutes, to this machine's file in benchmarks/results, then the tables of
 # README and docs: at most 90 minutes, with nothing else at work. The peers come with the extra `bench`.

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
 from tests import warm
+from tests.nightly import register_profiles
 
 pytest_plugins = ["tests.balance"]
 
@@ -23,8 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 torch.set_num_threads(1)
 subprocess.Popen = warm.Popen
-hypothesis.settings.register_profile("ductile", deadline=None)
-hypothesis.settings.load_profile("ductile")
+register_profiles()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

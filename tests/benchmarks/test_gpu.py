@@ -204,6 +204,7 @@ def test_what_has_run_is_known_however_the_tests_end(gpu_tests: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_tests_whose_time_is_over_are_ended(gpu_tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (gpu_tests / "test_some.py").write_text(GPU_TESTS.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"))
     found = tests_part.outcomes(gpu_tests, ["test_some.py"], 3.0)
@@ -235,7 +236,7 @@ def test_half_a_line_of_a_process_that_died_is_left_out() -> None:
     assert tests_part.read(said) == {"a": "passed", "b": "unfinished"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_transformers_the_tests_for_a_gpu_are_found(tmp_path: Path) -> None:
     package = tmp_path / "transformers"
     package.mkdir()
@@ -298,7 +299,7 @@ def test_a_try_that_the_memory_did_not_hold_is_no_peak(monkeypatch: pytest.Monke
         train_part.that_fits(measure, 16_384)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_training_and_generating_on_the_cpu(tmp_path: Path) -> None:
     parts = on_cpu(tmp_path, "train_0.6b", "generate", "tests")
@@ -322,7 +323,7 @@ def test_training_and_generating_on_the_cpu(tmp_path: Path) -> None:
     assert "CUDA" in parts["tests"]["reason"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_several_slots_on_the_cpu(tmp_path: Path) -> None:
     parts = on_cpu(tmp_path, "reshard", "resize", "roles", "publish")

@@ -17,6 +17,7 @@ import pytest
 from ductile.cluster.cpu_cap import CapNotPermitted, CpuCap
 from ductile.transport.sockets import SocketFolder
 from tests.cluster.processes import processes_with
+from tests.nightly import mostly_nightly
 
 GONE_WITHIN_S = 30.0
 """More than the deadlines of a stop together: on a machine that is busy, each of them may be used up."""
@@ -112,14 +113,19 @@ def interrupt_the_whole_group(run: Orchestrator) -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [
-        kill_orchestrator,
-        kill_orchestrator_while_a_slot_is_stopped,
+    mostly_nightly(
+        [
+            kill_orchestrator,
+            kill_orchestrator_while_a_slot_is_stopped,
+            kill_orchestrator_while_everything_is_stopped,
+            kill_orchestrator_and_server,
+            hang_up,
+            interrupt_the_whole_group,
+        ],
         kill_orchestrator_while_everything_is_stopped,
         kill_orchestrator_and_server,
-        hang_up,
         interrupt_the_whole_group,
-    ],
+    ),
     ids=lambda end: end.__name__,
 )
 def test_nothing_is_left(start, end):

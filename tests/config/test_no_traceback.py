@@ -16,8 +16,11 @@ from ductile.config.reading.rename import renames
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.section import Section
 from tests.config.stories import furnish
+from tests.nightly import examples
 
-LOOSE = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+LOOSE = settings(
+    max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 COMMANDS = pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
 
 json_value = st.recursive(

@@ -19,6 +19,7 @@ from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import SECRETS
 from ductile.config.schema.section import Section
 from tests.config.stories import furnish
+from tests.nightly import examples
 
 text = st.text(st.characters(codec="utf-8"), max_size=6).filter(lambda word: word != "None")
 json_value = st.recursive(
@@ -85,7 +86,7 @@ def _numbers(kind: type, marks: list[Any]) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_what_is_written_reads_back_equal(command: str, root: type[Section], data: st.DataObject) -> None:
     config = root.model_validate(data.draw(sections(root)))

@@ -13,6 +13,7 @@ from ductile.config.reading.provenance import Draft, Origin
 from ductile.config.reading.share import SHARED, share
 from ductile.config.schema.run import RLConfig
 from tests.config.stories import furnish
+from tests.nightly import examples
 
 RULES = SHARED[RLConfig]
 PATHS = sorted({tuple(key.split(".")) for rule in RULES for key in (rule.key, *rule.targets)})
@@ -52,7 +53,7 @@ def test_sharing_twice_is_sharing_once(draft: Draft) -> None:
         assert share(RLConfig, once.draft).draft.values == once.draft.values
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(20))
 @given(values=st.permutations([("max_steps", 3), ("trainer.max_steps", 4), ("orchestrator.max_steps", 5)]))
 def test_the_order_in_a_file_means_nothing(values: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

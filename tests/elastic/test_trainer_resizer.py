@@ -29,6 +29,7 @@ from ductile.roles import TrainerLost
 from ductile.transport.deadlines import Deadlines
 from tests.cluster.processes import is_running
 from tests.fleet.train_slots import sample
+from tests.nightly import mostly_nightly
 from tests.slot.held import HELD_ECHO, HELD_TRAINER, POINTS, arm, reached
 from tests.tiny import make_model_folder
 from tests.transport.transports import eventually
@@ -167,6 +168,13 @@ CELLS = [(victim, *point) for victim in (LEAVER, STAYER, JOINER) for point in PO
 CELLS += [(JOINER, "AssignRole", "before"), (JOINER, "AssignRole", "after")]
 
 
+def one_of_each_phase(moment: str) -> list[tuple[int, str, str]]:
+    """Return a point of each phase, another victim's in turn. `test_transaction.py` has all of them, in memory."""
+    phases = ("AssignRole", "Prepare", "Freeze", "TransferState", "Commit", "Finalize")
+    victims = (JOINER, LEAVER, STAYER)
+    return [(victims[place % 3], command, moment) for place, command in enumerate(phases)]
+
+
 async def play(harness: Harness, victim: int, command: str, moment: str, signum: signal.Signals) -> None:
     outcome, told_before = expected(victim, command, moment), len(harness.events("slot_lost"))
     if outcome == "lost":
@@ -191,32 +199,37 @@ async def play(harness: Harness, victim: int, command: str, moment: str, signum:
         assert await harness.mailbox.ask(slot, Ping(), 5) == Done()
 
 
-@pytest.mark.parametrize(("victim", "command", "moment"), CELLS)
+@pytest.mark.parametrize(
+    ("victim", "command", "moment"), mostly_nightly(CELLS, *one_of_each_phase("before"), *one_of_each_phase("after"))
+)
 def test_a_kill_at_each_point(echo: Harness, victim: int, command: str, moment: str):
     echo.run(play(echo, victim, command, moment, signal.SIGKILL))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "command", "moment"), [cell for cell in CELLS if cell[2] == "before"])
+@pytest.mark.parametrize(
+    ("victim", "command", "moment"),
+    mostly_nightly([cell for cell in CELLS if cell[2] == "before"], *one_of_each_phase("before")),
+)
 def test_a_stop_at_each_point(echo: Harness, victim: int, command: str, moment: str, hasty: None):
     """Echoes do not wait for each other: of one that stops after a command, and not before, nobody sees anything else.
     Of a trainer they would, below."""
     echo.run(play(echo, victim, command, moment, signal.SIGSTOP))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("point", "signum"),
-    [
-        (("Prepare", "before"), signal.SIGKILL),
-        (("Freeze", "after"), signal.SIGKILL),
-        (("TransferState", "before"), signal.SIGKILL),
-        (("Commit", "after"), signal.SIGKILL),
-        (("TransferState", "before"), signal.SIGSTOP),
-        (("Commit", "after"), signal.SIGSTOP),
-    ],
+REAL_POINTS = (
+    (("Prepare", "before"), signal.SIGKILL),
+    (("Freeze", "after"), signal.SIGKILL),
+    (("TransferState", "before"), signal.SIGKILL),
+    (("Commit", "after"), signal.SIGKILL),
+    (("TransferState", "before"), signal.SIGSTOP),
+    (("Commit", "after"), signal.SIGSTOP),
 )
-@pytest.mark.parametrize("victim", [LEAVER, STAYER, JOINER])
+REAL_CELLS = [(victim, *point) for victim in (LEAVER, STAYER, JOINER) for point in REAL_POINTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "point", "signum"), mostly_nightly(REAL_CELLS, *REAL_CELLS[::5]))
 def test_a_real_trainer_outlives_it_or_says_what_was_lost(
     trainer: Harness, victim: int, point, signum, hasty: None, monkeypatch: pytest.MonkeyPatch
 ):

@@ -38,6 +38,7 @@ from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.fleet.generate_slots import generator
 from tests.fleet.train_slots import TrainSlots, play, sample
+from tests.nightly import examples
 from tests.orchestrator.doubles import clock
 from tests.transport.memory_transport import FaultKind, MemoryTransport
 
@@ -883,7 +884,7 @@ FAULTS = st.none() | st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     first=LAYOUTS,
     batches=st.lists(st.lists(st.integers(2, SEQ_LEN), max_size=30), min_size=1, max_size=4),

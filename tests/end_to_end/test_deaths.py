@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.runs import Run, checkpointed_steps, summary, write_config
+from tests.nightly import mostly_nightly
 
 MAX_STEPS = 400
 
@@ -101,10 +102,11 @@ def test_one_of_two_train_slots(tmp_path: Path, model: Path, start):
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_random_moments(tmp_path: Path, model: Path, start):
+@pytest.mark.parametrize("num_lives", mostly_nightly([2, 10], 2))
+def test_ctrl_c_at_random_moments(tmp_path: Path, model: Path, start, num_lives: int):
     config = write_config(tmp_path, model, max_steps=MAX_STEPS)
     chance = random.Random(7)
-    for _ in range(5):
+    for _ in range(num_lives):
         saved = max(checkpointed_steps(tmp_path / "run"), default=0)
         life = start(config, "--resume")
         before = life.metrics()
@@ -121,7 +123,7 @@ def test_ctrl_c_at_random_moments(tmp_path: Path, model: Path, start):
         assert max(checkpointed_steps(tmp_path / "run"), default=0) == trained, "what was trained is saved"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, model: Path, start):
     life = start(write_config(tmp_path, model, max_steps=MAX_STEPS, interval=MAX_STEPS))
     life.until_step(1)
@@ -134,7 +136,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, model: Path, start):
     assert "Stopped at once, as asked." in life.said()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stopped_slot_is_found_by_its_silence(tmp_path: Path, model: Path, start):
     life = start(write_config(tmp_path, model, max_steps=MAX_STEPS), "--cluster.heartbeat-timeout-s", "3")
     life.until_step(1)

@@ -28,6 +28,7 @@ def resize(run: Run, train: str, *words: object) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, start):
     plain = start(write_sft(tmp_path / "plain", model, max_steps=NUM_STEPS), command="sft")
     assert plain.ends(within_s=90) == 0, plain.said()
@@ -57,6 +58,7 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_sft_learns_the_same_in_whatever_layout(tmp_path: Path, model: Path, start):
     """By text, by number of slots, by what the config lists; and what cannot be is refused in words."""
     max_steps = 60  # many more than are resized: a command may take as long to start as several steps
@@ -101,6 +103,9 @@ def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, st
     control = tmp_path / "run" / "control.json"
     assert stat.S_IMODE(control.stat().st_mode) == 0o600
     assert "from slot 0 to slots 0,4-5" in resize(run, "0,4-5")
+    refused = ductile("resize", run.folder, "--layout", "tp=3,dp=2")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "the layout 'tp=3,dp=2': 'dp' is no axis" in refused.stderr.replace("\n", " ")
     seen = ductile("status", "--run", run.folder)
     assert "trainer: slots 0,4-5" in seen.stdout
     known = json.loads(ductile("status", "--run", run.folder, "--json").stdout)

@@ -1,5 +1,6 @@
 """`ductile rl` from the outside: what a run leaves in its folder."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,34 +46,20 @@ def test_a_run_from_start_to_end(tmp_path: Path, model: Path, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "placement",
-    [
-        {"train": 0, "generate": "0", "score": 0},
-        {"train": '"0-2"', "generate": "1", "score": '"1-2"'},
-    ],
-    ids=["all on one slot", "shared slots"],
-)
-def test_other_placements(tmp_path: Path, model: Path, start, placement: dict):
-    """Several train slots that do nothing else: `test_deaths.py`, and on a resumed run below."""
-    run = start(write_config(tmp_path, model, max_steps=2, interval=2, **placement))
-    assert run.ends(within_s=90) == 0, run.said()
-    assert summary(tmp_path / "run")["steps"] == 2
-
-
-@pytest.mark.slow
 def test_a_resolved_config_runs_again_on_other_slots(tmp_path: Path, model: Path, start):
-    first = start(write_config(tmp_path, model, max_steps=2))
+    first = start(write_config(tmp_path, model, max_steps=1))
     assert first.ends(within_s=90) == 0, first.said()
-    resolved = tmp_path / "run" / "config.toml"
-    flags = [
-        "--resume",
-        "--max-steps",
-        "4",
-        "--cluster.component-placement",
-        '{"actor": "0-1", "rollout": 2, "inference": 2}',
-    ]
-    second = start(resolved.rename(tmp_path / "again.toml"), *flags)
-    assert second.ends(within_s=90) == 0, second.said()
-    assert [row["step"] for row in second.metrics()] == [0, 1, 2, 3, 4]
-    assert summary(tmp_path / "run")["slots"] == {"train": [0, 1], "generate": [2], "score": [2]}
+    config = (tmp_path / "run" / "config.toml").rename(tmp_path / "again.toml")
+    placements = (
+        {"train": [0, 1], "generate": [2], "score": [2]},
+        {"train": [0, 1, 2], "generate": [1], "score": [1, 2]},
+        {"train": [0], "generate": [0], "score": [0]},
+    )
+    for max_steps, slots in enumerate(placements, 2):
+        actor, rollout, inference = (",".join(map(str, each)) for each in slots.values())
+        placement = json.dumps({"actor": actor, "rollout": rollout, "inference": inference})
+        flags = ("--resume", "--max-steps", str(max_steps), "--cluster.component-placement", placement)
+        again = start(config, *flags)
+        assert again.ends(within_s=90) == 0, again.said()
+        assert [row["step"] for row in again.metrics()] == list(range(max_steps + 1))
+        assert summary(tmp_path / "run")["slots"] == slots

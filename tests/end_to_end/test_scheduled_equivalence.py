@@ -11,9 +11,9 @@ from ductile.trainer.state import GRADIENT
 from tests.end_to_end.runs import Run
 from tests.end_to_end.test_scheduling import BOTH_RULES, write_scheduled
 from tests.end_to_end.watched import DRAWS, FOLDER, STATES, moved_in, trained_in
+from tests.nightly import mostly_nightly
 from tests.trainer.test_resize_equivalence import TOLERANCE
 
-NUM_STEPS, NUM_RESIZES = 50, 20
 FEW_STEPS = 4
 NUM_ROLLOUTS, GROUP_SIZE = 16, 4
 FLAGS = (
@@ -29,7 +29,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def begin(folder: Path, model: Path, start, policy: str, *flags: str, num_steps: int = NUM_STEPS) -> Run:
+def begin(folder: Path, model: Path, start, policy: str, *flags: str, num_steps: int) -> Run:
     config = write_scheduled(folder, model, policy, max_steps=num_steps, interval=100, generate="1-2", train=0)
     # Two at a time: no generator is ever done with its share before the policy hears of the first completion.
     text = config.read_text().replace("letters.Letters", "letters.Even")
@@ -57,16 +57,17 @@ def moved_bit_for_bit(folder: Path, epoch: int) -> bool:
 
 
 @pytest.mark.slow
-def test_nobody_can_tell_that_slots_moved(tmp_path: Path, model: Path, start) -> None:
-    alone = begin(tmp_path / "alone", model, start, "static")
-    moved = begin(tmp_path / "moved", model, start, "tests.end_to_end.moves.OnceAStep")
+@pytest.mark.parametrize(("num_steps", "num_resizes"), mostly_nightly([(10, 4), (50, 20)], (10, 4)))
+def test_nobody_can_tell_that_slots_moved(tmp_path: Path, model: Path, start, num_steps: int, num_resizes: int) -> None:
+    alone = begin(tmp_path / "alone", model, start, "static", num_steps=num_steps)
+    moved = begin(tmp_path / "moved", model, start, "tests.end_to_end.moves.OnceAStep", num_steps=num_steps)
     for run in (alone, moved):  # side by side
         assert run.ends(within_s=180) == 0, run.said()
     assert not alone.events("switched")
     assert not moved.events("policy_failed")
     assert sum(event["num_migrations"] for event in moved.events("switched")) > 0
     inside = [moved_bit_for_bit(tmp_path / "moved", event["epoch"]) for event in moved.events("resized")]
-    assert len(inside) >= NUM_RESIZES
+    assert len(inside) >= num_resizes
     assert any(inside)
 
     ours, theirs = (sorted(trained_in(tmp_path / name), key=lambda s: s.tokens) for name in ("moved", "alone"))
@@ -74,9 +75,9 @@ def test_nobody_can_tell_that_slots_moved(tmp_path: Path, model: Path, start) ->
         assert sample.tokens == other.tokens
         assert sample.logprobs == pytest.approx(other.logprobs, rel=TOLERANCE, abs=0.0), "of the weights of its step"
     of_each_prompt = Counter(sample.prompt for sample in ours)
-    assert len(of_each_prompt) == NUM_STEPS * NUM_ROLLOUTS // GROUP_SIZE
+    assert len(of_each_prompt) == num_steps * NUM_ROLLOUTS // GROUP_SIZE
     assert set(of_each_prompt.values()) == {GROUP_SIZE}, "each sample is trained once"
-    assert [row["step"] for row in steps(alone)] == list(range(1, NUM_STEPS + 1))
+    assert [row["step"] for row in steps(alone)] == list(range(1, num_steps + 1))
     assert_learned_the_same(moved, alone)
 
 
@@ -92,6 +93,7 @@ def assert_learned_the_same(moved: Run, alone: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_nobody_can_tell_which_policy_decided(tmp_path: Path, model: Path, start) -> None:
     """Of those that come with ductile, in a few steps; what each of them moves is its own affair."""
     policies = {"alone": ("static",), "rules": ("rules", *BOTH_RULES), "model": ("tests.end_to_end.moves.Keen",)}

@@ -11,6 +11,7 @@ from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.messages.control import Unfit
 from ductile.orchestrator.control.control import Run as LiveRun
 from tests.end_to_end.runs import summary, write_config
+from tests.nightly import mostly_nightly
 
 BOTH_RULES = ("--cluster.use-pre-process-policy", "--cluster.use-wait-before-last-iter-policy")
 SCORED = ("--trainer.loss.type", "grpo")
@@ -69,12 +70,17 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
     last = {span.slot: span.activity for span in spans}
     assert "switch" not in last.values()
     assert steps[-1].costs.resize_s < 0.5, "measured, and not the prior"
+    assert main(["replay", str(run.folder)]) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "policy", ["model", "rules", "static", "tests.end_to_end.moves.Keen", "tests.end_to_end.moves.OnceAStep"]
+    "policy",
+    mostly_nightly(
+        ["model", "rules", "static", "tests.end_to_end.moves.Keen", "tests.end_to_end.moves.OnceAStep"],
+        "model",
+    ),
 )
 def test_every_decision_is_made_again_the_same_when_a_run_was_killed_and_resumed_too(
     tmp_path, model, start, policy, capsys
@@ -110,7 +116,7 @@ def test_the_second_ctrl_c_ends_a_run_whose_policy_never_returns(tmp_path, model
     ("policy", "flags"),
     [
         ("rules", ()),
-        pytest.param("model", SCORED, marks=pytest.mark.slow),
+        pytest.param("model", SCORED, marks=pytest.mark.nightly),
         pytest.param("rules", (*BOTH_RULES, *SCORED), marks=pytest.mark.slow),
     ],
     ids=["rules", "model", "both rules"],
@@ -131,7 +137,10 @@ def test_the_policies_end_a_run_with_its_last_evaluation(tmp_path, model, start,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "scheduled"), [("disaggregated.yaml", False), ("dynamic.yaml", True)])
+@pytest.mark.parametrize(
+    ("file", "scheduled"),
+    mostly_nightly([("disaggregated.yaml", False), ("dynamic.yaml", True)], ("dynamic.yaml", True)),
+)
 def test_the_seed_s_files_run_over_the_quickstart(tmp_path, start, file, scheduled):
     """With fewer rollouts and steps, and what the quickstart's slots are in its own folder; `cluster` is as it is."""
     config = tmp_path / "rl.toml"

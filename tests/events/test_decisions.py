@@ -16,6 +16,7 @@ from ductile.observe import Recorder, json_line, read_jsonl
 from tests.core.layout.test_layout_rules import RULES
 from tests.core.scheduling.policies.test_properties import states
 from tests.core.scheduling.scenes import id_on, scene
+from tests.nightly import examples
 
 
 @st.composite
@@ -36,13 +37,13 @@ def read_back(asked):
 
 
 @given(st.lists(states(), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_states_come_back_as_they_were(asked):
     assert read_back(asked) == asked
 
 
 @given(st.lists(rollouts(), min_size=1, max_size=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_rollouts_come_back_in_their_order(each):
     """Policies go through the rollouts in order, so the order is a part of the state."""
     asked = [replace(scene(), unfinished=there) for there in each]
@@ -50,7 +51,7 @@ def test_rollouts_come_back_in_their_order(each):
 
 
 @given(st.lists(st.lists(st.integers(1, 3), min_size=9, max_size=12), min_size=2, max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_lengths_that_leave_at_one_end_and_come_at_the_other_come_back(each):
     asked = [replace(scene(), lengths=replace(scene().lengths, ended=tuple(ended))) for ended in each]
     assert read_back(asked) == asked

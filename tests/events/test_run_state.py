@@ -13,6 +13,7 @@ from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.lines import read_event
 from ductile.events.run_state import RunState
 from tests.core.scheduling.scenes import COSTS, SPEEDS
+from tests.nightly import examples
 
 PLACEMENT = Placement((0,), (1, 2), (), "as said")
 FIRST = (instance_on("generate", (1,)), instance_on("generate", (2,)))
@@ -54,7 +55,7 @@ def journals(draw):
 
 
 @given(journals(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_journal_in_pieces_comes_to_what_it_comes_to_whole(rows, data):
     """As one that is read while the run goes on writing it."""
     cut = data.draw(st.integers(0, len(rows)))
@@ -65,7 +66,7 @@ def test_a_journal_in_pieces_comes_to_what_it_comes_to_whole(rows, data):
 
 
 @given(journals(), journals())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_resumed_run_is_what_it_was_since_and_its_sentences_are_of_all_starts(before, after):
     resumed = [row(2000.0, "setting", ""), *after]
     whole, since = RunState.of([*before, *resumed]), RunState.of(resumed)
@@ -76,7 +77,7 @@ def test_a_resumed_run_is_what_it_was_since_and_its_sentences_are_of_all_starts(
 
 
 @given(journals(), st.integers(1, 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_live_run_keeps_the_latest_of_what_a_report_has_all_of(rows, num_kept):
     live, whole = RunState(num_kept), RunState.of(rows)
     for each in rows:

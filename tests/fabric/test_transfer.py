@@ -26,6 +26,7 @@ from tests.core.transfer.twin import Buffers
 from tests.fabric.cases import PAIRS
 from tests.fabric.states import allocate, differences, padding, state
 from tests.fabric.whole import fingerprint
+from tests.nightly import mostly_nightly
 from tests.ranks import run_alone, run_ranks
 
 SLOTS = 8
@@ -107,7 +108,7 @@ WAYS = [
 """(carrier, memory mode, bytes a round): many rounds with a part of a message each, or everything in one."""
 
 
-@pytest.mark.parametrize("third", range(3))
+@pytest.mark.parametrize("third", mostly_nightly(range(3), 0))
 def test_every_byte_arrives(third: int) -> None:
     names = list(PAIRS)[third::3]
     outcomes = run_ranks(SLOTS, move_all, names, WAYS, timeout_s=50.0)

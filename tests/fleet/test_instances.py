@@ -36,6 +36,7 @@ from tests.fleet.test_migration import (
     steps,
     with_cluster,
 )
+from tests.nightly import examples
 from tests.orchestrator.doubles import clock
 
 PAIR = instance_on("generate", (0, 1))
@@ -102,7 +103,7 @@ def with_mixed(story: Callable[[Mixed], Coroutine[Any, Any, None]]) -> None:
     with_cluster(story, Mixed)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(moves)
 def test_whatever_happens_each_request_ends_once_with_what_was_sampled_for_it(moves: list[Move]):
     with_mixed(lambda cluster: as_drawn(cluster, moves))

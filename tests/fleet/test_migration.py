@@ -24,6 +24,7 @@ from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.core.scheduling.scenes import id_on
 from tests.fleet.generate_slots import TOKEN_S, GenerateSlots, completion_of, generator
+from tests.nightly import examples
 from tests.orchestrator.doubles import clock, run
 
 TRAINER = 9
@@ -567,7 +568,7 @@ async def as_drawn(cluster: Cluster, moves: list[Move]) -> None:
     assert len(live) <= 1, "all generators sample from the same version"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(moves)
 def test_whatever_happens_each_request_ends_once_with_what_was_sampled_for_it(moves: list[Move]):
     with_cluster(lambda cluster: as_drawn(cluster, moves))

@@ -22,6 +22,7 @@ from ductile.generator.engine.paged_attention import (
 from ductile.generator.engine.scheduler import Chunk
 from ductile.generator.engine.sequence import Sequence
 from ductile.records import GenerateRequest, Sampling
+from tests.nightly import examples
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SPEC = ModelSpec("qwen3", 10, 32, 48, 1, HEADS, KV_HEADS, HEAD_DIM)
@@ -43,7 +44,7 @@ def attend_to(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
     return torch.stack(heads)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), min_size=1, max_size=6), st.integers(1, 5))
 def test_equals_the_loop(shapes: list[tuple[int, int]], block_size: int) -> None:
     """Sequences of `start` cached and `count` new tokens, in blocks scattered over the cache."""

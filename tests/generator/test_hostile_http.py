@@ -27,6 +27,7 @@ from ductile.generator.server.openai_api import NEUTRAL, ChatRequest, Completion
 from tests.generator.conftest import Family
 from tests.generator.hostile_requests import BOMBS, COMPLETIONS, GOOD, HEAD, MIB, SLOW, TOKENS, WIRE, big
 from tests.generator.test_serve import metric, server, wait_for
+from tests.nightly import examples, mostly_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -164,7 +165,7 @@ FIELDS = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(st.sampled_from(list(GOOD)), st.dictionaries(FIELDS, VALUES, min_size=1, max_size=3), st.booleans())
 def test_any_json(hostile: Server, route: str, fields: dict[str, Any], within: bool) -> None:
     body = GOOD[route] | fields if within else fields
@@ -301,7 +302,7 @@ def test_thousands_of_sequences_whose_client_goes_away(hostile: Server) -> None:
 
 @pytest.mark.parametrize(
     "sent",
-    [b"", HEAD, HEAD + b"Content-Length: 4000000\r\n\r\n" + b"x" * 300_000],
+    mostly_nightly([b"", HEAD, HEAD + b"Content-Length: 4000000\r\n\r\n" + b"x" * 300_000], HEAD),
     ids=["nothing", "half the headers", "half of a large body"],
 )
 def test_floods(hostile: Server, sent: bytes) -> None:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.generator.engine.kv_cache import BlockPool, extend_keys
+from tests.nightly import examples
 
 
 class Twin:
@@ -26,7 +27,7 @@ CONTENTS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 """A holder's tokens, one a block. Two values make shared beginnings common."""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(2, 8), st.lists(st.one_of(CONTENTS, st.integers(0, 5)), max_size=40))
 def test_pool_agrees_with_its_twin(num_blocks: int, actions: list[list[int] | int]) -> None:
     """A list of tokens becomes a holder when it fits; a number lets that holder go."""

@@ -7,6 +7,7 @@ from ductile.generator.engine.kv_cache import BlockPool
 from ductile.generator.engine.scheduler import Chunk, Scheduler
 from ductile.generator.engine.sequence import Sequence
 from ductile.records import GenerateRequest, Sampling
+from tests.nightly import examples
 
 
 def sequence(arrival: int, prompt: list[int], max_tokens: int, priority: int = 0) -> Sequence:
@@ -37,7 +38,7 @@ def step(scheduler: Scheduler) -> list[Chunk]:
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     requests=st.lists(st.tuples(PROMPTS, st.integers(1, 10), st.integers(0, 1)), min_size=1, max_size=8),
     block_size=st.integers(1, 5),

@@ -19,6 +19,7 @@ import pytest
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.generator.server.serve import serve
 from tests.generator.conftest import Family, request, run
+from tests.nightly import mostly_nightly
 
 
 @contextmanager
@@ -228,7 +229,7 @@ def test_a_port_that_is_taken(qwen3: Family, capsys: pytest.CaptureFixture[str])
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", mostly_nightly([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_a_signal_between_the_first_line_and_uvicorn_s_own_handlers_ends_it(
     qwen3: Family, tmp_path: Path, signum: signal.Signals
 ) -> None:

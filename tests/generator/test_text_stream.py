@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ductile.generator.engine.text_stream import NUM_CONTEXT, TextStream
 from ductile.records import Sampling
+from tests.nightly import examples
 
 
 def decode(tokens: list[int], skip_special_tokens: bool) -> str:
@@ -42,7 +43,7 @@ BYTES = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(st.lists(BYTES, min_size=1, max_size=30).map(b"".join), st.lists(st.integers(1, 5)), st.booleans())
 def test_broken_bytes_are_shown_as_the_whole_completion_spells_them(
     content: bytes, sizes: list[int], skip: bool

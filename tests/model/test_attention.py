@@ -14,6 +14,7 @@ from torch import Tensor
 from ductile.kernels import cpu_attention, plain, varlen_attention
 from ductile.kernels.varlen_attention import VarlenAttention, sequences, torch_kernel, why_not
 from ductile.model.attention import PackedAttention, Tree
+from tests.nightly import examples
 
 Trees = list[tuple[int, list[int]]]
 """Lengths of each stem and of its branches."""
@@ -50,7 +51,7 @@ tree_lists = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     trees=tree_lists,
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
@@ -121,7 +122,7 @@ def varlen_by_hand(
     return torch.cat(outputs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     trees=tree_lists.filter(lambda trees: any(stem or any(branches) for stem, branches in trees)),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),

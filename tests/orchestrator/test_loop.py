@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Prompt, Rollout, RolloutGroup
+from tests.nightly import examples
 from tests.orchestrator.doubles import (
     FakeGenerators,
     FakeScorer,
@@ -104,7 +105,7 @@ def test_strictly_on_policy_without_async(tmp_path):
     assert len(stage.fake_generators.requests) == 5 * 4 * 2
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10_000),
     max_async_level=st.integers(0, 3),

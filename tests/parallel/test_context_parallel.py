@@ -26,6 +26,7 @@ from ductile.parallel.ring import BACK, FRONT, RingAttention, seen
 from ductile.parallel.scoring import score
 from ductile.parallel.ulysses import UlyssesAttention, key_heads
 from ductile.records import Sample
+from tests.nightly import mostly_nightly
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
@@ -113,9 +114,9 @@ def compare(found: Sequence[Found], folder: Path, batches: list[list[Sample]], c
 
 
 @pytest.mark.parametrize("style", ["ulysses", "ring"])
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", mostly_nightly([2, 4], 4))
 @pytest.mark.parametrize("batch", list(BATCHES))
-@pytest.mark.parametrize("family", ["llama", "qwen3, 1 key head"])
+@pytest.mark.parametrize("family", mostly_nightly(["llama", "qwen3, 1 key head"], "qwen3, 1 key head"))
 def test_parity_with_one_slot(folders, family: str, batch: str, cp: int, style: CpStyle) -> None:
     batches = [BATCHES[batch]]
     compare(run_ranks(cp, on_many, folders[family], batches, style, cp), folders[family], batches, cp)

@@ -18,6 +18,7 @@ from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import Sample
 from ductile.trainer.trainer import Trainer
+from tests.nightly import mostly_nightly
 from tests.ranks import run_alone, run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import NaiveTrainer, make_samples
@@ -66,7 +67,8 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "replicas"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (6, 2), (6, 3), (5, 5)]
+    ("num_ranks", "replicas"),
+    mostly_nightly([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (6, 2), (6, 3), (5, 5)], (4, 1), (6, 2)),
 )
 @pytest.mark.parametrize(
     ("family", "lengths", "mode", "options"),

@@ -25,6 +25,7 @@ from ductile.roles import RoleAssignment
 from ductile.trainer.loss import LossInputs, LossOutputs, ppo_clip
 from ductile.trainer.train_role import TrainRole
 from ductile.trainer.trainer import LossFailed, Trainer
+from tests.nightly import mostly_nightly
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import NaiveTrainer, make_samples
@@ -103,9 +104,13 @@ ZERO_BUBBLE = pytest.param(
 )
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce_every": "step"}, ZERO_BUBBLE])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize("options", [{}, *mostly_nightly([{"reduce_every": "step"}]), ZERO_BUBBLE])
+@pytest.mark.parametrize(
+    "layout",
+    mostly_nightly(LAYOUTS.values(), *(LAYOUTS[name] for name in ("uneven", "interleaved, shards"))),
+    ids=LAYOUTS,
+)
+@pytest.mark.parametrize("model", mostly_nightly(["tied", "untied"], "tied"))
 def test_parity_with_one_device(
     folders: dict[str, Path], model: str, layout: ParallelLayout, options: dict[str, str]
 ) -> None:
@@ -145,7 +150,7 @@ def three_steps(
 
 
 @pytest.mark.parametrize("name", ["interleaved, shards", "four stages"])
-@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize("model", mostly_nightly(["tied", "untied"], "untied"))
 def test_three_steps(folders: dict[str, Path], model: str, name: str) -> None:
     settings = settings_for(folders[model])
     before = dict(NaiveTrainer(folders[model], GRPOLoss(), torch.optim.SGD).model.named_parameters())
@@ -157,7 +162,7 @@ def test_three_steps(folders: dict[str, Path], model: str, name: str) -> None:
             assert (found - expected).norm() < 1e-3 * (expected - before[parameter]).norm(), parameter
 
 
-@pytest.mark.parametrize("options", [{}, ZERO_BUBBLE])
+@pytest.mark.parametrize("options", [*mostly_nightly([{}]), ZERO_BUBBLE])
 def test_hidden_states_travel_in_the_dtype_of_the_arithmetic(folders, options):
     """The arithmetic is that of one device in bfloat16 as well: only its gradients are added up in another order."""
     samples, settings = make_samples(LENGTHS), settings_for(folders["tied"], compute_dtype="bfloat16", **options)

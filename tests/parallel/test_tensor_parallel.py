@@ -21,6 +21,7 @@ from ductile.parallel import data, tensor_parallel
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.vocabulary_parallel import VocabularyParallelHead
 from ductile.records import Sample
+from tests.nightly import mostly_nightly
 from tests.ranks import run_ranks
 
 LLAMA = ModelSpec("llama", 47, 24, 36, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6)
@@ -188,12 +189,15 @@ def test_parts_that_differ(spec: ModelSpec, tp: int) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "num_slots", "sizes"),
-    [
-        (QWEN3, 4, {"tp": 2}),
+    mostly_nightly(
+        [
+            (QWEN3, 4, {"tp": 2}),
+            (replace(LLAMA, attention_bias=True, mlp_bias=True, output_bias=True), 4, {"tp": 2}),
+            (replace(QWEN2, vocab_size=5, intermediate_size=11), 8, {"tp": 4}),
+            (QWEN3, 8, {"tp": 2, "dp_replicate": 2}),
+        ],
         (replace(LLAMA, attention_bias=True, mlp_bias=True, output_bias=True), 4, {"tp": 2}),
-        (replace(QWEN2, vocab_size=5, intermediate_size=11), 8, {"tp": 4}),
-        (QWEN3, 8, {"tp": 2, "dp_replicate": 2}),
-    ],
+    ),
     ids=["qwen3", "llama with biases", "little of everything", "two copies"],
 )
 def test_with_data_parallelism(spec: ModelSpec, num_slots: int, sizes: dict[str, int]) -> None:

@@ -18,7 +18,7 @@ from tests.trainer.fleet import SlotFailed
 
 pytestmark = pytest.mark.slow
 
-CHECKS = [*mesh_checks_of_the_suite(), *sampled(resize_checks(), 6), *sampled(checkpoint_checks(), 2)]
+CHECKS = [*mesh_checks_of_the_suite(), *sampled(resize_checks(), 3), *sampled(checkpoint_checks(), 1)]
 NUDGED = "norm.weight"
 
 

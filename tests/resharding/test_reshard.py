@@ -18,6 +18,7 @@ import ductile
 from ductile import Block, NotReshardable
 from ductile.core.layout.geometry import mesh as mesh_of_slots
 from ductile.fabric.groups import Groups
+from tests.nightly import mostly_nightly
 from tests.ranks import run_ranks
 from tests.resharding.world import run_world
 
@@ -109,7 +110,7 @@ PAIRS: dict[str, tuple[int, Side, Side]] = {
 }
 
 
-@pytest.mark.parametrize("carrier", ["auto", "p2p"])
+@pytest.mark.parametrize("carrier", mostly_nightly(["auto", "p2p"], "p2p"))
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_element_finds_its_place(pair: str, carrier: str) -> None:
     size, source, target = PAIRS[pair]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ductile
+from tests.nightly import mostly_nightly
 from tests.resharding.world import run_world
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -136,7 +137,7 @@ CASES: dict[str, tuple[Spread, Spread]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_nightly(CASES, "3 to 4, some without any part", "plain to fsdp on tp"))
 def test_training_goes_on_as_from_a_checkpoint(case: str, tmp_path: Path) -> None:
     before, after = CASES[case]
     counts = run_world(4, move_and_go_on, before, after, tmp_path / "checkpoint")

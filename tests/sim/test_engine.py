@@ -12,6 +12,7 @@ from ductile.core.scheduling.costs.cost import DecodeSpeed
 from ductile.records import GenerateRequest, Sampling
 from ductile.sim.clock import now_s, run
 from ductile.sim.simulated_engine import SimulatedEngine, SimulatedRequest
+from tests.nightly import examples
 
 
 def in_flight(name, num_tokens, prompt_tokens=10):
@@ -60,7 +61,7 @@ def token_by_token(decode, max_num_seqs, arrivals):
     return [ends[number] for number in range(len(arrivals))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     count=st.integers(1, 12),

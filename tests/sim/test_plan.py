@@ -1,5 +1,6 @@
 """`ductile plan` and `ductile simulate --run`: a run's own recording, on other placements and with other policies."""
 
+import itertools
 import json
 import tomllib
 from statistics import fmean
@@ -28,6 +29,7 @@ from ductile.sim.plan import CONFIGURED, Case, case_of, own_case, verdict
 from ductile.sim.recording import NoRecording, read_recording, recorded_scenario
 from ductile.sim.run import simulate
 from tests.config.stories import furnish
+from tests.nightly import mostly_nightly
 from tests.sim.recorded import record_run
 from tests.sim.scenarios import scenario
 
@@ -39,8 +41,10 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("policy", ["static", "rules", "model"])
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("policy", "ahead"),
+    mostly_nightly(itertools.product(["static", "rules", "model"], [0, 1]), ("static", 0), ("rules", 1), ("model", 1)),
+)
 def test_a_run_s_own_step_is_predicted_from_its_recording(tmp_path, policy, ahead):
     """The recorded lengths are dealt anew inside a step, so one prediction is off by luck; several are not."""
     off = []

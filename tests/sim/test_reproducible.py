@@ -1,6 +1,6 @@
 """A decision is the same on every machine, and no last bit of a measurement turns it.
 
-`PERTURBED_RUNS=1000` follows that many whole runs; the suite takes a few.
+`make perturbed` follows whole runs, and does the arithmetic of other processors.
 """
 
 import os
@@ -15,6 +15,7 @@ from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts,
 from ductile.core.scheduling.costs.fits import by_slots, line, migration_cost
 from ductile.core.scheduling.policies.model import Model
 from ductile.sim.run import simulate
+from tests.nightly import mostly_nightly
 from tests.sim.scenarios import scenario
 from tests.sim.test_traces import FOLDER, POLICIES, trace
 
@@ -62,6 +63,7 @@ def numbers():
     return repr(found)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_every_number_is_the_same_on_another_processor(processor):
     code = "from tests.sim.test_reproducible import numbers; print(numbers())"
@@ -95,9 +97,10 @@ def test_a_perturbation_reaches_every_speed_and_cost():
     assert isinstance(perturbed(speeds, draw), Speeds)
 
 
-def test_no_last_bit_of_a_measurement_turns_a_decision(golden):
-    """1,000 perturbations, dealt to the states of the golden run in turn."""
-    for seed in range(1000):
+@pytest.mark.parametrize("num_perturbations", mostly_nightly([100, 1000], 100))
+def test_no_last_bit_of_a_measurement_turns_a_decision(golden, num_perturbations):
+    """They are dealt to the states of the golden run in turn."""
+    for seed in range(num_perturbations):
         draw, at = random.Random(seed), seed % len(golden.states)
         state = golden.states[at]
         changed = replace(state, speeds=perturbed(state.speeds, draw), costs=perturbed(state.costs, draw))
@@ -117,7 +120,7 @@ class Perturbed:
         return self.policy.decide(told)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_last_bit_of_what_is_measured_turns_a_run(name):
@@ -125,7 +128,7 @@ def test_no_last_bit_of_what_is_measured_turns_a_run(name):
         assert trace(Perturbed(POLICIES[name], seed)) == (FOLDER / f"{name}.txt").read_text(), seed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_no_last_bit_of_the_world_turns_a_run():
     """The simulated slots themselves are faster or slower by so little, and so all events come earlier or later."""

@@ -16,6 +16,7 @@ from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import Sample, StepReport
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.trainer import Trainer
+from tests.nightly import mostly_nightly
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
@@ -69,14 +70,17 @@ def trains(
 @pytest.mark.parametrize("style", ["ulysses", "ring"])
 @pytest.mark.parametrize(
     ("num_slots", "sizes", "loss"),
-    [
-        (2, {"cp": 2}, GRPO),
-        (2, {"cp": 2}, OF_SEQUENCES),
+    mostly_nightly(
+        [
+            (2, {"cp": 2}, GRPO),
+            (2, {"cp": 2}, OF_SEQUENCES),
+            (4, {"cp": 2}, OF_SEQUENCES),
+            (4, {"cp": 2, "dp_replicate": 2}, GRPO),
+            (4, {"cp": 2, "tp": 2}, OF_SEQUENCES),
+            (4, {"pp": 2, "cp": 2}, OF_SEQUENCES),
+        ],
         (4, {"cp": 2}, OF_SEQUENCES),
-        (4, {"cp": 2, "dp_replicate": 2}, GRPO),
-        (4, {"cp": 2, "tp": 2}, OF_SEQUENCES),
-        (4, {"pp": 2, "cp": 2}, OF_SEQUENCES),
-    ],
+    ),
 )
 def test_three_steps_are_those_of_one_slot(
     tmp_path: Path, num_slots: int, sizes: dict[str, int], loss: LossConfig, style: CpStyle

@@ -13,6 +13,7 @@ from ductile.config.schema.trainer import CustomLoss, DefaultLoss, GRPOLoss, IPO
 from ductile.records import MicroBatch, Sample
 from ductile.trainer.collate import collate
 from ductile.trainer.loss import LossInputs, LossOutputs, make_loss, required_fields
+from tests.nightly import examples
 
 Token = tuple[float, float, float, float, float]
 """log-prob now, as sampled, before the batch, of the reference; advantage"""
@@ -82,7 +83,7 @@ tokens_lists = st.lists(
 
 @pytest.mark.parametrize(("config", "formula"), TABLE, ids=[f"{c.type}-{i}" for i, (c, _) in enumerate(TABLE)])
 @given(tokens=tokens_lists)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_against_the_formula(config: LossConfig, formula, tokens: list[Token]) -> None:
     got = make_loss(config)(inputs_of(tokens)).loss.tolist()
     assert got == pytest.approx([formula(token) for token in tokens], rel=2e-3, abs=1e-4)

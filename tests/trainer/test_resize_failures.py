@@ -11,6 +11,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric import modes
 from ductile.trainer import prepare, resize
 from ductile.trainer.train_role import TrainRole
+from tests.nightly import mostly_nightly
 from tests.trainer.fleet import Fleet, SlotFailed, SlotGone
 from tests.trainer.naive import make_samples
 from tests.trainer.test_resize import leave_groups_to_the_pause, settings, whole  # noqa: F401 (a fixture)
@@ -29,6 +30,13 @@ POINTS: dict[str, tuple[Any, str]] = {
     "transfer: before the vote": (resize, "StateTransferred"),
     "commit": (resize.Resize, "commit"),
 }
+STRIKES = [(point, number) for point in POINTS for number in (signal.SIGKILL, signal.SIGSTOP)]
+ONE_OF_EACH_PHASE = (
+    ("prepare: before the groups", signal.SIGSTOP),
+    ("freeze", signal.SIGKILL),
+    ("transfer: in the middle", signal.SIGSTOP),
+    ("commit", signal.SIGKILL),
+)
 
 
 def strike_at(role: TrainRole, point: str, number: int) -> None:
@@ -90,8 +98,7 @@ def strike_a_joiner(fleet: Fleet, point: str, number: int) -> str:
     return step
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("point", "number"), mostly_nightly(STRIKES, *ONE_OF_EACH_PHASE))
 def test_a_joiner_fails_and_the_others_go_on(settings: dict[str, Any], point: str, number: int) -> None:  # noqa: F811
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S}}
     with Fleet(settings, range(4)) as fleet:
@@ -102,7 +109,7 @@ def test_a_joiner_fails_and_the_others_go_on(settings: dict[str, Any], point: st
         assert fleet.optim_step(20.0).step == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("number", mostly_nightly([signal.SIGKILL, signal.SIGSTOP], signal.SIGKILL))
 def test_messages_that_do_not_come_harm_nobody(settings: dict[str, Any], number: int) -> None:  # noqa: F811
     """A group of the change's own breaks in the middle; the groups that train are others."""
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S, "carrier": "p2p"}}
@@ -112,8 +119,13 @@ def test_messages_that_do_not_come_harm_nobody(settings: dict[str, Any], number:
         assert fleet.optim_step(20.0).step == 1
 
 
-@pytest.mark.parametrize("point", ["prepare: before the groups", "prepare: before the skeleton"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("point", "number"),
+    mostly_nightly(
+        [strike for strike in STRIKES if strike[0] in ("prepare: before the groups", "prepare: before the skeleton")],
+        ("prepare: before the groups", signal.SIGKILL),
+    ),
+)
 def test_a_joiner_fails_while_others_make_groups_in_the_pause(settings, number, point) -> None:  # noqa: F811
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S}}
     with Fleet(settings, range(4)) as fleet:
@@ -168,8 +180,7 @@ def test_a_build_that_fails_in_the_pause_keeps_nobody_waiting(settings: dict[str
         assert fleet.optim_step(20.0).step == 1
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("point", "number"), mostly_nightly(STRIKES, *ONE_OF_EACH_PHASE))
 def test_a_member_fails_and_nobody_waits_for_it(settings: dict[str, Any], point: str, number: int) -> None:  # noqa: F811
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S}}
     with Fleet(settings, range(3)) as fleet:

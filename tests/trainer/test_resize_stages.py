@@ -1,6 +1,7 @@
 """Stages of pp in a resize, in the middle of a batch: every number arrives, and the losses are those of a run that is
 never resized."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ductile.messages.workers import ForwardBackward
 from ductile.records import StepReport
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.train_role import TrainRole
+from tests.nightly import mostly_nightly
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import DEADLINE_S, Fleet, SlotFailed
 from tests.trainer.naive import make_samples
@@ -25,7 +27,7 @@ TOLERANCE = 1e-5
 INTERLEAVED = (0, 1, 0, 1)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=mostly_nightly([True, False], True), ids=["tied", "untied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"head_dim": 2, "hidden_size": 34, "intermediate_size": 25, "num_hidden_layers": 4}
     path = tmp_path_factory.mktemp("model")
@@ -115,8 +117,15 @@ ROUNDS = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce_every": "step"}], ids=["", "summed once a step"])
-@pytest.mark.parametrize("layouts", ROUNDS, ids=["pp2-dp2-interleaved", "dp2-pp2.dp2-pp4", "pp3-one-pp2"])
+@pytest.mark.parametrize(
+    ("layouts", "options"),
+    mostly_nightly(
+        itertools.product(ROUNDS, [{}, {"reduce_every": "step"}]),
+        (ROUNDS[0], {"reduce_every": "step"}),
+        (ROUNDS[1], {}),
+        (ROUNDS[2], {}),
+    ),
+)
 def test_nobody_can_tell(folder: Path, layouts: tuple[ParallelLayout, ...], options: dict[str, str]) -> None:
     settings = settings_for(folder, **options)
     for ours, theirs in zip(train(settings, *layouts), train(settings, DP2), strict=True):

@@ -19,6 +19,7 @@ from ductile.trainer.checkpoint import load_state, save_state
 from ductile.trainer.export import export_model
 from ductile.trainer.state import named_state, parts_of
 from ductile.trainer.trainer import Trainer
+from tests.nightly import mostly_nightly
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
@@ -74,16 +75,20 @@ def trains(
 
 @pytest.mark.parametrize(
     ("family", "num_slots", "sizes"),
-    [
-        ("qwen3", 2, {"tp": 2}),
-        ("qwen3", 4, {"tp": 4}),
-        ("qwen3", 4, {"tp": 2}),
-        ("qwen2", 4, {"tp": 2, "dp_replicate": 2}),
-        ("qwen2", 4, {"tp": 4}),
+    mostly_nightly(
+        [
+            ("qwen3", 2, {"tp": 2}),
+            ("qwen3", 4, {"tp": 4}),
+            ("qwen3", 4, {"tp": 2}),
+            ("qwen2", 4, {"tp": 2, "dp_replicate": 2}),
+            ("qwen2", 4, {"tp": 4}),
+            ("llama", 4, {"tp": 2}),
+            ("llama", 4, {"tp": 4}),
+            ("qwen3", 4, {"pp": 2, "tp": 2}),
+        ],
         ("llama", 4, {"tp": 2}),
-        ("llama", 4, {"tp": 4}),
         ("qwen3", 4, {"pp": 2, "tp": 2}),
-    ],
+    ),
 )
 def test_three_steps_are_those_of_one_slot(
     folders: dict[str, str], family: str, num_slots: int, sizes: dict[str, int]
@@ -145,7 +150,9 @@ def state_of(groups: Groups, members: tuple[int, ...], settings: dict[str, Any],
     return {name: tensor.clone() for name, tensor in parts_of(named_state(trainer)).items()}
 
 
-@pytest.mark.parametrize(("family", "compute"), [("qwen3", "bfloat16"), ("llama", "float32")])
+@pytest.mark.parametrize(
+    ("family", "compute"), mostly_nightly([("qwen3", "bfloat16"), ("llama", "float32")], ("qwen3", "bfloat16"))
+)
 def test_weights_go_from_any_layout_to_any_other(
     folders: dict[str, str], tmp_path: Path, family: str, compute: str
 ) -> None:
@@ -183,7 +190,7 @@ def reports_of(settings: dict[str, Any], layouts: list[ParallelLayout]) -> list[
     return reports
 
 
-@pytest.mark.parametrize("memory", ["shadow", "streaming"])
+@pytest.mark.parametrize("memory", mostly_nightly(["shadow", "streaming"], "streaming"))
 def test_resized_in_the_middle_of_a_batch(folders: dict[str, str], memory: str) -> None:
     settings = settings_for(folders["qwen3"]) | {"resize": {"memory": memory}}
     layouts = [

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ductile.core.batch.packing import Cost, SampleTooLong, pack, split_by_tokens
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.records import MicroBatch, Sample
+from tests.nightly import examples
 
 SEQ_LEN = 64
 
@@ -64,7 +65,7 @@ def test_ranks_differ_by_less_than_one_micro_batch(lengths: list[int], num_ranks
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_not_more_micro_batches_than_one_above_the_fewest_possible(lengths: list[int]) -> None:
     """Against a dumb twin that tries every partition."""
     (rank,) = pack(samples_of(lengths), 1, 12)

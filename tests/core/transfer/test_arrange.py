@@ -15,6 +15,7 @@ from ductile.core.transfer.planning import Planner
 from tests.core.other_layouts import relabelled
 from tests.core.transfer.random_layouts import pairs
 from tests.core.transfer.twin import Recipe
+from tests.nightly import examples
 
 
 def chunks(slots: range, length: int = 1200) -> Layout:
@@ -66,7 +67,7 @@ def test_too_few_slots_are_refused() -> None:
 
 
 @given(pairs())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 def test_arranging_never_moves_more(pair: tuple[Recipe, Recipe]) -> None:
     source, target = pair[0].layout(), pair[1].layout()
     arranged = relabelled(target, arrange(source, target))

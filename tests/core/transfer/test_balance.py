@@ -12,6 +12,7 @@ from ductile.core.transfer.balance import Demand, level, pour
 from ductile.core.transfer.cells import Entry, Line
 from ductile.core.transfer.planning import Planner
 from tests.core.transfer.least_egress import least_egress
+from tests.nightly import examples
 
 amounts = st.one_of(st.integers(1, 10**9), st.integers(10**6, 10**7))
 
@@ -41,7 +42,7 @@ def random_lines(draw: st.DrawFn) -> list[Line]:
 
 @pytest.mark.parametrize("relay", [False, True])
 @given(lines=random_lines())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_levelling_comes_to_rest_at_the_optimum(relay: bool, lines: list[Line]) -> None:
     demands = [Demand(i, 0, x.num_bytes, x.holders, x.needers, network=False, relay=relay) for i, x in enumerate(lines)]
     slots = tuple(sorted({slot for line in lines for slot in (*line.holders, *line.needers)}))

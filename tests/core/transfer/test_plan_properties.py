@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from ductile.core.transfer.planning import Planner
 from ductile.core.transfer.topology import Topology
 from tests.core.transfer.least_egress import least_egress
-from tests.core.transfer.random_layouts import EXAMPLES, MAX_SLOTS, pairs
+from tests.core.transfer.random_layouts import MAX_SLOTS, pairs
 from tests.core.transfer.twin import PAD, Recipe, execute, filled, missing_bytes, number
+from tests.nightly import examples
 
 thorough = settings(
-    max_examples=EXAMPLES,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-    derandomize=EXAMPLES <= 60,  # the long run looks elsewhere each time
 )
 topologies = st.sampled_from(
     (
@@ -82,7 +82,7 @@ def test_the_busiest_sender_is_near_the_optimum(pair: tuple[Recipe, Recipe], rou
 
 
 @given(pairs())
-@settings(thorough, max_examples=max(10, EXAMPLES // 4))
+@settings(thorough, max_examples=examples(15))
 def test_every_slot_makes_the_same_plan(pair: tuple[Recipe, Recipe]) -> None:
     source, target = pair
     one = Planner(round_bytes=256).plan(source.layout(), target.layout())

@@ -16,6 +16,7 @@ from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
 from tests.core.scheduling.scenes import scene
+from tests.nightly import examples
 
 SERVER = Instance(InstanceId("http://there"), "generate", ())
 POLICIES = [Static(), InTurns(), Rules(), Rules(True, False), Rules(False, True), Rules(True, True), Model()]
@@ -89,7 +90,7 @@ def states(draw, at_boundary=None):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(state=states())
 def test_every_decision_can_be_carried_out(policy, state):
     """Devices conserved, floors respected, no rollout left behind, nobody moved who is not ready."""
@@ -101,13 +102,13 @@ def test_every_decision_can_be_carried_out(policy, state):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(state=states())
 def test_the_same_state_gives_the_same_decision(policy, state):
     assert policy.decide(state) == policy.decide(state)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(state=states(at_boundary=True))
 def test_it_never_makes_a_move_that_it_expects_to_lose(state):
     decision = Model().decide(state)
@@ -142,7 +143,7 @@ def carried_out(state, decision):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @pytest.mark.parametrize("later_s", [0.0, 1000.0], ids=["at once", "much later"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(state=states(at_boundary=True))
 def test_under_constant_load_it_comes_to_rest(policy, later_s, state):
     """Asked again and again while nothing but its own orders changes anything, it stops giving orders."""
