@@ -106,7 +106,7 @@ def test_a_mistake_in_the_orchestrators_own_books_ends_the_run_with_its_tracebac
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
             cluster.mailbox.subscribe(lambda slot, event: {}["books"])
             with pytest.raises(KeyError, match="books") as raised:
-                await asyncio.wait_for(cluster.death(), 10)  # a heartbeat comes every second
+                await asyncio.wait_for(cluster.death(), 30)  # a heartbeat comes every second
             assert raised.traceback[-1].path == Path(__file__)
             [note] = raised.value.__notes__
             assert re.fullmatch(r"What slot 0.* said \(Heartbeat\) could not be taken in.", note)
@@ -120,9 +120,9 @@ def test_a_silent_slot_is_lost_and_killed(tmp_path: Path):
         async with LocalCluster([0, 1], config, tmp_path, ECHO) as cluster:
             pid = cluster.processes[0].pid
             os.kill(pid, signal.SIGSTOP)
-            sentence = await asyncio.wait_for(cluster.death(), 10)
+            sentence = await asyncio.wait_for(cluster.death(), 30)
             assert re.fullmatch(
-                rf"slot 0 \(pid {pid}\) was silent for \d s while idle \(cluster.heartbeat_timeout_s = 2.5\) "
+                rf"slot 0 \(pid {pid}\) was silent for \d+ s while idle \(cluster.heartbeat_timeout_s = 2.5\) "
                 "and has been killed",
                 sentence,
             )

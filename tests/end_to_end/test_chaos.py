@@ -1,6 +1,6 @@
 """Slots die and stand still while they change roles and hand rollouts over, at moments that a seed chooses.
 
-The suite has one trial. All fifty of each policy, in half an hour or more, with what became of each:
+The suite has one trial, and `make chaos` ten of each policy, with what happened in each. More:
 
     CHAOS_TRIALS=50 pytest tests/end_to_end/test_chaos.py -rA
 """

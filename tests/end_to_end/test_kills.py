@@ -32,8 +32,8 @@ NUM_TRIALS = os.environ.get("KILL_TRIALS")
 IN_SUITE = (3,)
 """One of each, with two optimizer steps a batch."""
 COMMAND_TIMEOUT_S = 20.0
-FATES = {"was killed by SIGKILL": signal.SIGKILL, r"was silent for [3-6] s": signal.SIGSTOP}
-"""What becomes of a slot, as its end is told: it is silent for 3 s and what the machine needs to see it."""
+FATES = {"was killed by SIGKILL": signal.SIGKILL, r"was silent for [0-9]+ s": signal.SIGSTOP}
+"""A slot's end as it is told, and the signal: it is silent for 3 s, and for what the machine needs to see it."""
 LATEST_S = 2.5
 """Of a run whose steps take about this long on an idle machine."""
 

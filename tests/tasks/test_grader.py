@@ -303,7 +303,7 @@ def test_graders_die_with_a_killed_orchestrator(config, completion, tmp_path):
         pid = int(orchestrator.stdout.readline())
         assert alive(pid)
         orchestrator.send_signal(signal.SIGKILL)
-        orchestrator.wait(10)
+        orchestrator.wait(30)
     for _ in range(500):
         if not alive(pid):
             return

@@ -83,6 +83,10 @@ class Fleet:
         with suppress(BrokenPipeError):  # who is gone shows when it should answer
             self._pipes[slot].send_bytes(pickle.dumps(what))
 
+    def has_answered(self, slot: int) -> bool:
+        """Return whether there is something to read, its end among them."""
+        return self._pipes[slot].poll()
+
     def answer(self, slot: int, timeout_s: float = DEADLINE_S) -> Any:
         """Raises SlotFailed, SlotGone, TimeoutError."""
         if not wait([self._pipes[slot]], timeout_s):

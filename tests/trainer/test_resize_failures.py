@@ -2,7 +2,9 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +64,10 @@ def answers(fleet: Fleet, slots: tuple[int, ...]) -> dict[int, Any]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def until_it_fails(fleet: Fleet, after: ParallelLayout, victim: int) -> tuple[Any, str]:
     """Go through a change as far as it goes: the change, and the step where it ended."""
     change = fleet.prepare_change(after)
@@ -73,7 +79,11 @@ def until_it_fails(fleet: Fleet, after: ParallelLayout, victim: int) -> tuple[An
         found = answers(fleet, well)
         lost = False
         try:
-            found[victim] = fleet.answer(victim, 0.3)
+            until_s = time.monotonic() + IN_TIME_S
+            while not fleet.has_answered(victim) and not is_stopped(fleet.processes[victim].pid):
+                assert time.monotonic() < until_s, f"slot {victim} neither answers nor is stopped"
+                time.sleep(0.005)
+            found[victim] = fleet.answer(victim, 0.05)
         except (SlotGone, TimeoutError):
             lost = True
         if lost or any(isinstance(answer, Exception) for answer in found.values()):
