@@ -26,7 +26,7 @@ from tests.slot.echo import ECHO
 from tests.transport.transports import ON_LOOPBACK, TOKEN, eventually
 
 LEASE_S = 2.5
-GONE_S = 10.0
+GONE_S = 30.0
 
 
 def play(folder: Path, story: Callable[[AgentCluster, list[tuple[int, str]]], Awaitable[None]], **keys) -> None:

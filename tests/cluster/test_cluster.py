@@ -20,6 +20,7 @@ from ductile.roles import SlotLost
 from ductile.transport.mailbox import Died, Mailbox
 from tests.cluster.memory_cluster import MemoryCluster
 from tests.cluster.processes import is_running
+from tests.nightly import mostly_nightly
 from tests.slot.echo import ECHO
 from tests.transport.memory_transport import MemoryTransport
 from tests.transport.transports import eventually
@@ -65,7 +66,7 @@ async def memory(folder: Path) -> AsyncIterator[Harness]:
     yield cluster, cluster.kill, lambda: {cluster.processes[slot].pid for slot in cluster.running}
 
 
-@pytest.fixture(params=[local, agents, memory], ids=lambda make: make.__name__)
+@pytest.fixture(params=mostly_nightly([local, agents, memory], agents, memory), ids=lambda make: make.__name__)
 def play(request: pytest.FixtureRequest, tmp_path: Path):
     """Have a story take place in a cluster of two slots."""
     make: Callable[[Path], AbstractAsyncContextManager[Harness]] = request.param
