@@ -2,8 +2,10 @@
 
 python -m tests.generator.faulty_server CONFIG device_lost     its engine's step fails on the prompt 7 7 7
 python -m tests.generator.faulty_server CONFIG SIGTERM         it gets the signal before uvicorn looks for any
+python -m tests.generator.faulty_server CONFIG few_files       it may have 256 open files
 """
 
+import resource
 import signal
 import socket
 import sys
@@ -32,6 +34,8 @@ if __name__ == "__main__":
     fault = sys.argv.pop()
     if fault == "device_lost":
         Engine.step = breaking_step
+    elif fault == "few_files":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     else:
         uvicorn.Server.run = signalled_run
     sys.exit(main())

@@ -39,15 +39,6 @@ PATIENCE_S = 30.0
 """Ours, on a busy machine."""
 
 
-FEW_FILES = """
-import resource, sys
-from ductile.generator.server.serve import main
-
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-sys.exit(main())
-"""
-
-
 @dataclass
 class Server:
     url: str
@@ -92,7 +83,7 @@ class Server:
 def hostile(qwen3: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings: dict[str, Any] = {"server": {"timeout_s": TIMEOUT_S, "served_model_name": "letters"}, "block_size": 16}
     model = {"name": str(qwen3.folder), "max_model_len": 256}
-    with server(qwen3.folder, tmp_path_factory.mktemp("hostile"), main=FEW_FILES, model=model, **settings) as (
+    with server(qwen3.folder, tmp_path_factory.mktemp("hostile"), fault="few_files", model=model, **settings) as (
         url,
         process,
     ):
