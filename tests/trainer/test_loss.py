@@ -12,7 +12,7 @@ from ductile.config.reading.imports import ImportPathError
 from ductile.config.schema.trainer import CustomLoss, DefaultLoss, GRPOLoss, IPOLoss, LossConfig, SFTLoss
 from ductile.records import MicroBatch, Sample
 from ductile.trainer.collate import collate
-from ductile.trainer.loss import LossInputs, LossOutputs, make_loss, required_fields
+from ductile.trainer.loss import LossInputs, LossOutputs, k3, make_loss, required_fields
 from tests.nightly import examples
 
 Token = tuple[float, float, float, float, float]
@@ -163,6 +163,11 @@ def test_no_token_that_was_all_but_impossible_owns_the_gradient(config: LossConf
 def test_mismatch_kl_is_r_minus_log_r_minus_1() -> None:
     outputs = make_loss(DefaultLoss())(inputs_of([(-1.0, -1.5, 0.0, 0.0, 0.0)]))
     assert outputs.metrics["mismatch_kl"].item() == pytest.approx(math.exp(0.5) - 0.5 - 1)
+
+
+@pytest.mark.parametrize("log_ratio", [1e-3, -1e-4])
+def test_the_kl_of_all_but_equal_log_probs_is_half_the_square_of_their_difference(log_ratio: float) -> None:
+    assert k3(torch.tensor(log_ratio)).item() == pytest.approx(log_ratio**2 / 2, rel=1e-2)
 
 
 def example_loss(inputs: LossInputs, scale: float) -> LossOutputs:

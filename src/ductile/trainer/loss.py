@@ -137,8 +137,10 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Schulman's third KL estimate: never negative, without bias when sampled from the denominator's distribution."""
-    return bounded_exp(log_ratio) - log_ratio - 1
+    """Schulman's third KL estimate: never negative, without bias when sampled from the denominator's distribution.
+
+    Near 0 it is half the square of the log-ratio, which exp(x) - x - 1 would lose to rounding."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - log_ratio
 
 
 def _dual_clipped(limit: float | None, log_ratio: Tensor, advantages: Tensor) -> Tensor:
