@@ -9,7 +9,7 @@ TORCH_CPU ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: setup quickstart check format test test-fast figures gpu clean
+.PHONY: setup quickstart check format test test-fast figures real gpu clean
 
 setup: .venv/.installed
 
@@ -118,6 +118,12 @@ layouts: setup
 figures: setup
 	$(PIP) install -e '.[dev,bench]'
 	$(BIN)/python benchmarks/run_all.py
+
+# SmolLM2-135M-Instruct learns sums while its slots change roles and a generator is killed: some ten minutes on two cores.
+# The model is downloaded and converted once (examples/smollm2/make_model.py), to ~/.cache/ductile.
+real: setup
+	$(PIP) install -e '.[dev,real]'
+	$(BIN)/python benchmarks/real.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
