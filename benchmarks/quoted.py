@@ -214,6 +214,19 @@ def gpu() -> str:
     return "\n\n".join(tables) or NOTHING_YET
 
 
+def real(found: Any) -> Iterator[Row]:
+    yield "base rate: held-out reward before training", found["base_rate"]
+    yield f"held-out reward after {found['steps']} steps", found["reward_after"]
+    yield "standard error of the gain", found["gain_standard_error"]
+    yield "role changes", found["role_changes"]
+    yield "resizes of the trainer", found["resizes"]
+    yield "seconds until the killed generator was back", found["back_after_s"]
+    yield "largest difference of log-probs between sampler and trainer", found["largest_logprob_difference"]
+    yield "greedy completions of the exported folder that are transformers', of 10", found["greedy_equal"]
+    yield "minutes", found["wall_s"] / 60
+    yield "CPU minutes", found["cpu_s"] / 60
+
+
 DOCS: Mapping[str, tuple[Callable[[Any], Iterator[Row]], Sequence[str]]] = {
     "generate": (generate, ("", "tokens/s", "ductile is so many times as fast", "in CPU time")),
     "grpo_step": (grpo_step, ("a slot", "ms of a step", "what it does")),
@@ -237,6 +250,7 @@ DOCS: Mapping[str, tuple[Callable[[Any], Iterator[Row]], Sequence[str]]] = {
         role_changes,
         ("change", "seconds", "longest wait of a slot that keeps its roles, s"),
     ),
+    "real": (real, ("SmolLM2-135M-Instruct, sums", "")),
 }  # fmt: skip
 TABLES: Mapping[str, Callable[[], str]] = {
     "readme": readme,

@@ -38,8 +38,8 @@ BENCHMARKS = {
     "elastic": 540,
 }
 """In this order. Seconds after which a benchmark ends with what it has."""
-APART = frozenset({"gpu"})
-"""Whose files another command writes: `make gpu`, where there is a GPU."""
+APART = frozenset({"gpu", "real"})
+"""Whose files another command writes: `make gpu`, where there is a GPU, and `make real`."""
 GRACE_S = 60.0
 """Past its budget a benchmark still ends its processes and writes its file; then it is killed."""
 
