@@ -88,7 +88,7 @@ def main() -> int:
         took_s[name] = time.monotonic() - since_s
     if failure := run(["benchmarks/figures.py", "--write"], GRACE_S):
         failures.append(failure)
-    told = [f"{name:16}{seconds / 60:6.1f} minutes" for name, seconds in took_s.items()]
+    told = ["", *(f"{name:16}{seconds / 60:6.1f} minutes" for name, seconds in took_s.items())]
     print(*told, f"{'all':16}{(time.monotonic() - began_s) / 60:6.1f} minutes", *failures, sep="\n== ")
     return 1 if failures else 0
 
