@@ -74,7 +74,7 @@ equivalences: setup
 
 # Decisions of runs whose measurements are off by a last bit, and on processors that round otherwise.
 perturbed: setup
-	PERTURBED_RUNS=50 $(PYTEST) -m nightly $(PERTURBED)
+	PERTURBED_RUNS=200 $(PYTEST) -m nightly $(PERTURBED)
 
 # More connections than the HTTP server may have open, and what else is hard on it.
 floods: setup
