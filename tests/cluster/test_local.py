@@ -273,6 +273,7 @@ def test_a_process_that_comes_after_its_deadline_is_killed_and_is_not_taken_for_
     run(story())
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path):
     async def story():
         config = ClusterConfig(device="cpu", start_timeout_s=0.05)

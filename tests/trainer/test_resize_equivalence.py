@@ -20,11 +20,11 @@ from ductile.trainer.checkpoint import load_state
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.train_role import TrainRole
 from ductile.trainer.trainer import Trainer
+from tests.nightly import mostly_nightly
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import make_samples
 
-NUM_STEPS, NUM_RESIZES = 50, 20
 NUM_SLOTS = 6
 MICRO_STEPS = 3
 """Of a step; a resize can come before each of them, or before the optimizer step."""
@@ -125,9 +125,10 @@ def change_and_compare(fleet: Fleet, after: ParallelLayout, path: str) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_can_tell(settings: dict[str, Any], tmp_path: Path) -> None:
-    alone, _ = run(settings, NUM_STEPS, 0, tmp_path)
-    reports, resized = run(settings, NUM_STEPS, NUM_RESIZES, tmp_path)
+@pytest.mark.parametrize(("num_steps", "num_resizes"), mostly_nightly([(20, 8), (50, 20)], (20, 8)))
+def test_nobody_can_tell(settings: dict[str, Any], tmp_path: Path, num_steps: int, num_resizes: int) -> None:
+    alone, _ = run(settings, num_steps, 0, tmp_path)
+    reports, resized = run(settings, num_steps, num_resizes, tmp_path)
     assert any(inside for _, inside in resized)
     assert any(layout.dims.dp_replicate > 1 for layout, _ in resized)
     for ours, theirs in zip(reports, alone, strict=True):
