@@ -6,12 +6,12 @@ import pytest
 
 from ductile.cli import main
 from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_policy import policy_of, replaced_roles
 from ductile.config.reading.errors import ConfigError
 from ductile.config.reading.imports import ImportPathError
 from ductile.config.reading.parse import parse
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig
-from ductile.config.schema.scheduling import policy_of, replaced_roles
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static

@@ -8,9 +8,9 @@ from statistics import fmean
 import pytest
 
 from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_policy import policy_of
 from ductile.config.reading.parse import parse
 from ductile.config.schema.run import RLConfig
-from ductile.config.schema.scheduling import policy_of
 from ductile.config.schema.simulate import SimulateConfig
 from ductile.core.instances.placement import Placement
 from ductile.core.scheduling.facts.profile import FORMAT

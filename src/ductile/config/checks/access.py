@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Iterator
 
-from ductile.config.checks.finding import Finding
+from ductile.config.finding import Finding
 from ductile.config.schema.inference import MIN_KEY_CHARS, ServerConfig
 from ductile.config.schema.orchestrator import ClientConfig
 from ductile.config.schema.secrets import has_userinfo, secret_of

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from ductile.config.checks.finding import Finding
 from ductile.config.checks.model_lengths import cache_tokens
 from ductile.config.checks.on_disk import file_findings
+from ductile.config.finding import Finding
 from ductile.config.schema.inference import InferenceConfig
 from ductile.config.schema.orchestrator import OrchestratorConfig, SamplingConfig, to_sampling
 from ductile.core.layout.model.spec import ModelSpec

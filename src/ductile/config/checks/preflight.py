@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from ductile.config.checks.access import client_findings, server_findings
 from ductile.config.checks.asked_placement import placement_of
-from ductile.config.checks.finding import Finding
+from ductile.config.checks.asked_policy import scheduling_findings
 from ductile.config.checks.generation import (
     generator_findings,
     length_findings,
@@ -30,6 +30,7 @@ from ductile.config.checks.on_disk import (
 from ductile.config.checks.scorer_findings import scorer_findings, scorer_warnings
 from ductile.config.checks.trainer_layout import layout_findings, layout_warnings, room_warnings
 from ductile.config.checks.written import output_findings
+from ductile.config.finding import Finding
 from ductile.config.reading.unread import unread_findings, unread_notes
 from ductile.config.schema.bench import load_findings, server_notes
 from ductile.config.schema.cluster import ClusterConfig
@@ -42,7 +43,6 @@ from ductile.config.schema.run import (
     SFTConfig,
     TrainerRunConfig,
 )
-from ductile.config.schema.scheduling import scheduling_findings
 from ductile.config.schema.section import Section
 from ductile.config.schema.trainer import (
     CustomLoss,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from ductile.config.checks.finding import Finding
 from ductile.config.checks.on_disk import read_spec
+from ductile.config.finding import Finding
 from ductile.config.schema.run import RLConfig
 from ductile.core.instances.placement import Placement, many
 from ductile.core.layout.choice.tp_sizes import even_tp_sizes, tp_notes, why_not_tp

@@ -5,6 +5,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_policy import policy_name
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.checks.preflight import num_examples
 from ductile.config.checks.scorer_findings import scorers_in_words
@@ -21,7 +22,6 @@ from ductile.config.schema.run import (
     SFTConfig,
     TrainerRunConfig,
 )
-from ductile.config.schema.scheduling import policy_name
 from ductile.core.instances.instances import slot_groups
 from ductile.core.instances.placement import compact, many
 from ductile.core.layout.choice.layout_rules import ChosenLayout, LayoutRules, choose_layout, dims_allowed, layout_for

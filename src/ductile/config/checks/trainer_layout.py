@@ -7,8 +7,8 @@ from math import prod
 from pathlib import Path
 
 from ductile.config.checks.asked_placement import placement_of
-from ductile.config.checks.finding import Finding
 from ductile.config.checks.on_disk import read_spec
+from ductile.config.finding import Finding
 from ductile.config.reading.key_tree import keys
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.optimizer_state import Supported, state_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from ductile.config.checks.finding import Finding
+from ductile.config.finding import Finding
 from ductile.config.schema.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from ductile.config.checks.finding import Finding
 from ductile.config.checks.model_lengths import follow
 from ductile.config.checks.preflight import preflight
+from ductile.config.finding import Finding
 from ductile.config.reading.errors import Problem, about, did_you_mean, flag, listed, show
 from ductile.config.reading.fit import Fit
 from ductile.config.reading.key_tree import REQUIRED, find, keys, value_at

@@ -7,7 +7,7 @@ commands, it is accepted with a note instead. A test finds what each command rea
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ductile.config.checks.finding import Finding
+from ductile.config.finding import Finding
 from ductile.config.reading.errors import listed
 from ductile.config.reading.key_tree import find, value_at
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from ductile.config.checks.finding import Finding
+from ductile.config.finding import Finding
 from ductile.config.reading.errors import listed
 from ductile.config.reading.key_tree import value_at
 from ductile.config.schema.inference import InferenceConfig, ServerConfig

@@ -15,10 +15,10 @@ from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import ROLES, LocalCluster
 from ductile.concurrency.deadline import Deadline
 from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_policy import policy_name, replaced_roles
 from ductile.config.checks.trainer_layout import layout_rules
 from ductile.config.schema.inference import shared_block_tokens
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.schema.scheduling import policy_name, replaced_roles
 from ductile.config.schema.secrets import secret_of
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.instances.placement import SPELLED, Placement

@@ -5,10 +5,10 @@ from functools import partial
 
 from ductile.cluster.cluster import Cluster
 from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_policy import policy_arguments, policy_name, policy_of
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.inference import shared_block_tokens
 from ductile.config.schema.run import RLConfig
-from ductile.config.schema.scheduling import policy_arguments, policy_name, policy_of
 from ductile.core.layout.choice.layout_rules import LayoutRules
 from ductile.core.scheduling.costs.cost_model import CostModel
 from ductile.core.scheduling.facts.cluster_state import Limits

@@ -8,7 +8,7 @@ nothing is refused, never ignored.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ductile.config.checks.finding import Finding
+from ductile.config.finding import Finding
 from ductile.config.reading.errors import did_you_mean
 from ductile.config.reading.imports import ImportPathError
 from ductile.config.schema.cluster import ClusterConfig
