@@ -113,8 +113,8 @@ chaos: setup
 layouts: setup
 	LAYOUT_TRIALS=30 $(BIN)/python -m pytest tests/end_to_end/test_layouts.py -q -rA -m ''
 
-# Every benchmark but gpu.py and real.py, each for at most ten minutes, to this machine's file in benchmarks/results, then the tables of
-# README and docs: at most 90 minutes, with nothing else at work. The peers come with the extra `bench`.
+# Every benchmark but gpu.py and real.py, each for at most ten minutes, to this machine's file in benchmarks/results, then the
+# tables of README and docs: at most 90 minutes, with nothing else at work. The peers come with the extra `bench`.
 figures: setup
 	$(PIP) install -e '.[dev,bench]'
 	$(BIN)/python benchmarks/run_all.py

@@ -1,8 +1,8 @@
 """Whether a real model learns while its run is pulled about: SmolLM2-135M-Instruct, by GRPO, on sums.
 
-`ductile rl @ examples/smollm2/rl.toml`, with the scheduler on and a policy (`peers/every_change.py`) that orders each
-kind of role change in turn. Some steps after the start a generator is killed (SIGKILL). It ends with 0 only if all of
-this holds:
+`ductile rl @ examples/smollm2/rl.toml`, with the scheduler on and a policy (`peers/every_change.py`) that orders one
+kind of role change after the other, whether it pays or not. Some steps after the start a generator is killed (SIGKILL).
+It ends with 0 only if all of this holds:
 
     resizes       the trainer went to other slots at least twice
     killed        the generator came back, and generated again
@@ -217,9 +217,10 @@ def by_ductile(folder: Path, tokenizer: Any, prompts: Completions) -> Completion
 
 def by_transformers(folder: Path, prompts: Completions, ends: frozenset[int]) -> Completions:
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     stop = {"eos_token_id": sorted(ends), "pad_token_id": min(ends)}
     found: Completions = []
     for prompt in prompts:
