@@ -55,8 +55,9 @@ gpu:
 
 # What `make test` has a part of, whole: commands, each of which also stands alone, with the time that it may take here.
 # What fails is told at the end, and does not keep the others from running.
-NIGHTLY = parity:30m resize-parity:20m endings:30m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
-	examples:20m nightly-tests:25m
+NIGHTLY = parity:20m resize-parity:20m endings:30m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
+	properties:20m nightly-tests:25m \
+	cold-starts:10m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
 
 .PHONY: nightly $(PARTS)
@@ -81,8 +82,13 @@ floods: setup
 	$(PYTEST) -m nightly $(FLOODS)
 
 # Sixteen times as many examples of hypothesis as in `make test`, and others each time.
-examples: setup
+properties: setup
 	$(PYTEST) -m hypothesis --hypothesis-profile nightly --timeout 900
+
+# Tests whose processes start as a user's do; in `make test` most are forked from one that has imported torch.
+cold-starts: setup
+	$(PYTEST) --cold tests/cluster tests/generator/test_serve.py tests/end_to_end/test_commands.py \
+		tests/end_to_end/test_deaths.py tests/end_to_end/test_rl.py
 
 nightly-tests: setup
 	$(PYTEST) -m nightly --timeout 600 $(foreach path,$(EQUIVALENCES) $(PERTURBED) $(FLOODS) \

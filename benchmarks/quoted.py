@@ -221,7 +221,7 @@ def real(found: Any) -> Iterator[Row]:
     yield "role changes", found["role_changes"]
     yield "resizes of the trainer", found["resizes"]
     yield "seconds until the killed generator was back", found["back_after_s"]
-    yield "largest difference of log-probs between sampler and trainer", found["largest_logprob_difference"]
+    yield "bound of the difference of log-probs between sampler and trainer", found["logprob_difference_bound"]
     yield "greedy completions of the exported folder that are transformers', of 10", found["greedy_equal"]
     yield "minutes", found["wall_s"] / 60
     yield "CPU minutes", found["cpu_s"] / 60

@@ -209,7 +209,7 @@ def circle_of(metrics: Sequence[dict[str, float]], profiles: Sequence[StepProfil
     rows = {row["step"]: row for row in metrics}
     published = [(profile.end_s - rows[profile.step]["seconds/publish"], profile.end_s) for profile in profiles]
     waited = [
-        (profile.end_s, profile.end_s + rows[profile.step + 1]["seconds/begin_step"])
+        (profile.end_s, profile.end_s + rows[profile.step + 1]["seconds/join"])
         for profile in profiles
         if profile.step + 1 in rows
     ]

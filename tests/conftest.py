@@ -1,5 +1,6 @@
-"""One thread a process, as in the product's CPU workers: the suite must not depend on how many cores there are. Nor on
-how fast they are: no example of hypothesis has a deadline."""
+"""What holds for all tests: how processes start (`tests.warm`), which worker runs what (`tests.balance`), how many
+examples there are (`tests.nightly`), and one thread a process, as in the product's CPU workers.
+"""
 
 import os
 import subprocess
@@ -24,6 +25,15 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 torch.set_num_threads(1)
 subprocess.Popen = warm.Popen
 register_profiles()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cold", action="store_true", help="execute every process as a user does, none from a template")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cold"):
+        subprocess.Popen = warm.EXECUTED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

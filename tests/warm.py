@@ -167,7 +167,7 @@ class Template:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self._control.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
         with theirs:
-            self._process = _execute(
+            self._process = EXECUTED(
                 [sys.executable, "-m", "tests.warm", str(theirs.fileno()), "-" * ROOM],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -178,7 +178,8 @@ class Template:
         return self._control
 
 
-_execute, _execv = subprocess.Popen, os.execv
+EXECUTED, _execv = subprocess.Popen, os.execv
+"""As they are without this module."""
 _enabled = True
 _template: Template | None = Template()
 """None in a process that is itself warm."""

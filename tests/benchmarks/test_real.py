@@ -8,7 +8,7 @@ import pytest
 
 import real
 from ductile.observe import read_jsonl
-from real import EXAMPLE, KILLED_SLOT, LARGEST_DIFFERENCE, ROOT
+from real import EXAMPLE, KILLED_SLOT, MAX_DIFFERENCE, ROOT
 
 MAKE_MODEL = runpy.run_path(str(EXAMPLE / "make_model.py"))
 SUMS = runpy.run_path(str(EXAMPLE / "sums.py"))["Sums"]()
@@ -20,7 +20,7 @@ PASSED = {
     "at_work_again": [2],
     "gain": 0.2,
     "gain_standard_error": 0.06,
-    "largest_logprob_difference": 1e-4,
+    "logprob_difference_bound": 1e-4,
     "greedy_equal": 10,
 }
 
@@ -77,7 +77,7 @@ def test_the_figures_are_those_of_the_recording() -> None:
         "killed": [2],
         "back_after_s": [3.0],
         "at_work_again": [2],
-        "largest_logprob_difference": pytest.approx(1e-4),
+        "logprob_difference_bound": pytest.approx(1e-4),
         "sampled_tokens": 300.0,
     }
     assert real.pid_of(events, 2) == 8
@@ -93,7 +93,7 @@ def test_a_step_that_began_before_the_generator_was_back_does_not_count() -> Non
 
 
 def test_log_probs_of_other_weights_cannot_be_compared() -> None:
-    assert real.largest_difference([row(1, off_policy_max=1.0, **{"train/mismatch_kl": 0.0})]) == math.inf
+    assert real.difference_bound([row(1, off_policy_max=1.0, **{"train/mismatch_kl": 0.0})]) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_log_probs_of_other_weights_cannot_be_compared() -> None:
         {"at_work_again": []},
         {"gain": 0.11},
         {"gain": 0.09, "gain_standard_error": 0.01},
-        {"largest_logprob_difference": 2e-3},
-        {"largest_logprob_difference": math.nan},
+        {"logprob_difference_bound": 2e-3},
+        {"logprob_difference_bound": math.nan},
         {"greedy_equal": 9},
     ],
     ids=str,
@@ -125,7 +125,7 @@ def test_the_trial_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = real.figures_of(read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "events.jsonl"))
     assert found["steps"] == 30
     assert found["killed"] == [KILLED_SLOT]
-    assert found["largest_logprob_difference"] < LARGEST_DIFFERENCE
+    assert found["logprob_difference_bound"] < MAX_DIFFERENCE
     assert real.greedy_equal(folder / "model", real.held_out()) == real.NUM_GREEDY
 
 

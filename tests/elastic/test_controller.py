@@ -140,7 +140,7 @@ class Scripted:
         return decision
 
 
-def run_controller(tmp_path, state, policy, during, otherwise=None, broken=(), kind=ScriptedStage):
+def run_controller(tmp_path, state, policy, during, fallback=None, broken=(), kind=ScriptedStage):
     """What a stage was told to do, in order, and the events of it."""
 
     async def story():
@@ -148,7 +148,7 @@ def run_controller(tmp_path, state, policy, during, otherwise=None, broken=(), k
         stage.broken |= set(broken)
         record = Recorder(tmp_path, clock=lambda: 0.0)
         journal = DecisionJournal(record, {"name": "scripted"})
-        controller = ElasticController(policy, stage, record, otherwise, lambda took_s: 0.5, journal)
+        controller = ElasticController(policy, stage, record, fallback, lambda took_s: 0.5, journal)
         try:
             async with controller.at_work(errors.append):
                 await during(controller, stage)
@@ -276,7 +276,7 @@ def test_what_a_policy_is_asked_with_and_decides_is_written_down(tmp_path):
     """Also what a policy is asked with that fails, and what is decided instead."""
     policy = Scripted(moved(RoleChange(0, T, B)), moved(RoleChange(0, B, T)), ValueError("enough"))
     home = Scripted()
-    run_controller(tmp_path, scene(running={2: [10]}), policy, one_event, otherwise=home)
+    run_controller(tmp_path, scene(running={2: [10]}), policy, one_event, fallback=home)
     rows, reader = read_jsonl(tmp_path / "decisions.jsonl"), StateReader()
     assert [reader.state(row["state"]) for row in rows] == [*policy.asked, *home.asked]
     assert [row.get("decision", {}).get("orders") for row in rows] == [
@@ -479,7 +479,7 @@ def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
         controller.notify()
         await asyncio.sleep(10)
 
-    stage, errors, events = run_controller(tmp_path, scene(), policy, twice, otherwise=Home())
+    stage, errors, events = run_controller(tmp_path, scene(), policy, twice, fallback=Home())
     assert errors == []
     assert stage.roles == {0: T, 1: T, 2: G, 3: G, 4: G, 5: G}
     assert not stage.held
@@ -490,7 +490,7 @@ def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
 
 
 def test_a_policy_that_fails_is_refused_as_well(tmp_path):
-    _, errors, events = run_controller(tmp_path, scene(), Scripted(KeyError("slot")), one_event, otherwise=Home())
+    _, errors, events = run_controller(tmp_path, scene(), Scripted(KeyError("slot")), one_event, fallback=Home())
     assert errors == []
     assert "KeyError" in next(row["sentence"] for row in events if row["kind"] == "policy_failed")
 

@@ -91,7 +91,7 @@ def test_a_good_decision_is_returned():
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in BAD], ids=[said[:40] for _, said in BAD])
 def test_the_run_goes_on_with_the_slots_where_they_were_configured(tmp_path, policy):
-    stage, errors, events = run_controller(tmp_path, scene(), policy, one_event, otherwise=Home())
+    stage, errors, events = run_controller(tmp_path, scene(), policy, one_event, fallback=Home())
     assert errors == []
     (refused,) = [event for event in events if event["kind"] == "policy_failed"]
     assert refused["sentence"].startswith("The policy is not asked any more, and the slots go back to")

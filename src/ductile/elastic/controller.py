@@ -54,11 +54,11 @@ class ElasticController(StepListener):
         policy: Policy,
         actuator: Actuator,
         record: Recorder,
-        otherwise: Policy | None = None,
+        fallback: Policy | None = None,
         rest_s: Callable[[float], float] = rest_s,
         journal: DecisionJournal | None = None,
     ) -> None:
-        """otherwise: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision. journal:
+        """fallback: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision. journal:
         keeps what is decided, and on what, for `ductile replay`; None keeps nothing."""
         self.num_changes = 0
         self.changes: deque[ExecutedDecision] = deque(maxlen=MAX_KEPT)
@@ -70,7 +70,7 @@ class ElasticController(StepListener):
         self.refused = ""
         """Why the policy is not asked any more, as a sentence; empty while it is asked."""
         self._policy, self._actuator, self._log = policy, actuator, DecisionLog(record)
-        self._otherwise, self._rest_s, self._journal = otherwise, rest_s, journal
+        self._fallback, self._rest_s, self._journal = fallback, rest_s, journal
         self._change: asyncio.Task[None] | None = None
         """The change that is under way; None when there is none."""
         self._failed: Exception | None = None
@@ -177,7 +177,7 @@ class ElasticController(StepListener):
         took_s = state_s + deciding_s
         self.deciding_s += took_s
         self._not_before_s = actuator.now_s + self._rest_s(took_s)
-        if gone := self._not_ready(state, decision):
+        if gone := self._lost_slots(state, decision):
             self._log.dropped(decision, gone, at_s)
             self._asked = state.asked  # where it was the step's first decision, the next one is
             self.notify()
@@ -188,7 +188,7 @@ class ElasticController(StepListener):
             actuator.changing(decision.moves)
             self._change = asyncio.create_task(self._make(self._execution, state, decision, at_s))
 
-    def _not_ready(self, state: ClusterState, decision: Decision) -> set[int]:
+    def _lost_slots(self, state: ClusterState, decision: Decision) -> set[int]:
         """Slots of the decision that were lost while the policy decided. They come back by themselves."""
         if not decision.orders:
             return set()
@@ -225,10 +225,10 @@ class ElasticController(StepListener):
         try:
             return await self._decision(state)
         except BadDecision as error:
-            if self._otherwise is None:
+            if self._fallback is None:
                 raise
             self.refused = self._log.refused(error)
-            self._policy, self._otherwise = self._otherwise, None
+            self._policy, self._fallback = self._fallback, None
         return await self._decision(state)
 
     async def _decision(self, state: ClusterState) -> tuple[Decision, float]:

@@ -1,6 +1,6 @@
 """Phases of a training step, as the loop tells them to those that listen; they are not written down.
 
-    wait → score → forward_backward → optim_step → publish → begin_step → receive → evaluate
+    wait → score → forward_backward → optim_step → publish → join → receive → evaluate
 
 Phases overlap: the trainer works on one chunk of groups while the loop waits for the next. A phase has what goes in,
 and when it ends what has come of it: None where it failed or was cancelled.
@@ -72,7 +72,7 @@ class PublishPhase(StepPhase):
 class JoinPhase(StepPhase):
     """New weights wait for slots that are about to generate or score."""
 
-    name: ClassVar[str] = "begin_step"
+    name: ClassVar[str] = "join"
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class StepListener:
         """The phase has ended, well or not."""
 
 
-class StepListeners(StepListener):
+class StepListeners:
     """Several listeners, told in their order."""
 
     def __init__(self, *listeners: StepListener) -> None:

@@ -143,13 +143,13 @@ async def run_loop(
     generators: Generators,
     scorer: Scorer | None,
     context: RunContext,
-    watch: Callable[[Buffer, StepAccounting], ElasticController | None] = lambda buffer, accounting: None,
+    begin_scheduling: Callable[[Buffer, StepAccounting], ElasticController | None] = lambda buffer, accounting: None,
     spent: Callable[[], Mapping[str, object]] = dict,
 ) -> RunResult:
     """Run until `max_steps` or `context.stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
-    watch: told of the step's books before the loop begins; returns the controller that moves slots between roles
-    meanwhile, or None.
+    begin_scheduling: told of the step's books before the loop begins; returns the controller that moves slots between
+    roles meanwhile, or None.
     spent: what the slots did with their time, for the summary.
     Raises what a role raises (a `Failure`), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
     made in a grader; what was trained is saved by then.
@@ -189,7 +189,7 @@ async def run_loop(
             evaluation if prepared.eval_prompts else None,
             output,
             accounting,
-            watch(buffer, accounting),
+            begin_scheduling(buffer, accounting),
             context.stop,
         )
         await loop.run(context.death_watch())

@@ -1,6 +1,6 @@
 """Turns a validated config into processes, and what becomes of them into an exit code.
 
-One function for each command of the CLI.
+One function for each command of the CLI that starts slots.
 
 How a command ends, whatever happens to it, is `ductile.orchestrator.ending.supervise`.
 """
@@ -112,7 +112,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
             scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
             context = _context(session, lambda: fleet.slots_by_role, resizer, cluster)
             rl_loop = run_loop(
-                prepared, fleet.trainer, fleet.generators, fleet.scorer, context, scheduling.watch, scheduling.spent
+                prepared, fleet.trainer, fleet.generators, fleet.scorer, context, scheduling.begin, scheduling.spent
             )
             async with recovery:
                 result = await run_until(rl_loop, session.interrupt.forced)

@@ -51,7 +51,7 @@ class Scheduling:
         self._controller: ElasticController | None = None
         self._began_s = 0.0
 
-    def watch(self, buffer: Buffer, accounting: StepAccounting) -> ElasticController | None:
+    def begin(self, buffer: Buffer, accounting: StepAccounting) -> ElasticController | None:
         """Account for the slots' time from now on. Returns their controller; None without `cluster.auto_scheduler`."""
         config, fleet = self._config, self._fleet
         on_gpu = any(device.startswith("cuda") for device in self._cluster.devices.values())
