@@ -6,7 +6,7 @@ from torch import nn
 from ductile.config.schema.inference import InferenceConfig
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.generator.engine.engine import Engine
-from ductile.generator.engine.weight_columns import lay_by_columns
+from ductile.generator.engine.weight_columns import empty_by_columns, lay_by_columns
 from ductile.model.transformer import Transformer
 from ductile.weights.overwrite import overwrite
 
@@ -40,3 +40,13 @@ def test_an_engine_has_what_it_was_given() -> None:
     engine.load_weights(weights, 1)
     for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, weights[name]), name
+
+
+def test_an_empty_model_lies_by_columns_and_its_engine_copies_nothing() -> None:
+    model = empty_by_columns(SPEC, torch.bfloat16, "cpu")
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    engine = Engine(model, InferenceConfig.model_validate({"num_blocks": 8}), (), lambda ids, special: "")
+    after = dict(engine.model.named_parameters())
+    assert before == {name: parameter.data_ptr() for name, parameter in after.items()}
+    assert {parameter.dtype for parameter in after.values()} == {torch.bfloat16}
+    assert after["layers.0.mlp.down_proj.weight"].stride() == (1, SPEC.hidden_size)

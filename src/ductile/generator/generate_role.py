@@ -16,6 +16,7 @@ from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.generation_engine import GenerationEngine, KVMigration
 from ductile.generator.engine.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
 from ductile.generator.engine.step_profiler import StepProfiler
+from ductile.generator.engine.weight_columns import empty_by_columns
 from ductile.messages.workers import Abort, Done, EngineStats, Finished, Forget, Generate, MigratedOut, MigrateOut
 from ductile.model.checkpoint import empty_model, load_model, read_spec
 from ductile.records import GenerateRequest, KVHandle
@@ -132,7 +133,8 @@ def load_engine(
     if with_weights:
         model = load_model(config.model.name, dtype=dtype, device=device)
     else:
-        model = empty_model(read_spec(config.model.name), dtype, device)
+        empty = empty_model if device.startswith("cuda") else empty_by_columns
+        model = empty(read_spec(config.model.name), dtype, device)
     return Engine(model, config, tokenizer.eos_token_ids, tokenizer.decode, device)
 
 

@@ -51,8 +51,7 @@ class Engine:
         num_blocks = num_cache_blocks(model.spec, config, dtype, device, weights_bytes)
         self.config = config
         self.model = model.requires_grad_(False).eval()
-        if not device.startswith("cuda"):
-            lay_by_columns(self.model)
+        if not device.startswith("cuda") and lay_by_columns(self.model):
             heap.trim()  # the rows
         self.version = version
         self.limits = SequenceLimits(model.spec.vocab_size, config.model.max_model_len, num_blocks * config.block_size)
