@@ -6,8 +6,7 @@ import pytest
 
 from ductile.core.batch.packing import SampleTooLong
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.core.scheduling.facts.cluster_state import IN_FLIGHT
-from ductile.fleet.remote_trainer import MicroStepDone, RemoteTrainer
+from ductile.fleet.remote_trainer import AHEAD_S, IN_FLIGHT, MicroStepDone, RemoteTrainer
 from ductile.messages.workers import ExportModel, ForwardBackward, OptimStep, Publish, SaveState, Withdraw
 from ductile.roles import Late, Refused, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
@@ -52,6 +51,28 @@ def test_the_next_micro_step_waits_in_the_slot_and_no_more():
         await asyncio.gather(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(5)], SEQ_LEN), look())
         assert in_flight[0] == IN_FLIGHT
         assert clock() == pytest.approx(5 * 0.01), "the slot is never without work"
+
+    play(story)
+
+
+def test_the_next_micro_step_is_sent_shortly_before_the_end_of_the_one_that_runs():
+    """As soon as one has said how long it takes, and longer ones take longer."""
+
+    async def story():
+        slots, carrier, trainer = make(ParallelLayout.of((0,)))
+        slots.work_s = lambda number, command: 0.5 * command.count_tokens()
+        sizes = [10, 10, 10, 8, 6]
+        ends_s = [0.5 * sum(sizes[: number + 1]) for number in range(len(sizes))]
+        training = asyncio.create_task(
+            trainer.forward_backward([sample(number, size) for number, size in enumerate(sizes)], SEQ_LEN)
+        )
+        for number, end_s in enumerate(ends_s[1:-1], 1):
+            await asyncio.sleep(end_s - AHEAD_S - 0.1 - clock())
+            assert len(carrier.sent) == number + 1, "only the one that runs"
+            await asyncio.sleep(0.2)
+            assert len(carrier.sent) == number + 2
+        await training
+        assert clock() == pytest.approx(ends_s[-1]), "the slot is never without work"
 
     play(story)
 

@@ -15,7 +15,8 @@ ECHO = {role: "tests.slot.echo:EchoRole" for role in ("train", "generate", "scor
 
 
 class EchoRole:
-    """Settings: `fail_on` (a command's name), `sleep_s` (for each command), `step` ("fails", "kills")."""
+    """Settings: `fail_on` (a command's name), `sleep_s` (for each command of the main thread), `step` ("fails",
+    "kills")."""
 
     def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         if settings.get("refuse"):
@@ -25,7 +26,8 @@ class EchoRole:
         print("echo is ready")
 
     def handle(self, command: Any) -> Any:
-        time.sleep(self._settings.get("sleep_s", 0.0))
+        if not command.is_beside:
+            time.sleep(self._settings.get("sleep_s", 0.0))
         if type(command).__name__ == self._settings.get("fail_on"):
             raise RuntimeError("as the settings ask")
         match command:

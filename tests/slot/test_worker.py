@@ -8,7 +8,7 @@ import pytest
 
 from ductile.cluster.local import LocalCluster
 from ductile.config.schema.cluster import ClusterConfig
-from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.messages.workers import (
     AssignRole,
     Done,
@@ -16,6 +16,7 @@ from ductile.messages.workers import (
     Generate,
     OptimStep,
     Ping,
+    Prepare,
     Publish,
     ReleaseRole,
     Score,
@@ -121,6 +122,22 @@ def test_commands_run_in_order_and_late_ones_still_run(slot: Harness, assign):
     assert slot.mailbox.unused == {"Done": 1}
 
 
+def test_what_is_done_beside_neither_waits_for_a_command_nor_makes_an_older_one_stale(slot: Harness, assign):
+    assign("train", sleep_s=0.5)
+    order = ResizeOrder(1, ParallelLayout.of((0,)), ParallelLayout.of((0,)))
+
+    async def story():
+        running = [asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 10)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        slot.mailbox.next_epoch()
+        assert await slot.mailbox.ask(0, Prepare(order), 10) == Done()
+        assert not any(task.done() for task in running)
+        assert slot.mailbox.doing(0) == "running OptimStep"
+        assert await asyncio.gather(*running) == [Done(), Done()]
+
+    slot.runner.run(story())
+
+
 def test_own_work_goes_on_between_commands_and_comes_as_events(slot: Harness, assign):
     assign("generate")
     finished: list[str] = []
@@ -179,15 +196,18 @@ def test_the_log_has_what_the_slot_printed(slot: Harness, assign):
 
 
 def test_an_older_epoch_is_refused(slot: Harness, assign):
+    slot.mailbox.next_epoch()
+    made_in = slot.mailbox.epoch
     assign("train")
-    slot.mailbox.epoch = 4
+    slot.mailbox.epoch = made_in + 4
     assert slot.ask(Ping()) == Done()
-    slot.mailbox.epoch = 3
-    with pytest.raises(StaleEpoch, match="StaleEpoch: the command is of epoch 3, this slot is in epoch 4"):
+    slot.mailbox.epoch = made_in + 3
+    told = f"StaleEpoch: the command is of epoch {made_in + 3}, this slot is in epoch {made_in + 4}"
+    with pytest.raises(StaleEpoch, match=told):
         slot.ask(OptimStep(1.0))
-    slot.mailbox.epoch = 5
+    slot.mailbox.epoch = made_in + 5
     assert slot.ask(OptimStep(1.0)) == Done()
-    assert slot.ask(Publish(0)) == Scores(((0.0, 0.0),)), "a role keeps the epoch in which it was made"
+    assert slot.ask(Publish(0)) == Scores(((float(made_in), 0.0),)), "a role keeps the epoch in which it was made"
 
 
 def test_a_slot_says_what_its_device_is_and_measures_it_when_asked(slot: Harness):

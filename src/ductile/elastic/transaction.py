@@ -1,8 +1,8 @@
 """A resize of the live trainer: one change, from the first `AssignRole` to the last `ReleaseRole`.
 
     AssignRole      joiners build what needs no state          training goes on
-    Prepare         groups, skeleton, buffers, plan            training goes on; old slots are told at a boundary; all
-                                                               prepare beside what they do, and say when they have
+    Prepare         groups, skeleton, buffers, plan            training goes on, old slots are told in the middle of it;
+                                                               all prepare beside what they do, and say when they have
     (release)       joiners' other roles (`Fleet.release`)     ┐
     Freeze          all say their plan's key and progress      │
     TransferState   all say what they sent and received        ├ the pause, at a boundary
@@ -217,15 +217,14 @@ class Transaction:
         await self._judge("assign", outcomes)
 
     async def _prepare(self) -> None:
-        """Have all slots prepare; they reply at once and prepare beside what they do. Old slots are told at a
-        boundary: in the middle of a micro-step, which may take longer than any deadline of a change, they would not
-        reply, and joiners wait for them as soon as they have begun."""
+        """Have all slots prepare; they reply at once, also in the middle of a micro-step, and prepare beside what they
+        do. Old slots come first: joiners wait for them as soon as they have begun."""
+        self._trainer.check()
         prepare = Prepare(self.order)
         with self._timed("prepare"):
-            async with self._boundary():
-                waits_end_at_s = asyncio.get_running_loop().time() + self._options.timeout_s
-                outcomes = await self._participants.ask(dict.fromkeys(self.order.before.slots, prepare))
-                await self._judge("prepare", outcomes)
+            waits_end_at_s = asyncio.get_running_loop().time() + self._options.timeout_s
+            outcomes = await self._participants.ask(dict.fromkeys(self.order.before.slots, prepare))
+            await self._judge("prepare", outcomes)
             await self._judge("prepare", await self._participants.ask(dict.fromkeys(self.order.joiners, prepare)))
             await self._until_prepared(waits_end_at_s)
 

@@ -1,10 +1,11 @@
 """The trainer behind its Protocol: every command goes to all slots of its layout, one command at a time.
 
-Samples go out in micro-steps. The next one is already waiting in the slot, so that no slot waits for the orchestrator;
-but while a change is under way none is, so that the change need not wait for it. A micro-step is one micro-batch a
-data-parallel rank, or with pp about as many as fill the pipeline (`ductile.core.layout.geometry.pipeline_schedule`).
-Between two of them the trainer may change its layout (`ductile.elastic.transaction`): what has not gone out by then is
-packed anew, for the ranks that there are then. All other commands come between two, too.
+Samples go out in micro-steps. The next one is sent shortly before the one that runs is expected to end: so no slot
+waits for the orchestrator, and no change for more than the one that runs. While a change is under way none is sent
+ahead. A micro-step is one micro-batch a data-parallel rank, or with pp about as many as fill the pipeline
+(`ductile.core.layout.geometry.pipeline_schedule`). Between two of them the trainer may change its layout
+(`ductile.elastic.transaction`): what has not gone out by then is packed anew, for the ranks that there are then. All
+other commands come between two, too.
 """
 
 import asyncio
@@ -21,7 +22,6 @@ from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
-from ductile.core.scheduling.facts.cluster_state import IN_FLIGHT
 from ductile.messages.workers import (
     Command,
     Done,
@@ -41,6 +41,13 @@ from ductile.roles import Late, Refused, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import R, ask_each
 from ductile.transport.mailbox import Mailbox
+
+IN_FLIGHT = 2
+"""Micro-steps that the trainer's slots have at once: one that runs and one that waits; while a change is under way only
+the first."""
+AHEAD_S = 0.25
+"""Seconds before the expected end of a micro-step at which the next one is sent: many times what a message takes, and
+little beside the micro-steps of a model that is worth a change."""
 
 MicroStep = Sequence[tuple[MicroBatch, ...]]
 """What is sent at a time: the micro-batches of each data-parallel rank, equally many."""
@@ -105,6 +112,8 @@ class RemoteTrainer:
         """No micro-step begins while the scheduling policy holds training; those in flight end."""
         self._given: list[_Given] = []
         self.on_micro_step = Listeners[[MicroStepDone]]()
+        self._latest: MicroStepDone | None = None
+        """The latest micro-step in this layout, which says how long the next one takes."""
         self._kept: dict[int, _Kept] = {}
         """Published versions that are not withdrawn yet, by number."""
         self._changed = ChangeSignal()
@@ -134,7 +143,7 @@ class RemoteTrainer:
 
     def go_on_in(self, layout: ParallelLayout, epoch: int) -> None:
         """Have the trainer go on in another layout; called within `boundary`."""
-        self.layout, self.epoch = layout, epoch
+        self.layout, self.epoch, self._latest = layout, epoch, None
 
     def hold_training(self, held: bool) -> None:
         """Hold training, or let it go on."""
@@ -156,7 +165,7 @@ class RemoteTrainer:
                 # loop here would keep that task from ever running.
                 await asyncio.sleep(0)
                 async with self._turn:
-                    self._check()
+                    self.check()
                     if packed_for != self.layout:
                         packed_for, pipeline = self.layout, PipelineShape.of(self.layout)
                         packed = pack(left, self.num_ranks, seq_len, pipeline=pipeline)
@@ -246,7 +255,7 @@ class RemoteTrainer:
         finally:
             self._num_waiting -= 1
         try:
-            self._check()
+            self.check()
             yield
         finally:
             self._turn.release()
@@ -283,7 +292,8 @@ class RemoteTrainer:
         if self.version != version:
             raise Refused(f"the trainer has gone on from version {version}, and cannot lease it out")
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises TrainerLost where there is no trainer any more."""
         if self._end is not None:
             raise self._end
 
@@ -315,9 +325,16 @@ class RemoteTrainer:
     async def _micro_steps(self, steps: deque[MicroStep], given: _Given) -> None:
         """Run `steps` from the left, and take them out, until none is left, a change is due or training is held."""
         in_flight: deque[tuple[MicroStep, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()  # of the one that runs
         try:
             while True:
                 limit = 0 if self._num_waiting or self.is_held else 1 if self._num_expecting else IN_FLIGHT
+                if steps and 0 < len(in_flight) < limit:
+                    ahead_s = began_s + self._expected_s(in_flight[0][0]) - AHEAD_S - now_s()
+                    if ahead_s > 0 and not in_flight[0][1].done():
+                        await asyncio.wait({in_flight[0][1]}, timeout=ahead_s)
+                        continue
                 while steps and len(in_flight) < limit:
                     step = steps.popleft()
                     deadline_s = self._deadlines.command_s + len(in_flight) * self._deadlines.command_s
@@ -328,6 +345,7 @@ class RemoteTrainer:
                 step, task = in_flight[0]
                 done = await task
                 in_flight.popleft()
+                began_s = now_s()
                 given.did(step)
                 self._tell(step, done)
         finally:
@@ -335,10 +353,17 @@ class RemoteTrainer:
                 task.cancel()
             await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
 
+    def _expected_s(self, step: MicroStep) -> float:
+        """Seconds that a micro-step takes, by the latest one; 0 where there was none in this layout."""
+        if self._latest is None:
+            return 0.0
+        return self._latest.busy_s * max(_tokens(step)) / max(1, self._latest.tokens_fullest)
+
     def _tell(self, step: MicroStep, done: Mapping[int, ForwardBackwardDone]) -> None:
-        tokens = [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in step]
+        tokens = _tokens(step)
         busy_s = max(reply.busy_s for reply in done.values())
-        self.on_micro_step(MicroStepDone(len(step), len(step[0]), max(tokens), sum(tokens), busy_s))
+        self._latest = MicroStepDone(len(step), len(step[0]), max(tokens), sum(tokens), busy_s)
+        self.on_micro_step(self._latest)
 
     async def _micro_step(self, step: MicroStep, deadline_s: float) -> Mapping[int, ForwardBackwardDone]:
         commands = self.layout.deal([ForwardBackward(of_rank) for of_rank in step])
@@ -360,6 +385,11 @@ class RemoteTrainer:
         except Late as error:  # whatever else is asked, saving too, would wait behind this as long again
             self.lose(TrainerLost(str(error)))
             raise
+
+
+def _tokens(step: MicroStep) -> list[int]:
+    """Tokens of each data-parallel rank."""
+    return [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in step]
 
 
 def _in_steps(packed: Sequence[Sequence[MicroBatch]], sizes: Iterable[int]) -> Iterator[MicroStep]:

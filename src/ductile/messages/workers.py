@@ -34,6 +34,12 @@ class Message(msgspec.Struct, tag=True):
         """Number of tokens that the message carries data of; what encoding it takes goes by that."""
         return 0
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether a slot does what the message says in a thread of its own, beside what its main thread works at. All
+        other commands are executed in order."""
+        return False
+
 
 # -- Commands: any slot ------------------------------------------------------------------------------------------
 
@@ -143,10 +149,15 @@ class ExportModel(Message):
 
 
 class Prepare(Message):
-    """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Reply: `Done` at once: the
-    slot prepares in the background, and a `PreparationEnded` event says when it has, or that it cannot."""
+    """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Reply: `Done` at once, also in
+    the middle of a micro-step: the slot prepares in the background, and a `PreparationEnded` event says when it has, or
+    that it cannot."""
 
     order: ResizeOrder
+
+    @property
+    def is_beside(self) -> bool:
+        return True
 
 
 class Freeze(Message):

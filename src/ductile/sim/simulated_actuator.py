@@ -19,7 +19,6 @@ from ductile.core.layout.choice.layout_rules import layout_for
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.costs.cost import context_transfer
 from ductile.core.scheduling.facts.cluster_state import (
-    IN_FLIGHT,
     BatchProgress,
     ClusterState,
     Lengths,
@@ -157,9 +156,6 @@ class SimulatedActuator:
 
     async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
         before, after = self.layout.slots, layout.slots
-        for _ in range(IN_FLIGHT):  # its slots hear of it behind the micro-steps that they have
-            async with self.boundary:
-                pass
         await asyncio.sleep(self.scenario.costs.prepare_s)
         async with self.boundary:
             await self.release(release)

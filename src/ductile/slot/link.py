@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from ductile.messages.workers import Envelope, Event, Heartbeat, Hello, Reply
+from ductile.messages.workers import Command, Envelope, Event, Heartbeat, Hello, Reply
 from ductile.transport.codec import BadFrame, encode
 from ductile.transport.dealer import Dealer
 
@@ -28,7 +28,9 @@ class Link:
 
     def __init__(self, address: str, token: bytes, slot: int, device: str, owner: int) -> None:
         self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
-        """Commands, in the order in which they were sent."""
+        """Commands for the main thread, in the order in which they were sent."""
+        self.beside: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
+        """Commands that are executed beside those (`Message.is_beside`)."""
         self.epoch = 0
         """Membership epoch that every message sent carries: that of the latest command."""
         self._outbox: deque[bytes] = deque()
@@ -108,7 +110,9 @@ class Link:
                 continue
             if envelope is None:
                 return
-            self.inbox.put(envelope)
+            command = envelope.body
+            is_beside = isinstance(command, Command) and command.is_beside
+            (self.beside if is_beside else self.inbox).put(envelope)
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
         what, since_s = self._busy

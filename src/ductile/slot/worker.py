@@ -1,4 +1,6 @@
-"""A slot's process. The main thread executes commands in order and gives the roles that have work their turns.
+"""A slot's process. The main thread executes commands in order and gives the roles that have work their turns. What a
+change of roles or of the layout needs before it comes into effect is done beside that (`Message.is_beside`), each
+command in a thread of its own.
 
 Roles come by name: `"train"` is whatever class `SlotSettings.roles` says, made when `AssignRole` comes.
 Any number of roles may live in one slot; each command has one that handles it.
@@ -9,8 +11,9 @@ import os
 import queue
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -71,6 +74,7 @@ class Worker:
 
     def run(self) -> None:
         """Carry out commands until `Stop`. A role whose own `step` fails ends the process, as no command reports it."""
+        Thread(target=self._run_beside, name="beside", daemon=True).start()
         while not self._leaving:
             envelope = self._next(wait=not any(role.has_work() for role in self._roles.values()))
             if envelope:
@@ -86,11 +90,18 @@ class Worker:
             return self._link.inbox.get(block=wait)
         return None
 
+    def _run_beside(self) -> None:
+        while True:
+            # As little as the main thread's wait does this one need a deadline.
+            envelope = self._link.beside.get()
+            name = f"beside: {type(envelope.body).__name__}"
+            Thread(target=self._serve, args=(envelope,), name=name, daemon=True).start()
+
     def _serve(self, envelope: Envelope) -> None:
         command = envelope.body
         assert isinstance(command, Command)
         name = type(command).__name__
-        with self._link.busy(name):
+        with nullcontext() if command.is_beside else self._link.busy(name):
             try:
                 reply = self._execute(envelope.epoch, command)
             except Exception as error:
@@ -115,7 +126,8 @@ class Worker:
     def _execute(self, epoch: int, command: Command) -> Reply:
         if epoch < self._link.epoch:
             raise StaleEpoch(f"the command is of epoch {epoch}, this slot is in epoch {self._link.epoch}")
-        self._link.enter(epoch)
+        if not command.is_beside:  # those of the epoch before may still wait for the main thread
+            self._link.enter(epoch)
         match command:
             case Ping():
                 return Done()

@@ -57,21 +57,24 @@ class TrainerPart:
     groups: Groups
     trainer: Trainer | None
     """The slot's part of the trainer; None before it is built, and once it has failed."""
+    state: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """The trainer's parameters and moments, flat, by name. They stay where they are as long as it lives, and are looked
+    up once: in the middle of a micro-step the model has FSDP2's gathered parameters instead."""
 
     def attach(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+        self.trainer, self.state = trainer, parts_of(named_state(trainer))
 
     def drop(self) -> None:
         """Free the slot's part of the trainer; the groups stay."""
-        self.trainer = None
+        self.trainer, self.state = None, {}
 
     def destroy(self) -> None:
-        self.trainer = None  # before its groups: what refers to them would keep their sockets open
+        self.drop()  # before its groups: what refers to them would keep their sockets open
         self.groups.destroy()
 
     def abort_idle(self) -> None:
         """`destroy` where other slots may be dead, or stuck, and no collective is under way."""
-        self.trainer = None
+        self.drop()
         self.groups.abort_idle()
 
 
@@ -132,10 +135,8 @@ class Preparation:
         before: TrainerPart | None,
     ) -> None:
         self._order, self._assignment, self._config, self._plans = order, assignment, config, plans
-        self._old: Mapping[str, Tensor] = {}
-        if before is not None and before.trainer is not None:
-            # Parameters and moments stay where they are while the old trainer works on.
-            self._old = parts_of(named_state(before.trainer))
+        self._old: Mapping[str, Tensor] = before.state if before is not None else {}
+        """Parameters and moments, which stay where they are while the old trainer works on."""
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._unwanted = False

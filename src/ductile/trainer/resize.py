@@ -29,7 +29,7 @@ from ductile.observe import timed
 from ductile.records import TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerPart, fingerprints
-from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
+from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
 
 
@@ -121,7 +121,7 @@ class Resize:
         with timed(seconds, "transfer"):
             state: dict[str, Tensor] = {}
             if self._before is not None and self._before.trainer is not None:
-                state |= parts_of(named_state(self._before.trainer))
+                state |= self._before.state
                 state |= self._old_gradient() if progress.with_gradient else {}
                 self._before.drop()
                 gc.collect()  # its modules refer to each other in circles, and to the state

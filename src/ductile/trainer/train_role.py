@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -66,6 +67,10 @@ class TrainRole:
         self._transport: WeightTransport = SharedMemory()
         self._plans = StatePlans(spec_of(self._config), self._config)
         self._resize: Resize | None = None
+        self._preparing = Lock()
+        """Held where a change begins, in a thread of its own, or is taken back."""
+        self._taken_back = -1
+        """Epoch of the latest change that was taken back."""
         self._instance: TrainerPart | None = None
         if not assignment.joining:
             self._instance = TrainerPart(Groups.at(assignment, self._config.dist_timeout_seconds), None)
@@ -133,12 +138,16 @@ class TrainRole:
             torch.cuda.empty_cache()
 
     def _prepare(self, change: ResizeOrder) -> None:
-        if self._resize is not None and self._resize.is_committed:
-            self._finalize(self._resize)  # what came before the next resize is not taken back
-        if self._resize is not None:
-            raise ValueError(f"change {self._resize.order.epoch} is neither finalized nor rolled back")
-        self._resize = Resize(change, self._assignment, self._config, self._plans, self._instance)
-        self._resize.prepare()
+        """The main thread may be in the middle of a micro-step meanwhile."""
+        with self._preparing:
+            if change.epoch <= self._taken_back:
+                raise ValueError(f"change {change.epoch} was taken back before this slot had heard of it")
+            if self._resize is not None and self._resize.is_committed:
+                self._finalize(self._resize)  # what came before the next resize is not taken back
+            if self._resize is not None:
+                raise ValueError(f"change {self._resize.order.epoch} is neither finalized nor rolled back")
+            self._resize = Resize(change, self._assignment, self._config, self._plans, self._instance)
+            self._resize.prepare()
 
     def _finalize(self, resize: Resize) -> None:
         self._instance = resize.finalize()
@@ -146,9 +155,11 @@ class TrainRole:
 
     def _roll_back(self, epoch: int) -> None:
         """A slot that has not heard of the change has nothing to take back."""
-        if self._resize is not None and self._resize.order.epoch == epoch:
-            self._instance = self._resize.rollback()
-            self._resize = None
+        with self._preparing:
+            self._taken_back = max(self._taken_back, epoch)
+            if self._resize is not None and self._resize.order.epoch == epoch:
+                self._instance = self._resize.rollback()
+                self._resize = None
 
     def _change(self, epoch: int) -> Resize:
         if self._resize is None or self._resize.order.epoch != epoch:

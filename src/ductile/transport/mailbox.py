@@ -62,7 +62,7 @@ class Transport(Protocol):
 @dataclass(frozen=True, slots=True)
 class _PendingReply:
     slot: int
-    command: type[Command]
+    command: Command
     future: "asyncio.Future[Reply]"
 
 
@@ -230,7 +230,7 @@ class Mailbox:
         if slot in self.lost:
             raise SlotLost(self.lost[slot], slot)
         sequence = next(self._sequence)
-        pending = _PendingReply(slot, type(command), asyncio.get_running_loop().create_future())
+        pending = _PendingReply(slot, command, asyncio.get_running_loop().create_future())
         self._pending[sequence] = pending
         self._roles[slot] = command.roles_after(self.roles(slot))
         self._show_running(slot)
@@ -261,8 +261,11 @@ class Mailbox:
             return error
 
     def _running(self, slot: int) -> type[Command] | None:
-        """The oldest command without a reply: slots execute them in order."""
-        return next((pending.command for pending in self._pending.values() if pending.slot == slot), None)
+        """The oldest command without a reply: slots execute them in order. What a slot does beside that counts where
+        it does nothing else."""
+        pending = [pending.command for pending in self._pending.values() if pending.slot == slot]
+        command = next((command for command in pending if not command.is_beside), next(iter(pending), None))
+        return type(command) if command else None
 
     def _show_running(self, slot: int) -> None:
         for watcher in self._watchers:

@@ -24,10 +24,6 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.core.scheduling.costs.cost import Speeds, SwitchCosts
 
-IN_FLIGHT = 2
-"""Micro-steps that the trainer's slots have at once: one that runs and one that waits; while a change is under way only
-the first. More would only make the next change wait for longer."""
-
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
@@ -285,11 +281,10 @@ class ClusterState:
 
     @property
     def resize_wait_s(self) -> float:
-        """Seconds from the decision until the trainer's slots can change: they hear of it behind the micro-steps that
-        were sent before, of the first of which half is left on average; when they have prepared, half of another one is
-        left. In all that is as many micro-steps as there are in flight."""
+        """Seconds from the decision until the trainer's slots can change: they prepare beside what they do, and half of
+        the micro-step that then runs is left on average."""
         tokens = self.trainer.layout.num_data_parallel * self._micro_step_tokens
-        micro_steps = 0.0 if self.trainer.held else min(float(IN_FLIGHT), self.batch.ready_tokens / tokens)
+        micro_steps = 0.0 if self.trainer.held else min(0.5, self.batch.ready_tokens / tokens)
         return micro_steps * self.micro_step_s + self.costs.prepare_s
 
     @property
