@@ -88,7 +88,7 @@ properties: setup
 # Tests whose processes start as a user's do; in `make test` most are forked from one that has imported torch.
 cold-starts: setup
 	$(PYTEST) --cold tests/cluster tests/generator/test_serve.py tests/end_to_end/test_commands.py \
-		tests/end_to_end/test_deaths.py tests/end_to_end/test_rl.py
+		tests/end_to_end/test_deaths.py tests/end_to_end/test_rl.py tests/end_to_end/test_scheduled_equivalence.py
 
 nightly-tests: setup
 	$(PYTEST) -m nightly --timeout 600 $(foreach path,$(EQUIVALENCES) $(PERTURBED) $(FLOODS) \

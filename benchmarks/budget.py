@@ -93,7 +93,7 @@ class Budget:
         over = f"the {self._seconds:g} s of the benchmark were over"
         late = names[names.index(name) :]
         if number == 0:
-            self.left_out |= dict.fromkeys(late, over)
+            self.left_out = dict.fromkeys(late, over) | self.left_out
             print(f"Left out, as {over}: {'; '.join(late)}.", flush=True)
         else:
             self.left_out[f"round {number + 1} of {rounds}"] = over

@@ -19,6 +19,7 @@ other work. `micro_step_s` is what a slot works on a micro-batch: the median of 
 equally long, and a micro-batch has two of them. Of a run that the budget ends, what it had changed by then counts.
 
     python benchmarks/role_changes.py
+    python benchmarks/role_changes.py --model ~/.cache/ductile/smollm2-135m-instruct
 """
 
 import argparse
@@ -35,6 +36,7 @@ from typing import Any
 import tomli_w
 
 from budget import Budget, arguments
+from ductile.config.checks.on_disk import read_spec
 from ductile.core.scheduling.facts.ledger import Span
 from ductile.core.scheduling.facts.profile import StepProfile
 from letters import make_tokenizer
@@ -66,10 +68,17 @@ class Row:
     waits_for: str
 
 
-def prepare(folder: Path) -> int:
-    """Writes `model/`, `prompts.jsonl` and `reward.py`; returns the number of parameters."""
-    num_params = make_model(folder / "model")
-    make_tokenizer(folder / "model", num_tokens=32_000)
+def prepare(folder: Path, model: Path | None) -> int:
+    """Writes `model/`, `prompts.jsonl` and `reward.py`; returns the number of parameters. model: the user's own folder,
+    which `model/` is then a link to."""
+    if model is None:
+        num_params = make_model(folder / "model")
+        make_tokenizer(folder / "model", num_tokens=32_000)
+    elif (spec := read_spec(model)) is None:
+        raise SystemExit(f"--model: {model} has no config.json that can be read")
+    else:
+        num_params = spec.num_parameters
+        (folder / "model").symlink_to(model.resolve(), target_is_directory=True)
     prompts = [json.dumps({"prompt": f"question {number:03d}:"}) for number in range(200)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
     (folder / "reward.py").write_text(REWARD)
@@ -233,6 +242,7 @@ def micro_step_of(
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder, in place of 100 M random parameters")
     parser.add_argument("--keep", type=Path, help="where the run's events.jsonl is copied to")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16)
@@ -242,7 +252,7 @@ def main() -> None:
     args = parser.parse_args()
     budget = Budget(args.budget)
     with tempfile.TemporaryDirectory() as folder:
-        num_params = prepare(Path(folder))
+        num_params = prepare(Path(folder), args.model)
         recording = (run(Path(folder), args, budget) / "events.jsonl").read_text()
         metrics = (Path(folder) / "run" / "metrics.jsonl").read_text()
     if args.keep:
@@ -265,12 +275,16 @@ def main() -> None:
     for row in sorted(rows, key=lambda row: KINDS.index(row.kind)):
         slots = ",".join(map(str, row.slots)) or "-"
         print(f"{row.kind:42} {slots:8} {row.seconds:8.2f} {row.longest_other_pause_s:24.3f}   {row.waits_for}")
+    seconds = [row.seconds for row in rows]
+    print(f"From decision to effect: mean {statistics.mean(seconds):.2f} s, longest {max(seconds):.2f} s")
     print(
         f"{num_params / 1e6:.1f} M parameters: a micro-step of {tokens} tokens takes {micro_step_s:.2f} s, the "
         f"longest pause {worst_s:.2f} s: {worst_s / micro_step_s:.2f} of it"
     )
     figures: dict[str, Any] = {
         "rows": [asdict(row) for row in rows],
+        "mean_s": statistics.mean(seconds),
+        "longest_s": max(seconds),
         "micro_step_s": micro_step_s,
         "micro_step_tokens": tokens,
         "worst_pause_s": worst_s,

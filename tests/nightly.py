@@ -30,7 +30,8 @@ def examples(usual: int) -> int:
 def mostly_nightly(cases: Iterable[Any], *of_a_commit: Any) -> list[Any]:
     """Return the cases as parameters of a test, all of which but those of a commit are marked `nightly`."""
     cases = list(cases)
-    assert all(case in cases for case in of_a_commit), "a commit tries some of them"
+    assert of_a_commit, "a commit tries some of them"
+    assert all(case in cases for case in of_a_commit)
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),

@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy
+
 from ductile.cluster.node import ONE_THREAD
 from ductile.lifeline import prctl
 
@@ -113,18 +115,30 @@ class Popen(subprocess.Popen):
 
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-_STRANGE = ("executable", "preexec_fn", "shell", "gid", "gids", "uid")
-"""Arguments of Popen with which a command is executed."""
+_STRANGE = {name: None for name in ("executable", "preexec_fn", "gid", "gids", "uid")} | {
+    "shell": False,
+    "umask": -1,
+    "process_group": -1,
+}
+"""Arguments of Popen that a fork cannot have, and what they are where they are not given."""
 
 
 def _warm_words(asked: Mapping[str, Any]) -> tuple[str, ...]:
     """The command without the interpreter, if a fork can become it; else nothing."""
-    if isinstance(asked["args"], str | bytes | os.PathLike) or any(asked[name] for name in _STRANGE):
+    if isinstance(asked["args"], str | bytes | os.PathLike):
+        return ()
+    if any(asked[name] != usual for name, usual in _STRANGE.items()) or _of_python(asked["env"]) != _of_python(None):
         return ()
     interpreter, *words = map(os.fspath, asked["args"])
     at = 1 if words[:1] == ["-P"] else 0
     is_warm = interpreter == sys.executable and words[at : at + 1] == ["-m"] and words[at + 1] in WARM
     return tuple(words) if is_warm else ()
+
+
+def _of_python(environment: Mapping[str, str] | None) -> dict[str, str]:
+    """What the interpreter reads as it starts. `become` sees to `PYTHONFAULTHANDLER`."""
+    given = os.environ if environment is None else environment
+    return {name: text for name, text in given.items() if name.startswith("PYTHON") and name != "PYTHONFAULTHANDLER"}
 
 
 @contextmanager
@@ -230,6 +244,8 @@ def _begin(command: Command, fds: Mapping[int, int]) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     _leave(code)
@@ -237,7 +253,7 @@ def _begin(command: Command, fds: Mapping[int, int]) -> NoReturn:
 
 def _exec(path: str, words: Sequence[str]) -> None:
     """What `os.execv` is in a warm process."""
-    command = _warm_words({**dict.fromkeys(_STRANGE), "args": words})
+    command = _warm_words({**_STRANGE, "args": words, "env": None})
     if not command or path != sys.executable:
         _execv(path, words)
     numbers = (int(name) for name in os.listdir("/proc/self/fd"))
@@ -280,6 +296,7 @@ def become(command: Command, fds: Mapping[int, int]) -> None:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    numpy.random.seed()  # Python's own generator sees to that after a fork
     for name, fd, mode, errors in (
         ("stdin", 0, "r", "strict"),
         ("stdout", 1, "w", "strict"),

@@ -38,6 +38,31 @@ def test_the_trainer_works_on_the_first_groups_while_others_are_generated(tmp_pa
     assert len(stage.diary.what("optim_step")) == 1
 
 
+def test_a_group_without_samples_keeps_no_other_from_being_scored(tmp_path):
+    """The first group keeps the trainer at work, all rewards of the second are equal, and the third is not to wait."""
+    order: dict[str, int] = {}
+    number = lambda request: order.setdefault(str(request.group), len(order))  # noqa: E731
+    completions: dict[int, int] = {}
+
+    def digit(request):
+        group = number(request)
+        completions[group] = completions.get(group, 0) + 1
+        return 1 if group == 1 else completions[group]
+
+    stage = Stage(
+        tmp_path,
+        max_steps=1,
+        groups_per_step=3,
+        max_async_level=0,
+        scorer=partial(FakeScorer, score_s=1.0),
+        trainer=partial(FakeTrainer, chunk_s=10.0),
+        generators=partial(FakeGenerators, capacity=64, delay=lambda request: (1, 3, 5)[number(request)], digit=digit),
+    )
+    run(stage.go())
+    happened = [what.split()[0] for what in stage.diary.what("score", "forward_backward done")]
+    assert happened == ["score", "score", "forward_backward", "forward_backward"]
+
+
 class OneByOne(InProcessGraders):
     """Rewards of one grader process, each of which takes a while."""
 

@@ -105,10 +105,10 @@ class Loop:
 
     async def train(self) -> None:
         """Step after step, from the first weights to the last ones."""
-        async with self.publisher, self.training:
+        async with self.publisher:
             await self.make_live(is_evaluated=self.step == 0)
             await self.publisher.finish()
-            async with self.rollouts:
+            async with self.rollouts, self.training:
                 if self.step == 0:
                     await self.evaluate()
                 self.output.begin(self.step)
@@ -158,12 +158,13 @@ class Loop:
         """Give samples to the trainer, which works on them while the next chunk is generated, taken and scored.
 
         Waits until the trainer has done what it was given before. While the policy holds it, all other chunks are taken
-        and scored, too, and then they go to it as one.
+        and scored, too, and then they go to it as one. What has no samples waits for nothing.
         """
+        if not scored.samples:
+            return
         while groups := await self.take_while_held(batch):
             scored.add(await self.score(batch, groups))
-        if scored.samples:
-            await self.training.start(self.accumulate(scored))
+        await self.training.start(self.accumulate(scored))
 
     async def take_while_held(self, batch: Minibatch) -> list[RolloutGroup]:
         """Take the next chunk if the policy holds the trainer: the policy may wait until all is scored, and nothing

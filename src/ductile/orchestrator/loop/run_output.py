@@ -54,14 +54,16 @@ class RunOutput(StepListener):
         self._skips = SkippedSteps(schedule.max_skipped_steps, record, table="trainer.")
 
     def on_phase_begin(self, phase: StepPhase) -> None:
-        self._watch.begin(phase.name)
-        if isinstance(phase, OptimStepPhase) and not phase.loss_denominator:
+        if not _learns_nothing(phase):
+            self._watch.begin(phase.name)
+        elif isinstance(phase, OptimStepPhase):
             num_groups = len(phase.groups)
             sentence = f"Step {phase.step} learns nothing: in each of its {num_groups} groups all rewards are equal."
             self._record.event(NothingToLearn(sentence=sentence))
 
     def on_phase_end(self, phase: StepPhase) -> None:
-        self._watch.end(phase.name)
+        if not _learns_nothing(phase):
+            self._watch.end(phase.name)
         match phase:
             case OptimStepPhase(report=report) if report is not None:
                 if phase.loss_denominator:
@@ -106,3 +108,8 @@ class RunOutput(StepListener):
     async def _write_checkpoint(self, step: int) -> None:
         if self._saver is not None:
             await self._saver.save(Progress(step, self._buffer.position(), self._reference))
+
+
+def _learns_nothing(phase: StepPhase) -> bool:
+    """Return whether the phase is an optimizer step without samples: it takes no time, and is no measure of others."""
+    return isinstance(phase, OptimStepPhase) and not phase.loss_denominator
