@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile.observe import read_jsonl
+from ductile.orchestrator.ending.interrupt import ONE_PRESS_S
 from tests.cluster.processes import parent_of, processes_with, waits_for
 
 CONFIG = """
@@ -127,6 +128,14 @@ class Run:
     def until_step(self, step: int) -> None:
         """Until this life has trained beyond `step`."""
         self.until(lambda: any(row["step"] >= step and row["time"] >= self.began_s for row in self.metrics()))
+
+    def press_twice(self) -> None:
+        """Press Ctrl-C, and again once the first has been heard of: two that come close are one (`ONE_PRESS_S`)."""
+        self.process.send_signal(signal.SIGINT)
+        self.until(lambda: "press again to stop at once" in self.said())
+        time.sleep(2 * ONE_PRESS_S)
+        assert self.process.poll() is None
+        self.process.send_signal(signal.SIGINT)
 
     def pid_of(self, role: str) -> int:
         return next(event["pid"] for event in self.events("slot_started") if role in event["roles"])

@@ -128,10 +128,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, model: Path, start):
     life = start(write_config(tmp_path, model, max_steps=MAX_STEPS, interval=MAX_STEPS))
     life.until_step(1)
     os.kill(life.pid_of("train"), signal.SIGSTOP)  # so that the step never ends
-    life.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert life.process.poll() is None
-    life.process.send_signal(signal.SIGINT)
+    life.press_twice()
     assert life.ends() == 130
     assert "Stopped at once, as asked." in life.said()
 

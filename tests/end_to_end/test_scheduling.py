@@ -1,7 +1,6 @@
 """Runs whose slots change roles while they are at work."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -104,10 +103,7 @@ def test_every_decision_is_made_again_the_same_when_a_run_was_killed_and_resumed
 def test_the_second_ctrl_c_ends_a_run_whose_policy_never_returns(tmp_path, model, start):
     run = start(write_scheduled(tmp_path, model, "tests.end_to_end.moves.Endless"), module="tests.end_to_end.hasty")
     run.until(lambda: "asked" in run.said().splitlines())
-    run.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert run.process.poll() is None
-    run.process.send_signal(signal.SIGINT)
+    run.press_twice()
     assert run.ends(within_s=30) == 130
     assert "Stopped at once, as asked" in run.said(), "the policy has a thread of its own"
 
