@@ -208,7 +208,8 @@ class SlotRole(Protocol):
     """A role as its slot holds it, made by `Role(settings, assignment)`. `settings` is the dumped config section that
     came with `AssignRole`.
 
-    The slot's main thread alone calls these, one at a time.
+    The slot's main thread alone calls these, one at a time. But where a message is done beside other work
+    (`messages.workers.Message.is_beside`), it is another thread that makes the role, or calls `handle`.
     """
 
     def handle(self, command: Any) -> Any:

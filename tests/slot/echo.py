@@ -15,12 +15,13 @@ ECHO = {role: "tests.slot.echo:EchoRole" for role in ("train", "generate", "scor
 
 
 class EchoRole:
-    """Settings: `fail_on` (a command's name), `sleep_s` (for each command of the main thread), `step` ("fails",
-    "kills")."""
+    """Settings: `fail_on` (a command's name), `sleep_s` (for each command of the main thread), `made_in_s`, `step`
+    ("fails", "kills")."""
 
     def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         if settings.get("refuse"):
             raise ValueError(f"cannot live in slot {place.slot}")
+        time.sleep(settings.get("made_in_s", 0.0))
         self._settings, self._place = settings, place
         self._waiting: list[str] = []
         print("echo is ready")

@@ -195,6 +195,37 @@ def test_the_log_has_what_the_slot_printed(slot: Harness, assign):
     assert "loss denominator 123.5" in log
 
 
+def test_a_role_joins_beside_what_another_one_does(slot: Harness, assign):
+    assign("train", sleep_s=1.0)
+
+    async def story():
+        running = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 10))
+        await asyncio.sleep(0.1)
+        joining = AssignRole("generate", {}, ParallelLayout.of((0,)), joining=True)
+        assert await slot.mailbox.ask(0, joining, 10) == Done()
+        assert not running.done()
+        assert await running == Done()
+
+    slot.runner.run(story())
+    slot.ask(ReleaseRole("generate"))
+
+
+def test_a_role_that_is_released_while_it_is_made_is_not_held(slot: Harness):
+    async def story():
+        joining = AssignRole("generate", {"made_in_s": 0.5}, ParallelLayout.of((0,)), joining=True)
+        making = asyncio.create_task(slot.mailbox.ask(0, joining, 10))
+        await asyncio.sleep(0.1)
+        with pytest.raises(Refused, match="holds the role 'generate' already"):
+            await slot.mailbox.ask(0, joining, 10)
+        assert await slot.mailbox.ask(0, ReleaseRole("generate"), 10) == Done()
+        with pytest.raises(Refused, match="the role 'generate' was released while it was made"):
+            await making
+
+    slot.runner.run(story())
+    with pytest.raises(Refused, match=r"does not hold the role 'generate' \(it holds: none\)"):
+        slot.ask(ReleaseRole("generate"))
+
+
 def test_an_older_epoch_is_refused(slot: Harness, assign):
     slot.mailbox.next_epoch()
     made_in = slot.mailbox.epoch

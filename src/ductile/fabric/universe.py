@@ -9,12 +9,14 @@ Real groups come from `ductile.fabric.groups`.
 """
 
 from datetime import timedelta
+from threading import Lock
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 MAX_SLOTS = 1 << 14
+_entering = Lock()
 _BACKEND = "null"
 
 
@@ -46,6 +48,11 @@ def enter(slot: int) -> None:
     """
     if not 0 <= slot < MAX_SLOTS:
         raise ValueError(f"slot {slot} is outside 0 to {MAX_SLOTS - 1}")
+    with _entering:
+        _enter(slot)
+
+
+def _enter(slot: int) -> None:
     if dist.is_initialized():
         if dist.get_backend() != _BACKEND or dist.get_rank() != slot:
             raise RuntimeError(

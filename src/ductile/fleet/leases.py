@@ -76,7 +76,7 @@ class WeightLeases:
             is_late = False
             try:
                 async with self._lease(source, version) as manifest:
-                    receive = dict.fromkeys(joiner.slots, Receive(joiner.role, manifest))
+                    receive = dict.fromkeys(joiner.slots, Receive(joiner.role, manifest, joining=True))
                     outcomes = await self._mailbox.ask_all(receive, self._timeout_s)
                     condemn_late(outcomes)
                     is_late = any(isinstance(outcome, Late) for outcome in outcomes.values())

@@ -60,6 +60,10 @@ class AssignRole(Message):
     instance: str = ""
     """Id of the instance (generate, score); "" for the trainer."""
 
+    @property
+    def is_beside(self) -> bool:
+        return self.joining
+
     def roles_after(self, roles: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
         return roles if self.role in roles else (*roles, self.role)
 
@@ -247,6 +251,12 @@ class Receive(Message):
 
     role: RoleName
     manifest: Manifest
+    joining: bool = False
+    """The role has no weights yet, and so no requests."""
+
+    @property
+    def is_beside(self) -> bool:
+        return self.joining
 
 
 class Score(Message):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from ductile.messages.workers import Command, Envelope, Event, Heartbeat, Hello, Reply
+from ductile.messages.workers import Command, Envelope, Event, Heartbeat, Hello, Prepare, Reply
 from ductile.transport.codec import BadFrame, encode
 from ductile.transport.dealer import Dealer
 
@@ -30,12 +30,13 @@ class Link:
         self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         """Commands for the main thread, in the order in which they were sent."""
         self.beside: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
-        """Commands that are executed beside those (`Message.is_beside`)."""
+        """Commands that are executed beside those."""
         self.epoch = 0
         """Membership epoch that every message sent carries: that of the latest command."""
         self._outbox: deque[bytes] = deque()
         self._owner_fd = os.pidfd_open(owner)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._device = device
         self._busy: tuple[str, float] = ("", 0.0)
         self._leaving = False
         self.send(0, Hello(os.getpid(), device))
@@ -110,9 +111,14 @@ class Link:
                 continue
             if envelope is None:
                 return
-            command = envelope.body
-            is_beside = isinstance(command, Command) and command.is_beside
-            (self.beside if is_beside else self.inbox).put(envelope)
+            (self.beside if self._is_beside(envelope.body) else self.inbox).put(envelope)
+
+    def _is_beside(self, command: object) -> bool:
+        """On a GPU only `Prepare` is: an engine that began in the middle of a micro-step would find less memory free than
+        there is."""
+        if isinstance(command, Prepare):
+            return True
+        return isinstance(command, Command) and command.is_beside and self._device == "cpu"
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
         what, since_s = self._busy

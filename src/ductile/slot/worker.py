@@ -13,7 +13,7 @@ import sys
 import traceback
 from contextlib import nullcontext, suppress
 from functools import partial
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import msgspec
@@ -70,6 +70,11 @@ class Worker:
         self._settings = settings
         self._link = link
         self._roles: dict[RoleName, SlotRole] = {}
+        """Replaced as a whole, since the main thread goes through it while other threads make roles."""
+        self._in_the_making: dict[RoleName, object] = {}
+        """Roles that a thread makes, with a mark of its own: a role that was released meanwhile, and assigned again, has
+        another one."""
+        self._changing_roles = Lock()
         self._leaving = False
 
     def run(self) -> None:
@@ -95,15 +100,15 @@ class Worker:
             # As little as the main thread's wait does this one need a deadline.
             envelope = self._link.beside.get()
             name = f"beside: {type(envelope.body).__name__}"
-            Thread(target=self._serve, args=(envelope,), name=name, daemon=True).start()
+            Thread(target=self._serve, args=(envelope, True), name=name, daemon=True).start()
 
-    def _serve(self, envelope: Envelope) -> None:
+    def _serve(self, envelope: Envelope, beside: bool = False) -> None:
         command = envelope.body
         assert isinstance(command, Command)
         name = type(command).__name__
-        with nullcontext() if command.is_beside else self._link.busy(name):
+        with nullcontext() if beside else self._link.busy(name):
             try:
-                reply = self._execute(envelope.epoch, command)
+                reply = self._execute(envelope.epoch, command, beside)
             except Exception as error:
                 with suppress(OSError):  # the log may be on the disk that is full
                     traceback.print_exc()
@@ -123,10 +128,10 @@ class Worker:
         for event in role.step():
             self._link.send(0, event)
 
-    def _execute(self, epoch: int, command: Command) -> Reply:
+    def _execute(self, epoch: int, command: Command, beside: bool) -> Reply:
         if epoch < self._link.epoch:
             raise StaleEpoch(f"the command is of epoch {epoch}, this slot is in epoch {self._link.epoch}")
-        if not command.is_beside:  # those of the epoch before may still wait for the main thread
+        if not beside:  # those of the epoch before may still wait for the main thread
             self._link.enter(epoch)
         match command:
             case Ping():
@@ -139,9 +144,7 @@ class Worker:
             case AssignRole():
                 return self._assign(epoch, command)
             case ReleaseRole():
-                role = self._role(command.role)
-                del self._roles[command.role]  # also if it cannot be closed: else the slot could never hold it again
-                role.close()
+                self._release(command.role)
                 return Done()
             case Receive() | LeaseWeights() | EndLease():
                 return self._role(command.role).handle(command)
@@ -156,10 +159,44 @@ class Worker:
                 return self._role("train" if isinstance(command, TrainCommand) else "generate").handle(command)
 
     def _assign(self, epoch: int, command: AssignRole) -> Reply:
-        if command.role in self._roles:
-            raise ValueError(f"this slot holds the role {command.role!r} already")
-        if command.role not in self._settings.roles:
-            raise ValueError(f"this slot does not know the role {command.role!r}")
+        mark = object()
+        with self._changing_roles:
+            if command.role in self._roles or command.role in self._in_the_making:
+                raise ValueError(f"this slot holds the role {command.role!r} already")
+            if command.role not in self._settings.roles:
+                raise ValueError(f"this slot does not know the role {command.role!r}")
+            self._in_the_making[command.role] = mark
+        try:
+            role = self._make(epoch, command)
+        except Exception:
+            self._is_still_wanted(command.role, mark)
+            raise
+        with self._changing_roles:
+            if is_wanted := self._is_still_wanted(command.role, mark):
+                self._roles = {**self._roles, command.role: role}
+        if not is_wanted:
+            role.close()
+            raise ValueError(f"the role {command.role!r} was released while it was made")
+        return Done()
+
+    def _is_still_wanted(self, role: RoleName, mark: object) -> bool:
+        """Whether the role was not released while it was made, which is over now."""
+        if self._in_the_making.get(role) is not mark:
+            return False
+        del self._in_the_making[role]
+        return True
+
+    def _release(self, name: RoleName) -> None:
+        """A role that is in the making is not waited for: the thread that makes it closes it."""
+        with self._changing_roles:
+            if self._in_the_making.pop(name, None):
+                return
+            role = self._role(name)
+            # Also if it cannot be closed: else the slot could never hold it again.
+            self._roles = {held: other for held, other in self._roles.items() if held != name}
+        role.close()
+
+    def _make(self, epoch: int, command: AssignRole) -> SlotRole:
         module, _, name = self._settings.roles[command.role].partition(":")
         make = importlib.import_module(module).__dict__[name]
         assignment = RoleAssignment(
@@ -172,8 +209,7 @@ class Worker:
             command.instance,
             partial(self._link.send, 0),
         )
-        self._roles[command.role] = make(command.settings, assignment)
-        return Done()
+        return make(command.settings, assignment)
 
     def _role(self, name: RoleName) -> SlotRole:
         if name not in self._roles:
