@@ -104,7 +104,9 @@ ZERO_BUBBLE = pytest.param(
 )
 
 
-@pytest.mark.parametrize("options", [{}, *mostly_nightly([{"reduce_every": "step"}]), ZERO_BUBBLE])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"reduce_every": "step"}, marks=pytest.mark.nightly), ZERO_BUBBLE]
+)
 @pytest.mark.parametrize(
     "layout",
     mostly_nightly(LAYOUTS.values(), *(LAYOUTS[name] for name in ("uneven", "interleaved, shards"))),
@@ -162,7 +164,7 @@ def test_three_steps(folders: dict[str, Path], model: str, name: str) -> None:
             assert (found - expected).norm() < 1e-3 * (expected - before[parameter]).norm(), parameter
 
 
-@pytest.mark.parametrize("options", [*mostly_nightly([{}]), ZERO_BUBBLE])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), ZERO_BUBBLE])
 def test_hidden_states_travel_in_the_dtype_of_the_arithmetic(folders, options):
     """The arithmetic is that of one device in bfloat16 as well: only its gradients are added up in another order."""
     samples, settings = make_samples(LENGTHS), settings_for(folders["tied"], compute_dtype="bfloat16", **options)
