@@ -114,8 +114,8 @@ class Link:
             (self.beside if self._is_beside(envelope.body) else self.inbox).put(envelope)
 
     def _is_beside(self, command: object) -> bool:
-        """On a GPU only `Prepare` is: an engine that began in the middle of a micro-step would find less memory free than
-        there is."""
+        """On a GPU only `Prepare` is: an engine that began in the middle of a micro-step would find less memory free
+        than there is."""
         if isinstance(command, Prepare):
             return True
         return isinstance(command, Command) and command.is_beside and self._device == "cpu"

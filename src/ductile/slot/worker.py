@@ -72,8 +72,8 @@ class Worker:
         self._roles: dict[RoleName, SlotRole] = {}
         """Replaced as a whole, since the main thread goes through it while other threads make roles."""
         self._in_the_making: dict[RoleName, object] = {}
-        """Roles that a thread makes, with a mark of its own: a role that was released meanwhile, and assigned again, has
-        another one."""
+        """Roles that a thread makes, with a mark of its own: a role that was released meanwhile, and assigned again,
+        has another one."""
         self._changing_roles = Lock()
         self._leaving = False
 
