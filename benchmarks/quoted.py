@@ -193,11 +193,27 @@ def schedules(found: Any) -> Iterator[Row]:
         yield kind, *([of[arm] / of[other] for of in cases.values()] for arm, other in pairs)
 
 
+PARTS = {
+    "prepare": "slots prepare",
+    "wait": "a micro-step ends",
+    "pause": "the trainer stands still",
+    "begin": "a generator begins",
+    "leave": "rollouts leave",
+}
+"""Where the seconds of a role change go."""
+
+
 def role_changes(found: Any) -> Iterator[Row]:
     for kind in sorted({row["kind"] for row in found["rows"]}):
         rows = [row for row in found["rows"] if row["kind"] == kind]
-        yield kind, [row["seconds"] for row in rows], [row["longest_other_pause_s"] for row in rows]
-    yield "a micro-step, for comparison", found["micro_step_s"], ""
+        seconds, pauses = [[row[key] for row in rows] for key in ("seconds", "longest_other_pause_s")]
+        parts = [[row["parts"][part] for row in rows if part in row["parts"]] for part in PARTS]
+        yield kind, seconds, *(statistics.mean(of_part) if of_part else "" for of_part in parts), pauses
+    yield "mean, and % of all seconds", found["mean_s"], *(100 * found["shares"][part] for part in PARTS), ""
+    yield "a micro-step, for comparison", found["micro_step_s"], *("" for _ in PARTS), ""
+
+
+ROLE_CHANGES = ("change", "seconds", *PARTS.values(), "longest wait of a slot that keeps its roles, s")
 
 
 def gpu() -> str:
@@ -246,10 +262,8 @@ DOCS: Mapping[str, tuple[Callable[[Any], Iterator[Row]], Sequence[str]]] = {
     "elastic": (elastic, ("", "of the best split's time", "tokens/s", "idle, %", "changes", "in `switch`, %")),
     "decisions": (decisions, ("", "median decision, ms", "the 99th of 100", "all of it simulated, s")),
     "schedules": (schedules, ("", "`model` / best split", "`model` / collocated", "`rules` / best split")),
-    "role_changes": (
-        role_changes,
-        ("change", "seconds", "longest wait of a slot that keeps its roles, s"),
-    ),
+    "role_changes": (role_changes, ROLE_CHANGES),
+    "role_changes_smollm2": (role_changes, ROLE_CHANGES),
     "real": (real, ("SmolLM2-135M-Instruct, sums", "")),
 }  # fmt: skip
 TABLES: Mapping[str, Callable[[], str]] = {

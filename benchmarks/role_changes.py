@@ -13,6 +13,8 @@ each kind of change in turn while all slots are at work. From the run's recordin
                                generators     having nothing to do while new weights wait for slots that are to
                                               generate as well
     waits_for                which of these it was
+    parts                    where its seconds go: slots prepare a resize; the micro-step that runs ends; the trainer
+                               stands still; a generator begins, engine and weights; rollouts leave, and generators end
 
 A change of migrations alone counts with all its seconds, as the recording does not tell a receiver's part from its
 other work. `micro_step_s` is what a slot works on a micro-batch: the median of the steps. Nearly all completions are
@@ -31,7 +33,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import tomli_w
 
@@ -57,6 +59,8 @@ REWARD = "import zlib\n\n\ndef reward(row, completion):\n    return float(zlib.c
 
 Stretch = tuple[float, float]
 """From when to when."""
+Part = Literal["prepare", "wait", "pause", "begin", "leave"]
+PARTS: Sequence[Part] = get_args(Part)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Row:
     seconds: float
     longest_other_pause_s: float
     waits_for: str
+    parts: dict[Part, float]
 
 
 def prepare(folder: Path, model: Path | None) -> int:
@@ -149,7 +154,7 @@ def rows_of(events: Sequence[dict[str, Any]], profiles: Sequence[StepProfile], c
             after = resized.get("after", train)
             staying = set(train).intersection(after)
             next_s = min((at_s for at_s in begins_s if at_s > event["at_s"]), default=float("inf"))
-            rows.append(row_of(decided["sentence"], event, next_s, resized.get("pause_s", 0.0), staying, spans, circle))
+            rows.append(row_of(decided["sentence"], event, next_s, resized, staying, spans, circle))
             train = after
     return rows
 
@@ -158,17 +163,18 @@ def row_of(
     sentence: str,
     switched: dict[str, Any],
     next_s: float,
-    resize_s: float,
+    resized: dict[str, Any],
     staying: set[int],
     spans: Sequence[Span],
     circle: Circle,
 ) -> Row:
-    """next_s: when the next change begins. staying: slots that train before and after it."""
+    """next_s: when the next change begins. resized: of the trainer's resize in this change; empty where there was none.
+    staying: slots that train before and after it."""
     way = re.search(r"(\S+ → [^\s:;,]+)", sentence)
     kind = (way.group(1) if way else HANDOFFS) + (f", {SETTLING}" if SETTLING in sentence else "")
     begin_s, seconds, changing = switched["at_s"], switched["seconds"], set(switched["slots"])
     end_s = begin_s + seconds
-    pauses = {"the trainer's resize": resize_s} if resize_s and staying - changing else {}
+    pauses = {"the trainer's resize": resized["pause_s"]} if resized and staying - changing else {}
     for slot in {span.slot for span in spans}:
         asked = stretches(spans, slot, begin_s, end_s, min(next_s, end_s + AFTERWARDS_S))
         if slot in staying:
@@ -179,11 +185,31 @@ def row_of(
         if slot not in changing:
             pauses[f"slot {slot}"] = longest(asked)
         elif slot in staying and staying - changing:
+            if switched["ended"]:  # between two micro-steps, which are held until the last of it is done
+                asked.append((min((first_s for first_s, _ in asked), default=end_s), end_s))
             pauses[f"slot {slot}, which trains in step with others"] = longest(asked)
     if kind == HANDOFFS:
         pauses["all of it"] = seconds
     why = max(pauses, key=lambda name: pauses[name])
-    return Row(kind, sorted(changing), seconds, pauses[why], why)
+    first_s = min(
+        (span.start_s for span in spans if span.activity == "switch" and begin_s <= span.start_s), default=end_s
+    )
+    return Row(kind, sorted(changing), seconds, pauses[why], why, parts_of(switched, resized, first_s - begin_s))
+
+
+def parts_of(switched: dict[str, Any], resized: dict[str, Any], wait_s: float) -> dict[Part, float]:
+    """wait_s: from the decision until the first slot did something for it."""
+    if not resized and switched["began"]:
+        return {"begin": switched["seconds"]}
+    if not resized:
+        return {"wait": wait_s, "leave": switched["seconds"] - wait_s}
+    prepare_s = resized["seconds"]["assign"] + resized["seconds"]["prepare"]
+    of_resize: dict[Part, float] = {
+        "prepare": prepare_s,
+        "wait": resized["took_s"] - prepare_s - resized["pause_s"],
+        "pause": resized["pause_s"],
+    }
+    return of_resize | {"begin" if switched["began"] else "leave": switched["seconds"] - resized["took_s"]}
 
 
 def stretches(spans: Iterable[Span], slot: int, begin_s: float, end_s: float, taken_back_s: float) -> list[Stretch]:
@@ -271,11 +297,15 @@ def main() -> None:
     tokens = 2 * (args.max_tokens + PROMPT_TOKENS)
     micro_step_s = micro_step_of(steps, profiles, args.batch // 2)
     worst_s = max(row.longest_other_pause_s for row in rows)
-    print(f"{'kind':42} {'slots':8} {'seconds':>8} {'longest pause of others':>24}")
+    heads = " ".join(f"{part:>8}" for part in PARTS)
+    print(f"{'kind':42} {'slots':8} {'seconds':>8} {heads} {'longest pause of others':>24}")
     for row in sorted(rows, key=lambda row: KINDS.index(row.kind)):
         slots = ",".join(map(str, row.slots)) or "-"
-        print(f"{row.kind:42} {slots:8} {row.seconds:8.2f} {row.longest_other_pause_s:24.3f}   {row.waits_for}")
+        parts = " ".join(f"{row.parts.get(part, 0.0):8.2f}" for part in PARTS)
+        print(f"{row.kind:42} {slots:8} {row.seconds:8.2f} {parts} {row.longest_other_pause_s:24.3f}   {row.waits_for}")
     seconds = [row.seconds for row in rows]
+    shares = {part: sum(row.parts.get(part, 0.0) for row in rows) / sum(seconds) for part in PARTS}
+    print(f"{'share':60} {' '.join(f'{share:8.1%}' for share in shares.values())}")
     print(f"From decision to effect: mean {statistics.mean(seconds):.2f} s, longest {max(seconds):.2f} s")
     print(
         f"{num_params / 1e6:.1f} M parameters: a micro-step of {tokens} tokens takes {micro_step_s:.2f} s, the "
@@ -283,6 +313,7 @@ def main() -> None:
     )
     figures: dict[str, Any] = {
         "rows": [asdict(row) for row in rows],
+        "shares": shares,
         "mean_s": statistics.mean(seconds),
         "longest_s": max(seconds),
         "micro_step_s": micro_step_s,

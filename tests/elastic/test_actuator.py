@@ -80,7 +80,7 @@ class Rig:
         self.record = Recorder(folder)
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
         self.told = Told()
-        self.generators = SimpleNamespace()
+        self.generators = SimpleNamespace(all_instances=())
         fleet = Fleet(self.trainer, self.generators, None, {"generate": {}})
         self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS, fleet)
         self.recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace()
@@ -100,6 +100,11 @@ class Rig:
 
     async def resize(self, *members: int) -> None:
         await self.stage.resize(ParallelLayout.of(members), Release())
+
+
+def in_slots(rig: Rig) -> int:
+    """Commands that slots have and have not replied to."""
+    return len(rig.carrier.sent) - len(rig.slots.asked)
 
 
 @pytest.fixture
@@ -192,8 +197,7 @@ def test_the_trainer_trains_on_once_its_slots_have_finalized(told_on):
     told_on(story, 0, 1)
 
 
-@pytest.mark.parametrize("part", ["admit", "release"])
-def test_a_slot_that_trains_hears_of_another_role_after_the_micro_step_that_it_is_at(told_on, part: str):
+def test_a_slot_that_trains_hears_of_another_role_after_the_micro_step_that_it_is_at(told_on):
     async def story(rig: Rig) -> None:
         under_way, over = asyncio.Event(), asyncio.Event()
 
@@ -202,18 +206,40 @@ def test_a_slot_that_trains_hears_of_another_role_after_the_micro_step_that_it_i
             await over.wait()
             return True
 
-        rig.generators.admit = rig.generators.dismiss = takes_long
-        rig.generators.version, rig.generators.unfinished = 0, lambda: ()
+        rig.generators.admit, rig.generators.version = takes_long, 0
         training = asyncio.create_task(rig.train(20))
         await asyncio.sleep(0.005)
-        begin = rig.stage.admit(generator(1)) if part == "admit" else rig.stage.release(Release((), (generator(1),)))
-        changing = asyncio.create_task(begin)
+        changing = asyncio.create_task(rig.stage.admit(generator(1)))
         await under_way.wait()
         await asyncio.sleep(0.03)
-        with_slots = len(rig.carrier.sent) - len(rig.slots.asked)
+        assert in_slots(rig) == 2, "one micro-step of two slots"
         over.set()
         await changing
-        assert with_slots == 2, "one micro-step of two slots"
+        await training
+
+    told_on(story, 0, 1)
+
+
+@pytest.mark.parametrize("slot", [1, 2])
+def test_all_of_a_release_is_between_two_micro_steps_where_its_slots_train(told_on, slot: int):
+    async def story(rig: Rig) -> None:
+        in_slots_then = list[int]()
+
+        async def migrate(migrations: object) -> tuple[()]:
+            in_slots_then.append(in_slots(rig))
+            await asyncio.sleep(0.05)
+            return ()
+
+        async def dismiss(instance: object) -> None:
+            in_slots_then.append(in_slots(rig))
+
+        rig.generators.all_instances = (generator(slot), generator(3))
+        rig.generators.migrate, rig.generators.dismiss, rig.generators.unfinished = migrate, dismiss, lambda: ()
+        training = asyncio.create_task(rig.train(20))
+        await asyncio.sleep(0.005)
+        await rig.stage.release(Release((Migration("a/0", id_on(slot), id_on(3)),), (generator(slot),)))
+        assert rig.trainer.pending_samples, "it trains on"
+        assert [bool(number) for number in in_slots_then] == [slot not in rig.trainer.layout.slots] * 2
         await training
 
     told_on(story, 0, 1)

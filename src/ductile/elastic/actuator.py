@@ -5,10 +5,11 @@ their generators said last, speeds as measured. What a part of a change cost is 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 from ductile.cluster.cluster import Cluster
 from ductile.concurrency.listeners import Listeners
-from ductile.core.instances.instances import Instance
+from ductile.core.instances.instances import Instance, slots_on
 from ductile.core.instances.placement import SPELLED, Role, slots_of
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.costs.cost_model import CostModel
@@ -128,7 +129,16 @@ class LiveActuator:
         self._activity.changing([move.slot for move in moves])
 
     async def release(self, release: Release) -> list[str]:
-        return await self._fleet.release(release)
+        """A slot that trains hears of it between two micro-steps, and of all of it between the same two: each part by
+        itself would wait for a micro-step."""
+        async with self._trainer.boundary() if self._trains(release) else nullcontext():
+            return await self._fleet.release(release)
+
+    def _trains(self, release: Release) -> bool:
+        """Whether an instance that has a part in the release shares a slot with the trainer."""
+        ids = {name for order in release.migrations for name in (order.source, order.target)}
+        instances = [each for each in self._fleet.instances if each in release.instances or each.id in ids]
+        return not {*slots_on(instances)}.isdisjoint(self._trainer.layout.slots)
 
     async def admit(self, instance: Instance) -> None:
         pool = self._fleet.pools.get(instance.role)

@@ -71,11 +71,7 @@ class Fleet:
 
     async def release(self, release: Release) -> list[str]:
         """Have the rollouts migrate, and then the instances end. Returns a sentence, without its full stop, for each
-        part that was not done."""
-        with self.trainer.expecting_change():  # its slots may be among the instances'
-            return await self._release(release)
-
-    async def _release(self, release: Release) -> list[str]:
+        part that was not done. Where a slot of theirs trains, the caller holds the trainer at a boundary."""
         failures = list[str]()
         if release.migrations:
             try:
