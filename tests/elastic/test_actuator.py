@@ -220,6 +220,31 @@ def test_a_slot_that_trains_hears_of_another_role_after_the_micro_step_that_it_i
     told_on(story, 0, 1)
 
 
+@pytest.mark.parametrize(("device", "parts"), [("cpu", "role left"), ("cuda:0", "left role")])
+def test_a_slot_that_leaves_the_trainer_gets_ready_beside_that_where_it_has_a_core_to_do_so(told_on, device, parts):
+    async def story(rig: Rig) -> None:
+        diary = list[str]()
+
+        async def left() -> None:
+            diary.append("left")
+            await asyncio.sleep(2.0)
+
+        async def admit(instance: Instance, settings: object, after=None) -> bool:
+            diary.append("role")
+            await asyncio.sleep(0.5)
+            if after is not None:
+                await after()
+            return True
+
+        rig.devices[1] = device
+        rig.generators.admit, rig.generators.version = admit, 0
+        await rig.stage.admit(generator(1), left)
+        assert " ".join(diary) == parts
+        assert rig.told.fixed_costs["assign"] == pytest.approx(0.5), "the wait is none of its costs"
+
+    told_on(story, 0, 1)
+
+
 @pytest.mark.parametrize("slot", [1, 2])
 def test_all_of_a_release_is_between_two_micro_steps_where_its_slots_train(told_on, slot: int):
     async def story(rig: Rig) -> None:

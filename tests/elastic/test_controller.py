@@ -96,7 +96,9 @@ class ScriptedStage:
         for slot in instance.slots:
             self.roles[slot] = tuple(held for held in self.roles[slot] if held != instance.role)
 
-    async def admit(self, instance):
+    async def admit(self, instance, after=None):
+        if after is not None:
+            await after()
         await self.part(f"admit {compact(instance.slots)}")
         self.instances = in_order((*self.instances, instance))
         for slot in instance.slots:
@@ -406,7 +408,7 @@ def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, 
 
 def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it(tmp_path):
     class Breaks(ScriptedStage):
-        async def admit(self, instance):
+        async def admit(self, instance, after=None):
             await self.part(f"admit {compact(instance.slots)}")
             raise ZeroDivisionError
 
@@ -515,7 +517,7 @@ def test_a_change_that_fails_is_told_and_not_tried_again_at_once(tmp_path):
 
 def test_nor_when_it_fails_while_a_decision_rests(tmp_path):
     class FailsFast(ScriptedStage):
-        async def admit(self, instance):
+        async def admit(self, instance, after=None):
             await asyncio.sleep(0.2)
             raise NotDone("no")
 
@@ -531,7 +533,7 @@ def test_nor_when_it_fails_while_a_decision_rests(tmp_path):
 
 def test_what_nobody_thought_of_ends_the_run(tmp_path):
     class Breaks(ScriptedStage):
-        async def admit(self, instance):
+        async def admit(self, instance, after=None):
             raise ZeroDivisionError
 
     stage, errors, _ = run_controller(tmp_path, scene(), Scripted(moved(RoleChange(0, T, B))), one_event, kind=Breaks)

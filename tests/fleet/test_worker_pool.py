@@ -254,6 +254,35 @@ def test_nobody_joins_with_another_version_than_the_one_that_goes_live(delay_s: 
     with_cluster(story, generating=(0, 1))
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_may_not_take_work_yet_has_the_role_and_gets_the_weights_that_are_live_then(comes: bool):
+    async def story(cluster: Cluster):
+        may = asyncio.Event()
+
+        async def after() -> None:
+            await may.wait()
+            if not comes:
+                raise Refused("it is not to come after all")
+
+        admitting = asyncio.create_task(cluster.generators.admit(generator(3), {}, after))
+        await steps(5)
+        assert [type(command) for slot, command in cluster.carrier.sent if slot == 3] == [AssignRole]
+        await cluster.publish(1)
+        assert versions(cluster)[3] is None, "it holds nobody up, and has nothing to take"
+        assert cluster.generators.slots == (0, 1, 2)
+        may.set()
+        if comes:
+            assert await admitting
+            assert versions(cluster) == {0: 1, 1: 1, 2: 1, 3: 1}
+        else:
+            with pytest.raises(Refused, match="not to come"):
+                await admitting
+            assert cluster.generators.slots == (0, 1, 2)
+            assert set(versions(cluster)) == {0, 1, 2}, "it has given the role up"
+
+    with_cluster(story)
+
+
 def test_a_slot_that_leaves_gets_nothing_new_and_goes_when_it_is_empty():
     async def story(cluster: Cluster):
         first = cluster.ask("a")

@@ -4,7 +4,7 @@ Every field of the state is a fact: roles as the slots were told, books of the s
 their generators said last, speeds as measured. What a part of a change cost is measured, too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 from ductile.cluster.cluster import Cluster
@@ -25,6 +25,7 @@ from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, Trainer
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
 from ductile.messages.workers import Finished, SlotPhase
+from ductile.observe import timed
 from ductile.roles import Failure
 from ductile.transport.mailbox import Died, SlotEvent
 
@@ -140,18 +141,29 @@ class LiveActuator:
         instances = [each for each in self._fleet.instances if each in release.instances or each.id in ids]
         return not {*slots_on(instances)}.isdisjoint(self._trainer.layout.slots)
 
-    async def admit(self, instance: Instance) -> None:
+    async def admit(self, instance: Instance, after: Callable[[], Awaitable[None]] | None = None) -> None:
+        """On a CPU the instance gets ready beside the resize by which its slots leave the trainer. A GPU's slot would
+        do that between two micro-steps, and hold the others up."""
         pool = self._fleet.pools.get(instance.role)
         if pool is None:
             where = slots_of(instance.slots)
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
-        began_s = self.now_s
+        began_s, waited = self.now_s, dict[str, float]()
+
+        async def left() -> None:
+            if after is not None:
+                with timed(waited, "after", self._clock):
+                    await after()
+
+        is_beside = all(self._cluster.devices[slot] == "cpu" for slot in instance.slots)
+        if not is_beside:
+            await left()
         try:
-            await self._fleet.admit(instance)
+            await self._fleet.admit(instance, left if is_beside else None)
         except Failure as error:
             # Whether the run can go on without a lost slot is decided elsewhere (`Cluster.ends_without`).
             raise NotDone(str(error)) from error
-        self._measured.took("assign", self.now_s - began_s)
+        self._measured.took("assign", self.now_s - began_s - waited.get("after", 0.0))
 
     async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
         try:

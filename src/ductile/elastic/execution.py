@@ -1,8 +1,8 @@
 """Carries a decision out. Its parts come in this order:
 
     1. rollouts leave with what they have, for generators that are there; then instances end
-    2. the trainer resizes               beside it, instances begin on slots that are not about to leave the trainer
-    3. instances begin on slots that have left the trainer
+    2. the trainer resizes               beside it, instances begin
+    3. those on slots that have left the trainer take work
     4. rollouts go to the new generators, and generators that have kept them until then end
 
 A generator whose slots join the trainer ends only when the resize is prepared and the trainer stands still for it:
@@ -13,8 +13,9 @@ It knows no slots and no instances: an `Actuator` has them.
 """
 
 import asyncio
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ductile.concurrency.structured import gather_all
@@ -54,8 +55,12 @@ class Actuator(Protocol):
         a sentence, without its full stop, for each part that was not done."""
         ...
 
-    async def admit(self, instance: Instance) -> None:
-        """The instance generates or scores, with the live weights."""
+    async def admit(self, instance: Instance, after: Callable[[], Awaitable[None]] | None = None) -> None:
+        """The instance generates or scores, with the live weights.
+
+        after: returns when its slots have left the trainer: no earlier does it take work. Raises NotDone when they do
+        not leave it. None: they are not about to.
+        """
         ...
 
     async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
@@ -85,30 +90,32 @@ class Execution:
         state, delta, actuator = self._state, self._delta, self._actuator
         later = {each for each in delta.begin if not delta.leaves_trainer.isdisjoint(each.slots)}
         waiting = {each.id for each in state.instances if not delta.waiting.isdisjoint(each.slots)}
+        resized: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        async def left(instance: Instance) -> None:
+            if not await asyncio.shield(resized):
+                raise NotDone(f"{instance.id} does not begin, as its slots train on")
 
         async def begin() -> list[str]:
-            failures = await _done(*(actuator.admit(each) for each in delta.begin if each not in later))
-            if not later:
-                self.joined.set()
+            after = {each: partial(left, each) for each in later}
+            failures = await _done(*(actuator.admit(each, after.get(each)) for each in delta.begin))
+            self.joined.set()
             return failures
 
-        async def resize() -> tuple[bool, list[str]]:
-            if not delta.resizes:
-                return True, []
+        async def resize() -> list[str]:
             try:
-                return True, await actuator.resize(delta.layout, delta.release_of(waiting))
+                failures = await actuator.resize(delta.layout, delta.release_of(waiting)) if delta.resizes else []
             except NotDone as error:
-                return False, [str(error)]
+                resized.set_result(False)
+                return [str(error)]
+            resized.set_result(True)
+            return failures
 
         try:
             failures = await actuator.release(delta.release_of({each.id for each in state.instances} - waiting))
             actuator.hold_training(self._decision.hold_training)
-            (resized, of_resize), of_begin = await gather_all(resize(), begin())
-            failures += [*of_resize, *of_begin]
-            if resized:
-                failures += await _done(*(actuator.admit(each) for each in delta.begin if each in later))
-            self.joined.set()
-            failures += await self._finish_migrations()
+            of_resize, of_begin = await gather_all(resize(), begin())
+            failures += [*of_resize, *of_begin, *await self._finish_migrations()]
         finally:
             actuator.changing(())
             self.joined.set()

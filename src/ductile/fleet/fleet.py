@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -44,20 +44,20 @@ class Fleet:
         """All generators and scorers, as things are now."""
         return in_order(instance for pool in self.pools.values() for instance in pool.all_instances)
 
-    async def admit(self, instance: Instance) -> None:
+    async def admit(self, instance: Instance, after: Callable[[], Awaitable[None]] | None = None) -> None:
         """Have the instance's slots take its role and the live weights. Raises SlotLost, Refused or Late, and the slots
-        then do not have the role.
+        then do not have the role. after: as of `WorkerPool.admit`.
 
         No slot may have the live version any more: the last one was lost while the trainer was between two optimizer
         steps of a batch. Then its weights of this moment go live in their place, or it would wait for work for ever.
         """
         trains = not {*instance.slots}.isdisjoint(self.trainer.layout.slots)
         with self.trainer.expecting_change() if trains else nullcontext():
-            await self._admit(instance)
+            await self._admit(instance, after)
 
-    async def _admit(self, instance: Instance) -> None:
+    async def _admit(self, instance: Instance, after: Callable[[], Awaitable[None]] | None) -> None:
         pool = self.pools[instance.role]
-        takes_work = await pool.admit(instance, self.settings[instance.role])
+        takes_work = await pool.admit(instance, self.settings[instance.role], after)
         version = pool.version
         if takes_work or version is None or pool.instances:
             return

@@ -14,7 +14,7 @@ has.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -169,9 +169,14 @@ class WorkerPool:
                 self.num_waiting -= 1
         return there()
 
-    async def admit(self, instance: Instance, settings: Mapping[str, object]) -> bool:
+    async def admit(
+        self, instance: Instance, settings: Mapping[str, object], after: Callable[[], Awaitable[None]] | None = None
+    ) -> bool:
         """Have the instance's slots take the role and the live weights. True: it takes work. False: it does from the
-        next version on. Raises SlotLost, Refused or Late, and the slots then do not have the role."""
+        next version on. Raises SlotLost, Refused, Late or what `after` raises, and the slots then do not have the role.
+
+        after: returns when slots that have the role may take the weights and work. None: at once.
+        """
         slots = instance.slots
         if self._leases is None:
             raise ValueError(f"{instance.id} cannot join: there are no weight leases here")
@@ -184,6 +189,8 @@ class WorkerPool:
             outcomes = await self._mailbox.ask_all(assign, self._deadlines.command_s, AFTER_FAILURE_S)
             self._condemn_late(outcomes)
             raise_worst(outcomes)
+            if after is not None:
+                await after()
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
                 takes_work = version is not None and await self._leases.give(instance, version, self._condemn_late)

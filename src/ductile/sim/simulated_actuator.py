@@ -7,7 +7,7 @@ is it reads from the loop's own books (`elastic.step_accounting`), as a live run
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import fsum
 
@@ -149,7 +149,9 @@ class SimulatedActuator:
         self.assign({slot: without(instance.role, self.roles[slot]) for slot in instance.slots})
         await self._switch(instance.slots, self.scenario.costs.release_s)
 
-    async def admit(self, instance: Instance) -> None:
+    async def admit(self, instance: Instance, after: Callable[[], Awaitable[None]] | None = None) -> None:
+        if after is not None:
+            await after()
         await self._switch(instance.slots, self.scenario.costs.assign_s)
         self.assign({slot: in_order_of_roles(*self.roles[slot], instance.role) for slot in instance.slots})
         self._begin(instance)
