@@ -210,6 +210,20 @@ def test_a_role_joins_beside_what_another_one_does(slot: Harness, assign):
     slot.ask(ReleaseRole("generate"))
 
 
+def test_a_role_that_is_to_be_released_first_is_held_again_after_that(slot: Harness, assign):
+    """A scorer on several slots of which one was lost begins again on those that are left, too."""
+    assign("generate")
+    assign("train", sleep_s=0.5)
+
+    async def story():
+        joining = AssignRole("generate", {}, ParallelLayout.of((0,)), joining=True)
+        commands = [OptimStep(1.0), ReleaseRole("generate"), joining, ReleaseRole("generate"), joining]
+        assert await asyncio.gather(*(slot.mailbox.ask(0, command, 10) for command in commands)) == [Done()] * 5
+
+    slot.runner.run(story())
+    assert slot.mailbox.roles(0) == ("train", "generate")
+
+
 def test_a_role_that_is_released_while_it_is_made_is_not_held(slot: Harness):
     async def story():
         joining = AssignRole("generate", {"made_in_s": 0.5}, ParallelLayout.of((0,)), joining=True)

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import zmq
@@ -20,27 +20,31 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 
 class Link:
-    """Connects the slot with the orchestrator. The main thread calls the methods; any thread may call `send`.
+    """Connects the slot with the orchestrator, once it is started. The main thread calls the methods; any thread may
+    call `send`.
 
     When the slot's owner on this host ends, the orchestrator or its agent, so does this process, at once, whatever the
     main thread does.
     """
 
     def __init__(self, address: str, token: bytes, slot: int, device: str, owner: int) -> None:
+        self._address, self._token, self._slot, self._device = address, token, slot, device
         self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
-        """Commands for the main thread, in the order in which they were sent."""
-        self.beside: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
-        """Commands that are executed beside those."""
+        """Commands for the main thread, in the order in which they were sent, without those that begin beside it."""
         self.epoch = 0
         """Membership epoch that every message sent carries: that of the latest command."""
         self._outbox: deque[bytes] = deque()
         self._owner_fd = os.pidfd_open(owner)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._device = device
         self._busy: tuple[str, float] = ("", 0.0)
         self._leaving = False
         self.send(0, Hello(os.getpid(), device))
-        self._thread = threading.Thread(target=self._run, args=(address, token, slot), name="link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+
+    def start(self, begin_beside: Callable[[Envelope], bool]) -> None:
+        """begin_beside: called in the side thread with a command that may be executed beside the main thread's work, in
+        the order of all commands. False: the main thread is to execute it. It must not take long."""
+        self._begin_beside = begin_beside
         self._thread.start()
 
     def enter(self, epoch: int) -> None:
@@ -67,9 +71,9 @@ class Link:
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(deadline_s)
 
-    def _run(self, address: str, token: bytes, slot: int) -> None:
+    def _run(self) -> None:
         try:
-            dealer = Dealer(address, token, slot)
+            dealer = Dealer(self._address, self._token, self._slot)
             self._serve(dealer)
             dealer.close()
         except BaseException:
@@ -111,10 +115,11 @@ class Link:
                 continue
             if envelope is None:
                 return
-            (self.beside if self._is_beside(envelope.body) else self.inbox).put(envelope)
+            if not (self._may_be_beside(envelope.body) and self._begin_beside(envelope)):
+                self.inbox.put(envelope)
 
-    def _is_beside(self, command: object) -> bool:
-        """On a GPU only `Prepare` is: an engine that began in the middle of a micro-step would find less memory free
+    def _may_be_beside(self, command: object) -> bool:
+        """On a GPU only `Prepare` may: an engine that began in the middle of a micro-step would find less memory free
         than there is."""
         if isinstance(command, Prepare):
             return True

@@ -71,15 +71,15 @@ class Worker:
         self._link = link
         self._roles: dict[RoleName, SlotRole] = {}
         """Replaced as a whole, since the main thread goes through it while other threads make roles."""
-        self._in_the_making: dict[RoleName, object] = {}
-        """Roles that a thread makes, with a mark of its own: a role that was released meanwhile, and assigned again,
-        has another one."""
+        self._in_the_making: dict[RoleName, AssignRole] = {}
+        """Roles that a thread makes, and the command that it does so for: a role that was released meanwhile, and
+        assigned again, has another one."""
         self._changing_roles = Lock()
         self._leaving = False
 
     def run(self) -> None:
         """Carry out commands until `Stop`. A role whose own `step` fails ends the process, as no command reports it."""
-        Thread(target=self._run_beside, name="beside", daemon=True).start()
+        self._link.start(self._begin_beside)
         while not self._leaving:
             envelope = self._next(wait=not any(role.has_work() for role in self._roles.values()))
             if envelope:
@@ -95,12 +95,14 @@ class Worker:
             return self._link.inbox.get(block=wait)
         return None
 
-    def _run_beside(self) -> None:
-        while True:
-            # As little as the main thread's wait does this one need a deadline.
-            envelope = self._link.beside.get()
-            name = f"beside: {type(envelope.body).__name__}"
-            Thread(target=self._serve, args=(envelope, True), name=name, daemon=True).start()
+    def _begin_beside(self, envelope: Envelope) -> bool:
+        """Have a thread execute the command. False, and nothing happens, when it assigns a role that the slot has: the
+        `ReleaseRole` that comes before it may still wait for the main thread."""
+        if isinstance(envelope.body, AssignRole) and not self._begin_making(envelope.body):
+            return False
+        name = f"beside: {type(envelope.body).__name__}"
+        Thread(target=self._serve, args=(envelope, True), name=name, daemon=True).start()
+        return True
 
     def _serve(self, envelope: Envelope, beside: bool = False) -> None:
         command = envelope.body
@@ -142,6 +144,8 @@ class Worker:
             case Survey(measure=measure):
                 return survey(self._settings.device, measure)
             case AssignRole():
+                if not beside and not self._begin_making(command):
+                    raise ValueError(f"this slot holds the role {command.role!r} already")
                 return self._assign(epoch, command)
             case ReleaseRole():
                 self._release(command.role)
@@ -158,32 +162,34 @@ class Worker:
             case _:
                 return self._role("train" if isinstance(command, TrainCommand) else "generate").handle(command)
 
-    def _assign(self, epoch: int, command: AssignRole) -> Reply:
-        mark = object()
+    def _begin_making(self, command: AssignRole) -> bool:
+        """False when the slot holds or makes the role already."""
         with self._changing_roles:
             if command.role in self._roles or command.role in self._in_the_making:
-                raise ValueError(f"this slot holds the role {command.role!r} already")
-            if command.role not in self._settings.roles:
-                raise ValueError(f"this slot does not know the role {command.role!r}")
-            self._in_the_making[command.role] = mark
+                return False
+            self._in_the_making[command.role] = command
+            return True
+
+    def _assign(self, epoch: int, command: AssignRole) -> Reply:
         try:
             role = self._make(epoch, command)
         except Exception:
-            self._is_still_wanted(command.role, mark)
+            with self._changing_roles:
+                self._is_still_wanted(command)
             raise
         with self._changing_roles:
-            if is_wanted := self._is_still_wanted(command.role, mark):
+            if is_wanted := self._is_still_wanted(command):
                 self._roles = {**self._roles, command.role: role}
         if not is_wanted:
             role.close()
             raise ValueError(f"the role {command.role!r} was released while it was made")
         return Done()
 
-    def _is_still_wanted(self, role: RoleName, mark: object) -> bool:
+    def _is_still_wanted(self, command: AssignRole) -> bool:
         """Whether the role was not released while it was made, which is over now."""
-        if self._in_the_making.get(role) is not mark:
+        if self._in_the_making.get(command.role) is not command:
             return False
-        del self._in_the_making[role]
+        del self._in_the_making[command.role]
         return True
 
     def _release(self, name: RoleName) -> None:
@@ -197,6 +203,8 @@ class Worker:
         role.close()
 
     def _make(self, epoch: int, command: AssignRole) -> SlotRole:
+        if command.role not in self._settings.roles:
+            raise ValueError(f"this slot does not know the role {command.role!r}")
         module, _, name = self._settings.roles[command.role].partition(":")
         make = importlib.import_module(module).__dict__[name]
         assignment = RoleAssignment(
