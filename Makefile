@@ -65,7 +65,7 @@ PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
 nightly: setup
 	MAKE="$(MAKE)" tests/nightly.sh $(NIGHTLY)
 
-# Tests marked `nightly`. The first three have the folders that they name, and the last one what is left.
+# Tests marked `nightly`: `equivalences`, `perturbed` and `floods` have those of these folders, `nightly-tests` all others.
 EQUIVALENCES = tests/parallel tests/resharding tests/trainer tests/end_to_end/test_scheduled_equivalence.py
 PERTURBED = tests/sim
 FLOODS = tests/generator

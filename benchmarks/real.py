@@ -1,4 +1,4 @@
-"""Whether a real model learns while its run is pulled about: SmolLM2-135M-Instruct, by GRPO, on sums.
+"""Whether a real model learns while its slots change roles and one is killed: SmolLM2-135M-Instruct, by GRPO, on sums.
 
 `ductile rl @ examples/smollm2/rl.toml`, with the scheduler on and a policy (`peers/every_change.py`) that orders one
 kind of role change after the other, whether it pays or not. Some steps after the start a generator is killed (SIGKILL).
@@ -7,16 +7,17 @@ It ends with 0 only if all of this holds:
     resizes       the trainer went to other slots at least twice
     killed        the generator came back, and generated again
     reward        over 128 held-out prompts, sampled as in training, it is up by at least 0.1 and by more than twice
-                  the standard error of the difference of two means that have nothing to do with each other,
+                  the standard error of the difference of two independent means,
                   sqrt((p (1 - p) + q (1 - q)) / 128): a reward is 0 or 1, and p and q are its means
-    log-probs     of no trained token the sampler's and the trainer's differ by more than 1e-3. The run is strictly
-                  on-policy, so both are of the same weights. The trainer reports the mean over a step's n trained
-                  tokens of k3(d) = exp(d) - d - 1, which is d^2 / 2 for a small d: no d is above sqrt(2 n mean)
+    log-probs     the sampler's and the trainer's log-probs of a trained token never differ by more than 1e-3. The run
+                  is strictly on-policy, so both are of the same weights. The trainer reports the mean over a step's n
+                  trained tokens of k3(d) = exp(d) - d - 1, which is d^2 / 2 for a small d: no d is above
+                  sqrt(2 n mean)
     greedy        10 of 10 greedy completions of the exported folder by ductile's engine are those of transformers
 
 It prints a table and, last, one line of JSON.
 
-    make real        # what it needs, and then: python benchmarks/real.py
+    make real        # installs what it needs, and runs python benchmarks/real.py
 """
 
 import argparse

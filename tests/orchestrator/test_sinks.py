@@ -49,5 +49,5 @@ def test_wandb_logs_metrics_by_step(tmp_path, monkeypatch):
 
 def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SinkMissing, match=r"pip install 'ductile\[wandb\]', or leave the table out"):
+    with pytest.raises(SinkMissing, match=r"pip install wandb, or leave the table out"):
         WandbSink(tmp_path, "p", None, offline=True, config={})

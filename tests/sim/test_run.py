@@ -195,22 +195,25 @@ def test_the_command_compares_and_writes_what_it_found(tmp_path, capsys):
     config.write_text(
         f"""
         output_dir = "{tmp_path}/out"
-        arms = ["static", "collocated", "model"]
+        arms = ["static", "collocated", "model", "{tmp_path}/mine.py:Mine", "model"]
         [work]
         steps = 1
         prompts_per_step = 4
         lengths = {{ type = "file", path = "{tmp_path}/lengths.txt" }}
         """
     )
+    (tmp_path / "mine.py").write_text("from ductile.core.scheduling.policies.rules import Home as Mine\n")
     assert main(["@", str(config)]) == 0
     said = capsys.readouterr().out
     assert "collocated" in said
     assert "G generate" in said
     arms = json.loads((tmp_path / "out/simulated.json").read_text())["arms"]
-    assert [arm["arm"] for arm in arms] == ["static", "collocated", "model"]
+    assert [arm["arm"] for arm in arms] == ["static", "collocated", "model", f"{tmp_path}/mine.py:Mine", "model"]
     for arm in arms:
         assert sum(arm["slot_seconds"].values()) == pytest.approx(8 * arm["wall_s"])
-        assert (tmp_path / f"out/{arm['arm']}.svg").exists()
+    own = f"{tmp_path}/mine.py:Mine".replace("/", "_").replace(":", "_")
+    pictures = {path.name for path in (tmp_path / "out").glob("*.svg")}
+    assert pictures == {"static.svg", "collocated.svg", "model.svg", f"{own}.svg", "model_2.svg"}
 
 
 def test_layouts_are_written_or_laid_over_those_of_a_recording(tmp_path):

@@ -1,6 +1,8 @@
 """What `ductile simulate` does with a good config: every arm in virtual time, a table, pictures, JSON."""
 
+import re
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from ductile.config.schema.simulate import SimulateConfig
@@ -53,6 +55,16 @@ def _run(scenario: Scenario, config: SimulateConfig) -> list[ArmOutcome]:
 def _write(folder: Path, outcomes: Sequence[ArmOutcome]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "simulated.json", {"arms": [outcome.as_json() for outcome in outcomes]})
-    for outcome in outcomes:
+    for outcome, file in zip(outcomes, _file_names([outcome.name for outcome in outcomes]), strict=True):
         title = f"{outcome.name}: {outcome.result.wall_s:.1f} s, {outcome.result.idle_share:.1%} idle"
-        write_whole(folder / f"{outcome.name}.svg", svg(outcome.result.spans, title))
+        write_whole(folder / file, svg(outcome.result.spans, title))
+
+
+def _file_names(names: Sequence[str]) -> list[str]:
+    """A file name for each arm, which may be a policy's path ("mine/eager.py:Eager"); no two are the same."""
+    files: dict[str, None] = {}
+    for name in names:
+        stem = re.sub(r"[^\w.-]+", "_", name)
+        tries = (f"{stem}{f'_{number}' if number > 1 else ''}.svg" for number in count(1))
+        files[next(each for each in tries if each not in files)] = None
+    return list(files)

@@ -15,6 +15,9 @@ from ductile.config.schema.orchestrator import ImportTask, JsonlTask, TaskConfig
 from ductile.config.schema.run import JsonlData, SFTData
 from ductile.core.layout.model.spec import ModelSpec, SpecError, spec_from_hf
 
+LOCAL = frozenset({"models", "model", "checkpoints", "runs", "data"})
+"""Folders that people have on their disks, and no owner of a model on the hub."""
+
 
 def read_spec(name: str | None) -> ModelSpec | None:
     """The spec of a model folder; None when there is none to read."""
@@ -36,7 +39,8 @@ def model_findings(
     folder = Path(name)
     if not folder.is_dir():
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
-        hint = f". For a model of the Hugging Face hub: hf download {name} --local-dir {folder.name}" if hub else ""
+        id_there = name if folder.parts[0] not in LOCAL else f"OWNER/{folder.name}"
+        hint = f". For a model of the Hugging Face hub: hf download {id_there} --local-dir {name}" if hub else ""
         what = (
             "is a file, not a model folder" if folder.exists() else f"does not exist (looked for {folder.absolute()})"
         )

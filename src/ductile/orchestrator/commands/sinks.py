@@ -69,5 +69,5 @@ def _import(module: str, package: str) -> Any:
 def _missing(package: str, why: str) -> SinkMissing:
     return SinkMissing(
         f"[{package}] is set, but the package {package} is not installed ({why}): "
-        f"pip install 'ductile[{package}]', or leave the table out"
+        f"pip install {package}, or leave the table out"
     )
