@@ -215,11 +215,9 @@ def parts_of(switched: dict[str, Any], resized: dict[str, Any], wait_s: float) -
 def stretches(spans: Iterable[Span], slot: int, begin_s: float, end_s: float, taken_back_s: float) -> list[Stretch]:
     """When the slot did what a change asked of it."""
     last_s = {"switch": taken_back_s, "publish": end_s}
-    return [
-        (max(span.start_s, begin_s), min(span.end_s, last_s[span.activity]))
-        for span in spans
-        if span.slot == slot and span.activity in last_s
-    ]
+    asked = [span for span in spans if span.slot == slot and span.activity in last_s]
+    all_of_them = [(max(span.start_s, begin_s), min(span.end_s, last_s[span.activity])) for span in asked]
+    return [(first_s, until_s) for first_s, until_s in all_of_them if first_s < until_s]
 
 
 def within(some: Sequence[Stretch], others: Sequence[Stretch]) -> list[Stretch]:
