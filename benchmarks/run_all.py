@@ -38,8 +38,9 @@ BENCHMARKS = {
     "elastic": 540,
 }
 """In this order. Seconds after which a benchmark ends with what it has."""
-APART = frozenset({"gpu", "real"})
-"""Whose files another command writes: `make gpu`, where there is a GPU, and `make real`."""
+APART = {"gpu": "gpu", "real": "real", "role_changes_smollm2": "role_changes"}
+"""Scripts by the files that another command writes: `make gpu`, where there is a GPU, `make real`, and role_changes.py
+with its `--model`."""
 GRACE_S = 60.0
 """Past its budget a benchmark still ends its processes and writes its file; then it is killed."""
 

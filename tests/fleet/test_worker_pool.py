@@ -1,6 +1,7 @@
 """Slots that join and leave the generators and scorers: whose weights they get, and what holds while they come."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -14,6 +15,7 @@ from ductile.messages.workers import (
     EndLease,
     Generate,
     LeaseWeights,
+    Ping,
     Publish,
     Receive,
     ReleaseRole,
@@ -279,6 +281,23 @@ def test_who_may_not_take_work_yet_has_the_role_and_gets_the_weights_that_are_li
                 await admitting
             assert cluster.generators.slots == (0, 1, 2)
             assert set(versions(cluster)) == {0, 1, 2}, "it has given the role up"
+
+    with_cluster(story)
+
+
+def test_who_is_lost_before_it_may_take_work_is_not_waited_for():
+    async def story(cluster: Cluster):
+        async def never() -> None:
+            await asyncio.Event().wait()
+
+        admitting = asyncio.create_task(cluster.generators.admit(generator(3), {}, never))
+        await steps(5)
+        cluster.carrier.fail(3, "death", on=Ping)
+        with suppress(Failure):
+            await cluster.mailbox.ask(3, Ping(), 1.0)
+        with pytest.raises(SlotLost, match="slot 3"):
+            await asyncio.wait_for(admitting, 1.0)
+        assert cluster.generators.slots == (0, 1, 2)
 
     with_cluster(story)
 

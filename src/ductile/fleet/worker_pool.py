@@ -190,7 +190,7 @@ class WorkerPool:
             self._condemn_late(outcomes)
             raise_worst(outcomes)
             if after is not None:
-                await after()
+                await self._while_there(instance, after())
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
                 takes_work = version is not None and await self._leases.give(instance, version, self._condemn_late)
@@ -277,6 +277,8 @@ class WorkerPool:
     def _on_event(self, slot: int, event: SlotEvent) -> None:
         if instance := self.on(slot):
             self._tell(instance, event)
+        elif isinstance(event, Died):
+            self._changed.notify_all()  # it may have been about to join
 
     def _tell(self, instance: Instance, event: SlotEvent) -> None:
         if isinstance(event, Died):
@@ -318,6 +320,19 @@ class WorkerPool:
             has_others = self._mailbox.roles(slot) != (self._role,) or self._is_needed(slot)
             if isinstance(outcome, Late) and not has_others:
                 self._condemn(slot, f"{outcome}; it has been killed")
+
+    async def _while_there(self, instance: Instance, waiting: Awaitable[None]) -> None:
+        """Wait, as long as the instance that joins has its slots. Raises SlotLost at once when it loses one."""
+        task = asyncio.ensure_future(waiting)
+        task.add_done_callback(lambda _: self._changed.notify_all())
+        try:
+            while not task.done():
+                if why := self.why_lost(instance):
+                    raise SlotLost(why)
+                await self._changed.wait()
+            await task
+        finally:
+            task.cancel()
 
     async def _release_half_joined(self, instance: Instance) -> None:
         if self._leases is not None:
