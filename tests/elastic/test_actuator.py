@@ -11,7 +11,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout, RankSha
 from ductile.core.scheduling.costs.cost_model import CostModel, FixedCost
 from ductile.core.scheduling.facts.cluster_state import Unfinished
 from ductile.core.scheduling.orders import Migration
-from ductile.elastic.actuator import LiveActuator
+from ductile.elastic.actuator import MAX_HELD_S, LiveActuator
 from ductile.elastic.execution import NotDone
 from ductile.elastic.measuring import Measuring
 from ductile.elastic.trainer_resizer import TrainerResizer
@@ -220,8 +220,27 @@ def test_a_slot_that_trains_hears_of_another_role_after_the_micro_step_that_it_i
     told_on(story, 0, 1)
 
 
-@pytest.mark.parametrize(("device", "parts"), [("cpu", "role left"), ("cuda:0", "left role")])
-def test_a_slot_that_leaves_the_trainer_gets_ready_beside_that_where_it_has_a_core_to_do_so(told_on, device, parts):
+def test_a_release_that_takes_long_does_not_hold_the_trainer_for_ever(told_on):
+    async def story(rig: Rig) -> None:
+        async def dismiss(instance: object) -> None:
+            await asyncio.sleep(30.0)
+
+        rig.generators.all_instances = (generator(1), generator(3))
+        rig.generators.dismiss, rig.generators.unfinished = dismiss, lambda: ()
+        releasing = asyncio.create_task(rig.stage.release(Release((), (generator(1),))))
+        await asyncio.sleep(0.001)
+        began_s = clock()
+        await rig.train(3)
+        assert MAX_HELD_S <= clock() - began_s < MAX_HELD_S + 1.0
+        assert await releasing == []
+
+    told_on(story, 0, 1)
+
+
+@pytest.mark.parametrize(("device", "parts", "cost_s"), [("cpu", "role left", 0.1), ("cuda:0", "left role", 0.6)])
+def test_a_slot_that_leaves_the_trainer_gets_ready_beside_that_where_it_has_a_core_to_do_so(
+    told_on, device, parts, cost_s
+):
     async def story(rig: Rig) -> None:
         diary = list[str]()
 
@@ -234,13 +253,14 @@ def test_a_slot_that_leaves_the_trainer_gets_ready_beside_that_where_it_has_a_co
             await asyncio.sleep(0.5)
             if after is not None:
                 await after()
+            await asyncio.sleep(0.1)
             return True
 
         rig.devices[1] = device
         rig.generators.admit, rig.generators.version = admit, 0
         await rig.stage.admit(generator(1), left)
         assert " ".join(diary) == parts
-        assert rig.told.fixed_costs["assign"] == pytest.approx(0.5), "the wait is none of its costs"
+        assert rig.told.fixed_costs["assign"] == pytest.approx(cost_s), "what is done beside the resize costs nothing"
 
     told_on(story, 0, 1)
 

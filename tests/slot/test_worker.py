@@ -217,11 +217,48 @@ def test_a_role_that_is_to_be_released_first_is_held_again_after_that(slot: Harn
 
     async def story():
         joining = AssignRole("generate", {}, ParallelLayout.of((0,)), joining=True)
-        commands = [OptimStep(1.0), ReleaseRole("generate"), joining, ReleaseRole("generate"), joining]
-        assert await asyncio.gather(*(slot.mailbox.ask(0, command, 10) for command in commands)) == [Done()] * 5
+        commands = [OptimStep(1.0), ReleaseRole("generate"), joining]
+        assert await asyncio.gather(*(slot.mailbox.ask(0, command, 10) for command in commands)) == [Done()] * 3
 
     slot.runner.run(story())
     assert slot.mailbox.roles(0) == ("train", "generate")
+
+
+def test_a_role_that_waited_for_its_release_joins_beside_what_another_one_does(slot: Harness, assign):
+    assign("generate")
+    assign("train", sleep_s=1.0)
+
+    async def story():
+        joining = AssignRole("generate", {"made_in_s": 0.5}, ParallelLayout.of((0,)), joining=True)
+        commands = [OptimStep(1.0), ReleaseRole("generate"), joining, OptimStep(1.0)]
+        asked = [asyncio.create_task(slot.mailbox.ask(0, command, 10)) for command in commands]
+        await asked[2]
+        assert not asked[3].done(), "that step did not wait until the role was made"
+        assert await asyncio.gather(*asked) == [Done()] * 4
+
+    slot.runner.run(story())
+
+
+def test_a_release_that_waits_is_not_of_a_role_that_is_assigned_after_it(slot: Harness, assign):
+    assign("train", sleep_s=0.5)
+
+    async def story():
+        alone = ParallelLayout.of((0,))
+        refused, joining = (AssignRole("generate", each, alone, joining=True) for each in ({"refuse": True}, {}))
+        step = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 10))
+        with pytest.raises(Refused, match="cannot live in slot 0"):
+            await slot.mailbox.ask(0, refused, 10)
+        assert not step.done(), "the release will wait for it"
+        released, joined, _ = await asyncio.gather(
+            *(slot.mailbox.ask(0, command, 10) for command in (ReleaseRole("generate"), joining)),
+            step,
+            return_exceptions=True,
+        )
+        assert isinstance(released, Refused), "the slot did not hold it then"
+        assert joined == Done()
+
+    slot.runner.run(story())
+    slot.ask(ReleaseRole("generate"))
 
 
 def test_a_role_that_is_released_while_it_is_made_is_not_held(slot: Harness):

@@ -4,11 +4,13 @@ Every field of the state is a fact: roles as the slots were told, books of the s
 their generators said last, speeds as measured. What a part of a change cost is measured, too.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 
 from ductile.cluster.cluster import Cluster
 from ductile.concurrency.listeners import Listeners
+from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import Instance, slots_on
 from ductile.core.instances.placement import SPELLED, Role, slots_of
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
@@ -25,12 +27,13 @@ from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, Trainer
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
 from ductile.messages.workers import Finished, SlotPhase
-from ductile.observe import timed
 from ductile.roles import Failure
 from ductile.transport.mailbox import Died, SlotEvent
 
 WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})
 """Phases of a resize in which slots wait for each other and keep no core busy."""
+MAX_HELD_S = 2.0
+"""Longest time that the trainer is held for rollouts that leave and generators that end. They take a fraction of it."""
 
 
 class LiveActuator:
@@ -131,9 +134,28 @@ class LiveActuator:
 
     async def release(self, release: Release) -> list[str]:
         """A slot that trains hears of it between two micro-steps, and of all of it between the same two: each part by
-        itself would wait for a micro-step."""
-        async with self._trainer.boundary() if self._trains(release) else nullcontext():
+        itself would wait for a micro-step. What takes longer than that is worth, such as a slot that hangs, or weights
+        that go live first, goes on without holding the trainer."""
+        if not self._trains(release):
             return await self._fleet.release(release)
+        held, released = asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            async with self._trainer.boundary():
+                held.set()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(MAX_HELD_S):
+                        await released.wait()
+
+        async def work() -> list[str]:
+            await held.wait()
+            try:
+                return await self._fleet.release(release)
+            finally:
+                released.set()
+
+        _, failures = await gather_all(hold(), work())
+        return failures
 
     def _trains(self, release: Release) -> bool:
         """Whether an instance that has a part in the release shares a slot with the trainer."""
@@ -148,14 +170,16 @@ class LiveActuator:
         if pool is None:
             where = slots_of(instance.slots)
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
-        began_s, waited = self.now_s, dict[str, float]()
+        began_s = self.now_s
 
         async def left() -> None:
+            """Wait until the slots have left. What comes before that costs nothing: it is done beside the resize."""
+            nonlocal began_s
             if after is not None:
-                with timed(waited, "after", self._clock):
-                    await after()
+                await after()
+                began_s = self.now_s
 
-        is_beside = all(self._cluster.devices[slot] == "cpu" for slot in instance.slots)
+        is_beside = after is not None and all(self._cluster.devices[slot] == "cpu" for slot in instance.slots)
         if not is_beside:
             await left()
         try:
@@ -163,7 +187,7 @@ class LiveActuator:
         except Failure as error:
             # Whether the run can go on without a lost slot is decided elsewhere (`Cluster.ends_without`).
             raise NotDone(str(error)) from error
-        self._measured.took("assign", self.now_s - began_s - waited.get("after", 0.0))
+        self._measured.took("assign", self.now_s - began_s)
 
     async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
         try:

@@ -52,7 +52,7 @@ class Fleet:
         steps of a batch. Then its weights of this moment go live in their place, or it would wait for work for ever.
         """
         trains = not {*instance.slots}.isdisjoint(self.trainer.layout.slots)
-        with self.trainer.expecting_change() if trains else nullcontext():
+        with self.trainer.expecting_change() if trains and after is None else nullcontext():  # or a resize expects it
             await self._admit(instance, after)
 
     async def _admit(self, instance: Instance, after: Callable[[], Awaitable[None]] | None) -> None:
@@ -71,7 +71,11 @@ class Fleet:
 
     async def release(self, release: Release) -> list[str]:
         """Have the rollouts migrate, and then the instances end. Returns a sentence, without its full stop, for each
-        part that was not done. Where a slot of theirs trains, the caller holds the trainer at a boundary."""
+        part that was not done. Where a slot of theirs trains, the caller holds the trainer at a boundary for it."""
+        with self.trainer.expecting_change():  # a request may go to a generator that the caller did not think of
+            return await self._release(release)
+
+    async def _release(self, release: Release) -> list[str]:
         failures = list[str]()
         if release.migrations:
             try:

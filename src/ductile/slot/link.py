@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from ductile.messages.workers import Command, Envelope, Event, Heartbeat, Hello, Prepare, Reply
+from ductile.messages.workers import Envelope, Event, Heartbeat, Hello, Reply
 from ductile.transport.codec import BadFrame, encode
 from ductile.transport.dealer import Dealer
 
@@ -28,7 +28,7 @@ class Link:
     """
 
     def __init__(self, address: str, token: bytes, slot: int, device: str, owner: int) -> None:
-        self._address, self._token, self._slot, self._device = address, token, slot, device
+        self._address, self._token, self._slot = address, token, slot
         self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         """Commands for the main thread, in the order in which they were sent, without those that begin beside it."""
         self.epoch = 0
@@ -42,8 +42,8 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     def start(self, begin_beside: Callable[[Envelope], bool]) -> None:
-        """begin_beside: called in the side thread with a command that may be executed beside the main thread's work, in
-        the order of all commands. False: the main thread is to execute it. It must not take long."""
+        """begin_beside: called in the side thread with each command, in their order. True: it is executed beside the
+        main thread's work. False: the main thread is to execute it. It must not take long."""
         self._begin_beside = begin_beside
         self._thread.start()
 
@@ -69,7 +69,8 @@ class Link:
         """Send what waits, then end the thread."""
         self._leaving = True
         os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            self._thread.join(deadline_s)
 
     def _run(self) -> None:
         try:
@@ -115,15 +116,8 @@ class Link:
                 continue
             if envelope is None:
                 return
-            if not (self._may_be_beside(envelope.body) and self._begin_beside(envelope)):
+            if not self._begin_beside(envelope):
                 self.inbox.put(envelope)
-
-    def _may_be_beside(self, command: object) -> bool:
-        """On a GPU only `Prepare` may: an engine that began in the middle of a micro-step would find less memory free
-        than there is."""
-        if isinstance(command, Prepare):
-            return True
-        return isinstance(command, Command) and command.is_beside and self._device == "cpu"
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
         what, since_s = self._busy

@@ -11,6 +11,7 @@ import os
 import queue
 import sys
 import traceback
+from collections import Counter
 from contextlib import nullcontext, suppress
 from functools import partial
 from threading import Lock, Thread
@@ -32,6 +33,7 @@ from ductile.messages.workers import (
     LeaseWeights,
     MigrateOut,
     Ping,
+    Prepare,
     Receive,
     ReleaseRole,
     Reply,
@@ -74,6 +76,8 @@ class Worker:
         self._in_the_making: dict[RoleName, AssignRole] = {}
         """Roles that a thread makes, and the command that it does so for: a role that was released meanwhile, and
         assigned again, has another one."""
+        self._num_releases = Counter[RoleName]()
+        """Commands that release a role and have not been executed yet."""
         self._changing_roles = Lock()
         self._leaving = False
 
@@ -82,6 +86,8 @@ class Worker:
         self._link.start(self._begin_beside)
         while not self._leaving:
             envelope = self._next(wait=not any(role.has_work() for role in self._roles.values()))
+            if envelope and self._may_be_beside(envelope.body) and self._start_beside(envelope):
+                continue  # the `ReleaseRole` that it waited for is done
             if envelope:
                 self._serve(envelope)
             else:
@@ -96,8 +102,26 @@ class Worker:
         return None
 
     def _begin_beside(self, envelope: Envelope) -> bool:
-        """Have a thread execute the command. False, and nothing happens, when it assigns a role that the slot has: the
-        `ReleaseRole` that comes before it may still wait for the main thread."""
+        """Called by the link with each command: have a thread execute it, if that may be done beside other work. Not
+        where it assigns a role whose `ReleaseRole` still waits for the main thread, or is of an older epoch."""
+        command = envelope.body
+        if isinstance(command, ReleaseRole):
+            with self._changing_roles:
+                self._num_releases[command.role] += 1
+        if not self._may_be_beside(command):
+            return False
+        waits = isinstance(command, AssignRole) and self._num_releases[command.role] > 0
+        return not waits and envelope.epoch >= self._link.epoch and self._start_beside(envelope)
+
+    def _may_be_beside(self, command: object) -> bool:
+        """On a GPU only `Prepare` may: an engine that began in the middle of a micro-step would find less memory free
+        than there is."""
+        if isinstance(command, Prepare):
+            return True
+        return isinstance(command, Command) and command.is_beside and self._settings.device == "cpu"
+
+    def _start_beside(self, envelope: Envelope) -> bool:
+        """False, and nothing happens, when the command assigns a role that the slot has."""
         if isinstance(envelope.body, AssignRole) and not self._begin_making(envelope.body):
             return False
         name = f"beside: {type(envelope.body).__name__}"
@@ -115,6 +139,9 @@ class Worker:
                 with suppress(OSError):  # the log may be on the disk that is full
                     traceback.print_exc()
                 reply = Failed(f"{name} failed: {_sentence(error)}", escaped(traceback.format_exc()), _code(error))
+        if isinstance(command, ReleaseRole):
+            with self._changing_roles:
+                self._num_releases[command.role] -= 1
         try:
             self._link.send(envelope.seq, reply)
         except BadFrame as error:
