@@ -58,7 +58,8 @@ class Orchestrator:
 
     def close(self) -> None:
         for pid in processes_with(self.mark):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it was about to end
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
         assert self.process.stdout is not None
         self.process.stdout.close()

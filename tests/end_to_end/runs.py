@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,8 @@ class Run:
         self.process.kill()
         self.process.wait(10)
         for pid in processes_with(self.mark):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it was about to end
+                os.kill(pid, signal.SIGKILL)
         self.output.close()
         if self.terminal:
             self.terminal.close()

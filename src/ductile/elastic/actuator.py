@@ -140,7 +140,7 @@ class LiveActuator:
             return await self._fleet.release(release)
         held, released = asyncio.Event(), asyncio.Event()
 
-        async def hold() -> None:
+        async def keep_still() -> None:
             async with self._trainer.boundary():
                 held.set()
                 with suppress(TimeoutError):
@@ -154,7 +154,7 @@ class LiveActuator:
             finally:
                 released.set()
 
-        _, failures = await gather_all(hold(), work())
+        _, failures = await gather_all(keep_still(), work())
         return failures
 
     def _trains(self, release: Release) -> bool:
