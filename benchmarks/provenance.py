@@ -24,7 +24,7 @@ def provenance(*packages: str) -> dict[str, object]:
         "machine": {"cpu": cpu_name(), "cores": num_cores(), "platform": platform.platform()},
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
         "commit": commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": " ".join(["python", *map(_quoted, sys.argv)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -71,6 +71,12 @@ def cpu_name() -> str:
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def _quoted(word: str) -> str:
+    """The word as a shell reads it, with the home folder as `~`, which is not everybody's business."""
+    home = str(Path.home())
+    return "~" + shlex.quote(word.removeprefix(home)) if word.startswith(f"{home}/") else shlex.quote(word)
 
 
 def _version(package: str) -> str | None:

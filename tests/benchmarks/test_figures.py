@@ -46,6 +46,15 @@ def test_every_file_is_of_a_benchmark_and_named_after_its_machine():
         assert file.parent.name in BENCHMARKS.keys() | APART.keys()
 
 
+def test_no_file_names_a_folder_of_who_measured(monkeypatch):
+    for file in FILES:
+        words = json.loads(file.read_text(encoding="utf-8"))["command"].split()
+        assert not [word for word in words if word.startswith("/")]
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--model", "/home/me/a model", "--steps", "2"])
+    assert provenance()["command"] == "python benchmarks/x.py --model ~'/a model' --steps 2"
+
+
 def test_a_cpu_without_a_number_in_its_name_has_its_model_there():
     assert re.search(r"\d", provenance()["machine"]["cpu"])
 

@@ -1,7 +1,6 @@
 """Generators over the memory transport: where sequences go, what cancelling, silence and death do."""
 
 import asyncio
-import time
 import tracemalloc
 from collections.abc import Collection
 
@@ -36,9 +35,7 @@ def stats(num_tokens: int) -> EngineStats:
 class Fleet:
     """Two generators that complete nothing by themselves."""
 
-    def __init__(
-        self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16, needed: Collection[int] = ()
-    ) -> None:
+    def __init__(self, timeout_s: float = 5.0, block_tokens: int = 16, needed: Collection[int] = ()) -> None:
         self.carrier = MemoryTransport({0: self._respond, 1: self._respond})
         self.mailbox = Mailbox(self.carrier)
         self.generators = RemoteGenerators(
@@ -47,7 +44,6 @@ class Fleet:
             8,
             block_tokens,
             Deadlines.same(timeout_s),
-            clock,
             is_needed=lambda slot: slot in needed,
         )
 
@@ -234,7 +230,7 @@ def test_a_refusal_reaches_everybody_in_the_message():
 
 def test_a_generator_is_killed_only_without_any_progress():
     async def story():
-        fleet = Fleet(timeout_s=20, clock=now_s)
+        fleet = Fleet(timeout_s=20)
         task = fleet.ask("a")
         for tokens in (5, 9):
             await asyncio.sleep(15)
@@ -253,7 +249,7 @@ def test_a_generator_is_killed_only_without_any_progress():
 
 def test_a_generator_on_a_slot_that_the_run_depends_on_is_late_and_not_killed():
     async def story():
-        fleet = Fleet(timeout_s=20, clock=now_s, needed={0})
+        fleet = Fleet(timeout_s=20, needed={0})
         with pytest.raises(Late, match=r"slot 0 made no progress for 20 s .* while it had to generate a"):
             await fleet.ask("a")
         assert fleet.mailbox.lost == {}
@@ -265,7 +261,7 @@ def test_a_generator_on_a_slot_that_the_run_depends_on_is_late_and_not_killed():
 @pytest.mark.parametrize(("what", "is_killed"), [("ForwardBackward", False), ("Score", False), ("Abort", True)])
 def test_time_in_which_the_slot_works_for_another_role_does_not_count(what: str, is_killed: bool):
     async def story():
-        fleet = Fleet(timeout_s=20, clock=now_s)
+        fleet = Fleet(timeout_s=20)
         task = fleet.ask("a")
         for second in range(60):
             await asyncio.sleep(1)
@@ -283,7 +279,7 @@ def test_generators_live_on_when_the_orchestrator_itself_is_suspended(stopped_af
     async def story():
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
-        fleet = Fleet(timeout_s=20, clock=now_s)
+        fleet = Fleet(timeout_s=20)
         tasks = [fleet.ask(name) for name in "ab"]
         for tokens in range(1, stopped_after_s + 1):
             await asyncio.sleep(1)
@@ -322,7 +318,7 @@ def test_each_wait_has_a_deadline_of_its_own():
     """A generator may be silent for longer than a command may take, and requests may wait for one longer still."""
 
     async def story():
-        fleet = Fleet(clock=now_s)
+        fleet = Fleet()
         fleet.generators._deadlines = Deadlines(command_s=0.05, progress_s=0.2, patience_s=0.4, group_s=1.0)
         stuck = fleet.ask("a")
         await asyncio.sleep(0.15)
@@ -347,7 +343,7 @@ def test_deadlines_that_are_not_written_follow_from_the_others():
 
 def test_a_request_that_is_not_taken_is_sent_again_a_moment_later_and_counts_as_no_loss():
     async def story():
-        fleet, told = Fleet(clock=now_s), list[str]()
+        fleet, told = Fleet(), list[str]()
         fleet.generators.on_restarted.add(lambda sentence, instance: told.append(sentence))
         for slot in (0, 1):
             fleet.carrier.fail(slot, "error", on=Generate, times=4, code="not_taken")
@@ -363,7 +359,7 @@ def test_a_request_that_is_not_taken_is_sent_again_a_moment_later_and_counts_as_
 
 def test_a_generator_that_takes_no_requests_is_passed_over_for_a_busy_one():
     async def story():
-        fleet = Fleet(clock=now_s)
+        fleet = Fleet()
         fleet.carrier.fail(0, "error", on=Generate, times=99, code="not_taken")
         tasks = [fleet.ask(f"busy {number}", max_tokens=1000) for number in range(4)]
         await settle()
@@ -378,7 +374,7 @@ def test_a_generator_that_takes_no_requests_is_passed_over_for_a_busy_one():
 
 def test_a_request_that_none_takes_fails_when_patience_ends():
     async def story():
-        fleet = Fleet(timeout_s=20, clock=now_s)
+        fleet = Fleet(timeout_s=20)
         for slot in (0, 1):
             fleet.carrier.fail(slot, "error", on=Generate, times=10_000, code="not_taken")
         began_s = now_s()

@@ -87,7 +87,6 @@ class Mixed(Cluster):
             8,
             16,
             DEADLINES,
-            clock,
             self.leases,
             {ELSEWHERE.id: self.server},
         )

@@ -55,7 +55,6 @@ class Cluster:
             8,
             16,
             DEADLINES,
-            clock,
             self.leases,
             condemn=self.condemn,
             is_needed=lambda slot: slot in self.needed,

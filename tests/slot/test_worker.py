@@ -292,6 +292,16 @@ def test_an_older_epoch_is_refused(slot: Harness, assign):
     assert slot.ask(Publish(0)) == Scores(((float(made_in), 0.0),)), "a role keeps the epoch in which it was made"
 
 
+def test_a_role_of_an_older_epoch_is_refused_and_not_begun(slot: Harness, assign):
+    now = slot.mailbox.next_epoch()
+    assert slot.ask(Ping()) == Done()
+    slot.mailbox.epoch = now - 1
+    with pytest.raises(StaleEpoch):
+        slot.ask(AssignRole("generate", {}, ParallelLayout.of((0,)), joining=True))
+    slot.mailbox.epoch = now
+    assign("generate")
+
+
 def test_a_slot_says_what_its_device_is_and_measures_it_when_asked(slot: Harness):
     said = slot.ask(Survey())
     assert (said.device_name, said.reserved_bytes, said.peak_flops_per_s, said.peak_source) == ("cpu", None, None, None)

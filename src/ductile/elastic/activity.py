@@ -1,4 +1,4 @@
-"""Who does what: the command that a slot is at, or its engine's own work, or nothing, and why. Kept in a ledger."""
+"""Activity of the slots: the command that each is at, its engine's own work, or nothing, and why. Kept in a ledger."""
 
 import time
 from collections.abc import Callable, Collection, Sequence

@@ -158,7 +158,7 @@ class LiveActuator:
         return failures
 
     def _trains(self, release: Release) -> bool:
-        """Whether an instance that has a part in the release shares a slot with the trainer."""
+        """True when an instance that has a part in the release shares a slot with the trainer."""
         ids = {name for order in release.migrations for name in (order.source, order.target)}
         instances = [each for each in self._fleet.instances if each in release.instances or each.id in ids]
         return not {*slots_on(instances)}.isdisjoint(self._trainer.layout.slots)
@@ -206,8 +206,8 @@ class LiveActuator:
         return list(resized.not_released)
 
     def _taken_s(self, beside: Mapping[str, float], layout: ParallelLayout) -> float:
-        """What preparing took from training and generating. On a CPU it runs on the slot's own core, beside them;
-        beside a GPU's work it counts as free."""
+        """Return the seconds that preparing took from training and generating. On a CPU it runs on the slot's own core,
+        beside them; beside a GPU's work it counts as free."""
         if any(self._cluster.devices[slot] != "cpu" for slot in layout.slots):
             return 0.0
         return sum(seconds for phase, seconds in beside.items() if phase not in WAITING)

@@ -74,13 +74,13 @@ class ElasticController(StepListener):
         self._change: asyncio.Task[None] | None = None
         """The change that is under way; None when there is none."""
         self._failed: Exception | None = None
-        """What ended the run: nothing is decided after it."""
+        """Error that ended the run: nothing is decided after it."""
         self._execution: Execution | None = None
-        """What the latest change carries out; None before the first."""
+        """Execution of the latest change; None before the first."""
         self._on_error: Callable[[BaseException], None] = lambda error: None
         self._publishing = False
         self._asked = True
-        """Whether the policy has been asked in this step."""
+        """The policy has been asked in this step."""
         self._deciding = asyncio.Lock()
         """Held by the one that asks the policy, which knows no threads, and begins the change that it orders."""
         self._happened = asyncio.Event()
@@ -253,6 +253,6 @@ class ElasticController(StepListener):
 
 
 def _timed(policy: Policy, state: ClusterState) -> tuple[Decision, float, float]:
-    """What `decide` returns, and the CPU seconds that it took. Raises BadDecision."""
+    """Return what `decide` returns, and the CPU seconds that it took. Raises BadDecision."""
     began_s = time.thread_time()
     return *decide(policy, state), time.thread_time() - began_s

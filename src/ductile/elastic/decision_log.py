@@ -1,4 +1,4 @@
-"""What a run writes down of its policy's decisions: events with a sentence each.
+"""Log of a policy's decisions: events with a sentence each.
 
 `OrdersGiven`    orders, and why; with what the policy expects of them
 `TrainingHeld`   training waits, or goes on again, or there is something to say; no slot changes roles for it

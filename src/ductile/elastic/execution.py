@@ -141,7 +141,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class RoleDelta:
-    """What a decision changes: the instances, and the layout of the trainer."""
+    """Difference that a decision makes: the instances, and the layout of the trainer."""
 
     end: tuple[Instance, ...]
     """Instances that are there now and are not to be."""
@@ -181,7 +181,7 @@ class RoleDelta:
         return frozenset(order.source for order in self.late_migrations)
 
     def release_of(self, instances: Collection[InstanceId]) -> Release:
-        """What of these instances can be released before new generators are there."""
+        """Return what of these instances can be released before new generators are there."""
         return Release(
             tuple(order for order in self.migrations if order.source in instances),
             tuple(each for each in self.end if each.id in instances and each.id not in self.keeping),

@@ -250,7 +250,7 @@ class Recovery:
                 self._cluster.fail(f"{capitalised(why)}; slot {slot} was given back {tried}, and no slot {VERBS[role]}")
 
     def _is_replaced(self, role: Serving, without: Collection[int]) -> bool:
-        """Whether the policy gives the role to another slot: it takes none from the last one that can train."""
+        """True when the policy gives the role to another slot: it takes none from the last one that can train."""
         mailbox, coming = self._cluster.mailbox, self._restarting.keys() - {*without}
         there = [slot for slot in self._cluster.slots if slot not in mailbox.lost or slot in coming]
         return role in self._replaced and sum(mailbox.roles(slot) != ("score",) for slot in there) > 1

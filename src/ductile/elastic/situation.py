@@ -8,7 +8,7 @@ from ductile.fleet.fleet import Fleet
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What slots without work may wait for."""
+    """Return what slots without work may wait for."""
 
     may_start: bool = False
     """There are rollouts that no generator has begun."""

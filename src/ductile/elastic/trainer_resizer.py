@@ -145,7 +145,7 @@ class TrainerResizer:
         return f"{phase}, to {describe(self._target)}"
 
     def depends_on(self, slot: int) -> bool:
-        """Whether the run cannot go on without this slot.
+        """True when the run cannot go on without this slot.
 
         It says no of slots that train while a resize judges what their deaths mean, as the resize ends the run if it
         must. `RemoteTrainer.needs` says yes of these, too.
@@ -158,11 +158,11 @@ class TrainerResizer:
             await self._ended.wait()
 
     def involves(self, slot: int) -> bool:
-        """Whether a resize is under way that the slot has a part in."""
+        """True when a resize is under way that the slot has a part in."""
         return slot in self._involved
 
     def judges(self, slot: int) -> bool:
-        """Whether a resize under way rules on what the slot's death means for the run."""
+        """True when a resize under way rules on what the slot's death means for the run."""
         return self._transaction is not None and self._transaction.judges(slot)
 
     def metrics(self) -> dict[str, float]:

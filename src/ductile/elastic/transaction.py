@@ -72,7 +72,7 @@ R = TypeVar("R", bound=Reply)
 
 @dataclass(frozen=True, slots=True)
 class ResizeOptions:
-    """What a change needs to know besides the slots."""
+    """Settings of a change, besides its slots."""
 
     settings: Mapping[str, object]
     """Settings of the train role, for joiners."""
@@ -134,12 +134,12 @@ class Transaction:
         self._is_over = False
         """The change is committed or taken back."""
         self._end: TrainerLost | None = None
-        """What the change has ended the trainer with."""
+        """Error that the change has ended the trainer with."""
         self._with_role = set(self.order.before.slots)
         """Slots that are known to hold the role."""
 
     def judges(self, slot: int) -> bool:
-        """Whether this transaction rules on what the slot's death means. It does not after the change is committed or
+        """True when this transaction rules on what the slot's death means. It does not after the change is committed or
         taken back: joiners and leavers may still give roles up, and the slots that train are needed as ever."""
         return not self._is_over and slot in self.order.slots
 

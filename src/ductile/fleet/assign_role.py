@@ -39,8 +39,8 @@ async def begin_instances(
 def assignment(
     instance: Instance, settings: Mapping[str, object], rendezvous: str, joining: bool = False
 ) -> AssignRole:
-    """What each slot of an instance is told. They cut each weight matrix among themselves, and find each other at
-    `rendezvous`; one slot alone looks for nobody."""
+    """Return the command to each slot of an instance. They cut each weight matrix among themselves, and find each other
+    at `rendezvous`; one slot alone looks for nobody."""
     layout = ParallelLayout.of(instance.slots, tp=len(instance.slots))
     where = rendezvous if len(instance.slots) > 1 else ""
     return AssignRole(instance.role, dict(settings), layout, where, joining, instance.id)

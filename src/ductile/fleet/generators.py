@@ -7,7 +7,6 @@ migration  requests that go to another generator
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NoReturn, get_args
 
@@ -48,7 +47,6 @@ class RemoteGenerators(WorkerPool):
         max_num_seqs: int,
         block_tokens: int,
         deadlines: Deadlines,
-        clock: Callable[[], float] = time.monotonic,
         leases: WeightLeases | None = None,
         servers: Mapping[InstanceId, Server] | None = None,
         condemn: Callable[[int, str], None] | None = None,
@@ -63,7 +61,7 @@ class RemoteGenerators(WorkerPool):
         take it; None where it was between two. Of generators in a row that do not take it, the first is told."""
         super().__init__(mailbox, "generate", instances, deadlines, leases, servers, condemn, is_needed)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
-        self._in_flight = RequestsInFlight(clock)
+        self._in_flight = RequestsInFlight(lambda: asyncio.get_running_loop().time())
         self._dispatch = Dispatch(self)
 
     @property

@@ -28,7 +28,7 @@ from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 
 @dataclass(frozen=True, slots=True)
 class MigrationResult:
-    """What became of one migration."""
+    """Outcome of one migration."""
 
     order: Migration
     instance: InstanceId | None

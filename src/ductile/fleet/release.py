@@ -1,4 +1,4 @@
-"""What is released in a change of roles, as data: a resize has it released once all is prepared for the freeze."""
+"""Release of rollouts and instances in a change of roles, as data: a resize has it done once all is prepared."""
 
 from dataclasses import dataclass
 

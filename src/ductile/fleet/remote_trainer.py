@@ -50,7 +50,7 @@ AHEAD_S = 0.25
 little beside the micro-steps of a model that is worth a change."""
 
 MicroStep = Sequence[tuple[MicroBatch, ...]]
-"""What is sent at a time: the micro-batches of each data-parallel rank, equally many."""
+"""Micro-step, which is sent at a time: the micro-batches of each data-parallel rank, equally many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class MicroStepDone:
 
 @dataclass(slots=True)
 class _Given:
-    """What one `forward_backward` has yet to do."""
+    """Rest that one `forward_backward` has yet to do."""
 
     num_samples: int
     num_tokens: int
@@ -280,7 +280,7 @@ class RemoteTrainer:
         return frozenset(keeper.slot for keeper in self._kept.values())
 
     def needs(self, slot: int) -> bool:
-        """Whether a part of the state, or a version that others fetch, would be lost with the slot."""
+        """True when a part of the state, or a version that others fetch, would be lost with the slot."""
         return slot in self.layout.slots or slot in self.publishers
 
     async def has_withdrawn(self, slot: int, deadline_s: float) -> None:

@@ -36,7 +36,7 @@ class Message(msgspec.Struct, tag=True):
 
     @property
     def is_beside(self) -> bool:
-        """Whether a slot does what the message says in a thread of its own, beside what its main thread works at. All
+        """True when a slot does what the message says in a thread of its own, beside what its main thread works at. All
         other commands are executed in order."""
         return False
 
@@ -325,7 +325,7 @@ class StateTransferred(Message):
     """Bytes that this slot received."""
     seconds: dict[SlotPhase, float]
     carrier: str
-    """What moved the bytes, and why it was chosen: a sentence."""
+    """Carrier that moved the bytes, and why it was chosen: a sentence."""
     beside: tuple[SlotPhase, ...] = ()
     """The phases that this slot went through while it trained. All others were in the pause."""
 

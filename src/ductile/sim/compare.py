@@ -1,4 +1,4 @@
-"""What `ductile simulate` does with a good config: every arm in virtual time, a table, pictures, JSON."""
+"""The work of `ductile simulate` on a good config: every arm in virtual time, a table, pictures, JSON."""
 
 import re
 from collections.abc import Sequence

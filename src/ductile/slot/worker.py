@@ -52,7 +52,7 @@ from ductile.transport.codec import BadFrame
 
 
 class SlotSettings(msgspec.Struct, frozen=True):
-    """What a slot's process is told when it is forked."""
+    """Settings that a slot's process is forked with."""
 
     slot: int
     address: str
@@ -103,7 +103,7 @@ class Worker:
 
     def _begin_beside(self, envelope: Envelope) -> bool:
         """Called by the link with each command: have a thread execute it, if that may be done beside other work. Not
-        where it assigns a role whose `ReleaseRole` still waits for the main thread, or is of an older epoch."""
+        where it assigns a role whose `ReleaseRole` still waits for the main thread."""
         command = envelope.body
         if isinstance(command, ReleaseRole):
             with self._changing_roles:
@@ -111,7 +111,7 @@ class Worker:
         if not self._may_be_beside(command):
             return False
         waits = isinstance(command, AssignRole) and self._num_releases[command.role] > 0
-        return not waits and envelope.epoch >= self._link.epoch and self._start_beside(envelope)
+        return not waits and self._start_beside(envelope)
 
     def _may_be_beside(self, command: object) -> bool:
         """On a GPU only `Prepare` may: an engine that began in the middle of a micro-step would find less memory free
@@ -121,7 +121,10 @@ class Worker:
         return isinstance(command, Command) and command.is_beside and self._settings.device == "cpu"
 
     def _start_beside(self, envelope: Envelope) -> bool:
-        """False, and nothing happens, when the command assigns a role that the slot has."""
+        """False, and nothing happens, when the command is of an older epoch, or assigns a role that the slot has: the
+        main thread then refuses it."""
+        if envelope.epoch < self._link.epoch:
+            return False
         if isinstance(envelope.body, AssignRole) and not self._begin_making(envelope.body):
             return False
         name = f"beside: {type(envelope.body).__name__}"
@@ -158,9 +161,9 @@ class Worker:
             self._link.send(0, event)
 
     def _execute(self, epoch: int, command: Command, beside: bool) -> Reply:
-        if epoch < self._link.epoch:
-            raise StaleEpoch(f"the command is of epoch {epoch}, this slot is in epoch {self._link.epoch}")
-        if not beside:  # those of the epoch before may still wait for the main thread
+        if not beside:  # then `_start_beside` has looked, and what is of the epoch before may still wait
+            if epoch < self._link.epoch:
+                raise StaleEpoch(f"the command is of epoch {epoch}, this slot is in epoch {self._link.epoch}")
             self._link.enter(epoch)
         match command:
             case Ping():
@@ -213,7 +216,7 @@ class Worker:
         return Done()
 
     def _is_still_wanted(self, command: AssignRole) -> bool:
-        """Whether the role was not released while it was made, which is over now."""
+        """Return whether the role was not released while it was made, which is over now."""
         if self._in_the_making.get(command.role) is not command:
             return False
         del self._in_the_making[command.role]

@@ -1,4 +1,4 @@
-"""What a slot does for a change of layout while it still trains in the old one.
+"""Preparation of a change of layout: what a slot does for it while it still trains in the old one.
 
 It finds out how bytes will travel, plans which go where, and makes the new layout's groups and a trainer over empty
 memory. All of it runs in a thread of its own, with groups and a connection to the store of its own, and leaves the old
@@ -80,7 +80,7 @@ class TrainerPart:
 
 @dataclass
 class Planned:
-    """What a slot knows of a change before it makes groups."""
+    """Plans of a change, as a slot has them before it makes groups."""
 
     plans: dict[bool, Plan]
     """Plans without the accumulated gradient (False) and with it (True)."""
@@ -105,7 +105,7 @@ class Connected:
     carrier: Carrier
     context: ParallelContext | None
     after: TrainerPart | None
-    """What the slot has after the change; None on a slot that leaves, as is its context. In streaming mode the trainer
+    """The slot's part after the change; None on a slot that leaves, as is its context. In streaming mode the trainer
     comes last."""
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Memory of the new trainer and of its gradient by buffer, without buffers that are handed on as they are. Empty in
@@ -148,7 +148,7 @@ class Preparation:
         threading.Thread(target=self._run, name=f"prepare {self._order.epoch}", daemon=True).start()
 
     def result(self) -> Planned:
-        """What was planned. Raises `ResizeFailed` when there is no result, or not yet."""
+        """Return what was planned. Raises `ResizeFailed` when there is no result, or not yet."""
         if not self._done.is_set():
             raise ResizeFailed("this slot has not prepared yet")
         if self._error is not None:

@@ -141,7 +141,7 @@ class Resize:
         return moved
 
     def commit(self) -> TrainerPart | None:
-        """What the slot has from now on."""
+        """Return what the slot has from now on."""
         if not self._is_moved:
             raise ResizeFailed("this slot has not moved its part of the state")
         after = self._preparation.connected().after
@@ -151,7 +151,7 @@ class Resize:
         return after
 
     def rollback(self) -> TrainerPart | None:
-        """What the slot has again: its trainer, unless the state was streamed away."""
+        """Return what the slot has again: its trainer, unless the state was streamed away."""
         self._plan = None
         self._is_moved = False
         self._preparation.discard()
@@ -159,7 +159,7 @@ class Resize:
         return self._before
 
     def finalize(self) -> TrainerPart | None:
-        """What the slot has from now on, also if it was never told to commit: all had voted."""
+        """Return what the slot has from now on, also if it was never told to commit: all had voted."""
         after = self._preparation.finish()
         if self._before is not None:
             # Its groups have had no collective since all were frozen, and a slot that leaves may have died since.

@@ -27,7 +27,7 @@ from ductile.roles import REFUSALS, Failure, Late, Refused, SlotLost
 from ductile.transport.parcel import Parcel
 
 Outcome = Reply | Failure
-"""What became of one command: its reply, or why there is none."""
+"""Outcome of one command: its reply, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Mailbox:
         return f"slot {slot} ({', '.join(about)})" if about else f"slot {slot}"
 
     def doing(self, slot: int) -> str:
-        """What the slot was last known to do: "running ForwardBackward", "idle"."""
+        """Return what the slot was last known to do: "running ForwardBackward", "idle"."""
         beat = self.heartbeats.get(slot)
         command = self._running(slot)
         what = command.__name__ if command else beat.busy_with if beat else ""
@@ -248,7 +248,7 @@ class Mailbox:
         return reply
 
     def refused(self, slot: int, failed: Failed) -> Refused:
-        """What a slot says of a failure, as the class that its code names."""
+        """Return what a slot says of a failure, as the class that its code names."""
         refused = REFUSALS.get(failed.code, Refused)(f"{self.describe(slot)}: {failed.error}", slot)
         if failed.traceback:
             refused.add_note(failed.traceback)
