@@ -201,7 +201,7 @@ def _turn(drafts: _Drafts, place: int) -> TextSpan:
             break
     after = drafts.words(place + 1)[0] if place + 1 < len(drafts.messages) else len(text)
     high = after if after >= end else len(text)
-    ends = [
-        (found, found + len(each)) for each in drafts.tokenizer.end_texts if (found := text.find(each, end, high)) >= 0
-    ]
-    return start, min(ends, default=(end, end))[1]
+    found = [(text.find(each, end, high), len(each)) for each in drafts.tokenizer.end_texts]
+    if ends := [each for each in found if each[0] >= 0]:
+        return start, sum(min(ends))
+    return start, max(end, min(high, _num_common(text, drafts.of(drafts.messages[: place + 1]))))
