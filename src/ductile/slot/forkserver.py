@@ -9,7 +9,7 @@ its children behind when it ends, and knows no cgroups. On the control socket th
     out   {"ready": true}                          once, after the imports; or {"failed": sentence}
           {"started": "slot-0", "pid": 123}
           {"said": "slot-0", "text": ...}          what `function(arguments, say)` passed to `say`
-          {"exited": "slot-0", "code": -9}         as in subprocess: negative is a signal's number
+          {"exited": "slot-0", "code": -9, "cpu_s": 7.5}      code as in subprocess: negative is a signal's number
 
 No process is left behind, whichever dies:
 
@@ -18,6 +18,7 @@ No process is left behind, whichever dies:
 - The server ends: the kernel kills its children (`fork_tied`).
 """
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -114,7 +115,7 @@ class ForkServer:
 
     def _bury(self, child: _Child) -> None:
         self._relay(child)  # its last words
-        _, status = os.waitpid(child.pid, 0)
+        _, status, used = os.wait4(child.pid, 0)
         del self._children[child.pid]
         with suppress(KeyError):
             self._selector.unregister(child.said_fd)
@@ -122,7 +123,8 @@ class ForkServer:
         os.close(child.said_fd)
         os.close(child.pidfd)
         _remove_cgroup(child.cgroup)
-        self._send({"exited": child.name, "code": os.waitstatus_to_exitcode(status)})
+        cpu_s = used.ru_utime + used.ru_stime
+        self._send({"exited": child.name, "code": os.waitstatus_to_exitcode(status), "cpu_s": cpu_s})
 
     def _leave(self) -> None:
         for child in self._children.values():
@@ -162,6 +164,7 @@ def _live(request: dict[str, Any], say_fd: int) -> None:
             os.dup2(log_fd, 1)
             os.dup2(log_fd, 2)
             os.close(log_fd)
+        faulthandler.enable(2)  # the log has the line at which it broke
         module, _, function = request["entry"].partition(":")
         entry: EntryPoint = importlib.import_module(module).__dict__[function]
         entry(request["arguments"], lambda text: _say(say_fd, text))

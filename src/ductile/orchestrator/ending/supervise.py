@@ -175,8 +175,8 @@ async def _run(session: Session, running: Awaitable[RenderableType], abandon: Ca
             lost = _End(FAILED, f"the folder {session.folder} {said}", summary)
             return _record_end(session, EndedByFailure(), lost)
         if session.interrupt.graceful.is_set():
-            stopped = _End(INTERRUPTED, "stopped after a whole step, as asked", summary)
-            return _record_end(session, EndedAsAsked(), stopped)
+            when = "before a step was done" if session.record.last_step is None else "after a whole step"
+            return _record_end(session, EndedAsAsked(), _End(INTERRUPTED, f"stopped {when}, as asked", summary))
         return _End(DONE, summary=summary)
 
 
