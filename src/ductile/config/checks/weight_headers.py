@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -97,6 +97,23 @@ def dtype_of_weights(folder: Path) -> str | None:
     for entry in entries:
         sizes[entry.dtype] += entry.size
     return DTYPES.get(sizes.most_common(1)[0][0]) if sizes else None
+
+
+def sample_of_weights(folder: Path, num_numbers: int = 1 << 14) -> NDArray[np.float32] | None:
+    """About so many of the weights' numbers, of each tensor its share, from its middle; None where they cannot be
+    read."""
+    try:
+        weights = _read_headers(folder)
+        entries = {name: entry for name, entry in weights.entries.items() if entry.dtype in ITEM_BYTES}
+        total = max(1, sum(entry.size for entry in entries.values()))
+        sampled: list[NDArray[np.float32]] = []
+        for name, entry in entries.items():
+            num = -(-entry.size * num_numbers // max(total, num_numbers))
+            begin = entry.begin + (entry.size - num) // 2 * ITEM_BYTES[entry.dtype]
+            sampled += _numbers(weights.file_of[name], replace(entry, shape=(num,), begin=begin))
+    except ModelFolderError:
+        return None
+    return np.concatenate(sampled) if sampled else None
 
 
 def stranger(file: Path, folder: Path) -> Path | None:
