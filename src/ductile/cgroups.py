@@ -67,8 +67,8 @@ def memory_groups(proc: Path = PROC) -> Iterator[MemoryGroup]:
     for folder in (tree.folder, *tree.folder.parents):
         if not (folder / "cgroup.procs").exists():
             return  # above the place where the tree is mounted
-        counts = (_number(folder / name) for name in (limit, used, most))
-        yield MemoryGroup(folder, *counts, count_in(folder / events, "oom_kill"))
+        killed = count_in(folder / events, "oom_kill")
+        yield MemoryGroup(folder, _number(folder / limit), _number(folder / used), _number(folder / most), killed)
 
 
 def count_in(file: Path, name: str) -> int | None:

@@ -20,14 +20,14 @@ class OomKills:
     def __init__(self, proc: Path = PROC) -> None:
         """proc: where the kernel tells of processes. What it has counted until now is of no process of ours."""
         self._proc = proc
-        _, self._told = self._count()
+        _, self._reported = self._count()
 
     def tell(self) -> str:
         """The next kill that nobody was told of, in words; "" where there is none."""
-        (counter, now), before = self._count(), self._told
+        (counter, now), before = self._count(), self._reported
         if now <= before:
             return ""
-        self._told += 1
+        self._reported += 1
         took = "may have taken" if counter == self._proc / "vmstat" else "took"
         counted = f"oom_kill of {counter} went from {before} to {now}"
         return f"the kernel's OOM killer {took} it: {counted}; {memory_now(self._proc)}"

@@ -10,6 +10,8 @@ from ductile.disk import FULL, DiskError, free_bytes, show_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 _FEW_BYTES = 1 << 20
+_NO_MEMORY = ("Unable to allocate", "can't allocate memory")
+"""What numpy and torch say of memory that is not a GPU's."""
 
 
 def memory_bytes(proc: Path = PROC) -> int:
@@ -53,7 +55,8 @@ def shortage(error: BaseException) -> str:
         return f" (at most {_limit(resource.RLIMIT_NPROC)} processes and threads of a user: ulimit -u)"
     if number in FULL and isinstance(error, OSError) and isinstance(error.filename, str):
         return f" ({show_bytes(free_bytes(Path(error.filename).absolute()))} free)"
-    if number == errno.ENOMEM or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    is_plain = isinstance(error, MemoryError) and not str(error)
+    if number == errno.ENOMEM or is_plain or any(words in str(error) for words in _NO_MEMORY):
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         return f" ({memory_now() if soft == resource.RLIM_INFINITY else f'at most {show_bytes(soft)}: ulimit -v'})"
     return ""

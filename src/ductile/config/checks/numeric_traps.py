@@ -36,8 +36,7 @@ WORTH_A_WORD = 0.1
 
 def numeric_traps(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[str]:
     """A sentence for each trap of the config."""
-    is_rl = isinstance(config, RLConfig)
-    trainer, root = (config.trainer, "trainer.") if is_rl else (config, "")
+    trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
     model, optim = trainer.model, trainer.optim
     if (spec := read_spec(model.name)) is not None:
         yield from _lost_updates(model, optim, spec, root)
@@ -49,8 +48,8 @@ def numeric_traps(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[s
         at = f"{root}scheduler.min_lr = {trainer.scheduler.min_lr:g}"
         yield f"{at} is above {root}optim.lr = {optim.lr:g}: what is called decay makes the learning rate rise"
     yield from _stored_dtypes(config, model, root)
-    if is_rl:
-        yield from _in_loss(trainer.loss, "trainer.loss")
+    if isinstance(config, RLConfig):
+        yield from _in_loss(config.trainer.loss, "trainer.loss")
         yield from _between_engines(config)
         yield from _in_rollouts(config.orchestrator)
     elif isinstance(config, TrainerRunConfig):
@@ -61,7 +60,8 @@ def share_standing_still(weights: NDArray[np.float32], step: float, bits: int) -
     """Share of the weights that an update of size `step` leaves as they are: it is less than half of the distance to
     the next number that has so many significant bits."""
     _, exponents = np.frexp(weights)  # |weight| is 0.5 to 1 times 2 to this power
-    return float(np.mean((weights != 0) & (np.ldexp(1.0, exponents - 1 - bits) > step)))
+    stands_still = (weights != 0) & (np.ldexp(1.0, exponents - 1 - bits) > step)
+    return np.count_nonzero(stands_still) / weights.size
 
 
 def _lost_updates(model: TrainerModelConfig, optim: OptimConfig, spec: ModelSpec, root: str) -> Iterator[str]:
@@ -128,8 +128,9 @@ def _stored_dtypes(
         )
     hf = read_json(Path(model.name) / CONFIG)
     said = hf.get("dtype", hf.get("torch_dtype"))
-    exports = isinstance(config, RLConfig | SFTConfig) and config.ckpt.export_model
-    if exports and config.ckpt.export_dtype == "auto" and said is not None and said != found:
+    checkpoint = None if isinstance(config, TrainerRunConfig) else config.ckpt
+    goes_by_weights = checkpoint is not None and checkpoint.export_model and checkpoint.export_dtype == "auto"
+    if goes_by_weights and said not in (None, found):
         yield (
             f'{model.name}/{CONFIG} says {said}, and the weights are {found}: ckpt.export_dtype = "auto" goes by the '
             f"weights"

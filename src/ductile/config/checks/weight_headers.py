@@ -50,7 +50,7 @@ class _Entry:
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Where its bytes begin in the file."""
+    """Place in the file at which its bytes begin."""
     end: int
 
     @property

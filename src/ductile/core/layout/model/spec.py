@@ -302,7 +302,8 @@ def _rope_table(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]
             raise SpecError(f"{key} has one table a layer type; ductile has one kind of layer")
     if len(tables) == 2 and tables["rope_parameters"] != tables["rope_scaling"]:
         raise SpecError("rope_parameters and rope_scaling say different things; write one of them")
-    return next(iter(tables.items()), ("rope_parameters", {}))
+    nothing: Mapping[str, object] = {}
+    return next(iter(tables.items()), ("rope_parameters", nothing))
 
 
 def _read(config: Mapping[str, object], key: str, kind: type[Value], default: Value | None = None) -> Value:
