@@ -22,6 +22,7 @@ from ductile.cluster.processes import ForkedProcess
 from ductile.concurrency.background import start, start_reported
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.deaths import ending
+from ductile.error_text import error_text
 from ductile.messages.agents import (
     AgentHello,
     AgentSettings,
@@ -141,7 +142,9 @@ class RemoteNode:
             with self._log.open("ab") as log:
                 self._agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
         except OSError as error:
-            raise StartFailed(f"the agent of node {self._settings.node} cannot be started: {error}") from error
+            raise StartFailed(
+                f"the agent of node {self._settings.node} cannot be started: {error_text(error)}"
+            ) from error
         assert self._agent.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which is seen below
             self._agent.stdin.write(msgspec.json.encode(settings) + b"\n")

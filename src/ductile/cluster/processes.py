@@ -194,6 +194,9 @@ class ProcessServer:
                 else:  # too late: `fork` has given it up
                     self._unwanted.add(key)
                     process.signal(signal.SIGKILL)
+            case {"not_started": str(key), "why": str(why)}:
+                if (starting := self._starting.get(key)) is not None and not starting.done():
+                    starting.set_exception(StartFailed(f"{key.rpartition('#')[0]} cannot be started: {why}"))
             case {"said": str(key), "text": str(text)}:
                 self._processes[key].said.append(text)
                 self._processes[key].heard.set()

@@ -7,7 +7,7 @@ its children behind when it ends, and knows no cgroups. On the control socket th
 
     in    {"start": "slot-0", "entry": "package.module:function", "arguments": {...}, "log": path, "cgroup": path | ""}
     out   {"ready": true}                          once, after the imports; or {"failed": sentence}
-          {"started": "slot-0", "pid": 123}
+          {"started": "slot-0", "pid": 123}        or {"not_started": "slot-0", "why": ...}
           {"said": "slot-0", "text": ...}          what `function(arguments, say)` passed to `say`
           {"exited": "slot-0", "code": -9, "cpu_s": 7.5}      code as in subprocess: negative is a signal's number
 
@@ -82,9 +82,20 @@ class ForkServer:
             self._start(json.loads(line))
 
     def _start(self, request: dict[str, Any]) -> None:
+        try:
+            self._fork(request)
+        except OSError as error:  # no handle, process or memory to spare: the others go on
+            self._send({"not_started": request["start"], "why": error_text(error)})
+
+    def _fork(self, request: dict[str, Any]) -> None:
         said_fd, say_fd = os.pipe2(os.O_CLOEXEC)
         sys.stdout.flush()
-        pid = fork_tied(signal.SIGKILL)
+        try:
+            pid = fork_tied(signal.SIGKILL)
+        except OSError:
+            os.close(said_fd)
+            os.close(say_fd)
+            raise
         if pid == 0:
             self._forget()
             os.close(said_fd)
