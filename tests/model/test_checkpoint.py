@@ -254,6 +254,18 @@ def test_a_tensor_of_the_wrong_shape_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
+def test_what_a_dtype_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    source = make_model_folder(tmp_path / "source")
+    model = load_model(source)
+    large = tensors_of(model) | {"norm.weight": torch.full((32,), 1e5)}
+    with pytest.raises(
+        ModelFolderError, match=r"norm.weight has numbers up to 1e\+05, and as float16 some are NaN or inf"
+    ):
+        save_model(tmp_path / "saved", model.spec, large, source, dtype=torch.float16)
+    assert not (tmp_path / "saved").exists()
+    save_model(tmp_path / "saved", model.spec, large, source, dtype=torch.bfloat16)
+
+
 def test_tensors_can_be_read_one_by_one(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "m", "qwen2")
     model = load_model(folder)

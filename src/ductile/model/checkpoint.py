@@ -136,12 +136,16 @@ def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Ten
 
 def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
     """The tensor. Raises ModelFolderError where it has a number that is none: the model would say nothing else."""
-    if not all(bound.isfinite() for bound in tensor.aminmax()):  # either is NaN where any number is
+    if not _is_finite(tensor):
         wrong = ~tensor.isfinite()
         where = wrong.nonzero()[0].tolist()
         what = f"has {int(wrong.sum()):,} of {tensor.numel():,} numbers that are NaN or infinite, the first at {where}"
         raise ModelFolderError(f"{path}: {name} {what}; download it again, or save it anew")
     return tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bound.isfinite() for bound in tensor.aminmax())  # either is NaN where any number is
 
 
 def random_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -173,7 +177,8 @@ def save_model(
 
     `tensors` are full, under our names; each is asked for once, in the order of `parameters(spec)`, and let go before
     the next, so a mapping that gathers on demand is enough. The folder appears whole or not at all; one that was there
-    before is replaced. Raises DiskError when it cannot be written.
+    before is replaced. Raises DiskError when it cannot be written, or ModelFolderError where `dtype` has
+    no room for a number.
     """
     in_order = (tensors[parameter.name] for parameter in parameters(spec))
     begin_folder(folder, spec, source, dtype, max_shard_bytes, eos_token_ids)
@@ -271,7 +276,8 @@ def write_weights(
     num_writers: int = 1,
 ) -> None:
     """Write one writer's files into a folder that is begun: of several writers, each has every `num_writers`-th file.
-    `tensors` are all parameters in their order. Raises DiskError."""
+    `tensors` are all parameters in their order. Raises DiskError, or ModelFolderError where `dtype` has
+    no room for a number."""
     folder, building, _ = _names(folder)
     for number, (file, shard) in enumerate(_files(spec, dtype, max_shard_bytes)):
         of_shard = itertools.islice(tensors, len(shard))
@@ -323,6 +329,10 @@ def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryvi
     if tuple(tensor.shape) != parameter.shape:
         raise ValueError(f"{parameter.name} has shape {list(tensor.shape)}, not {list(parameter.shape)}")
     whole = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    if not _is_finite(whole):
+        largest, name = float(tensor.detach().abs().max()), str(dtype).removeprefix("torch.")
+        what = f"has numbers up to {largest:.3g}, and as {name} some are NaN or infinite"
+        raise ModelFolderError(f"{parameter.name} {what}; give another ckpt.export_dtype")
     return memoryview(whole.flatten().view(torch.uint8).numpy().data)
 
 
