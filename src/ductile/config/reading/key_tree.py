@@ -76,10 +76,11 @@ def find(root: type[Section], path: Path) -> list[Key]:
 
 
 def value_at(section: Section, path: Path) -> object:
-    """The value of a config at `path`; None where a table on the way is turned off."""
+    """The value of a config at `path`; None where a table on the way is turned off, or is another variant."""
     value: object = section
     for part in path:
-        value = getattr(value, str(part)) if isinstance(value, Section) else None
+        known = isinstance(value, Section) and str(part) in type(value).model_fields
+        value = getattr(value, str(part)) if known else None
     return value
 
 
