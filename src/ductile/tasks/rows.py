@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ductile.tasks.task import TaskError
+from ductile.user_files import NotText, read_text
 
 Row = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -14,13 +15,13 @@ def read_rows(path: str | Path) -> list[tuple[str, Row]]:
     """("file:line", object) for each line that is not blank. Raises TaskError."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except FileNotFoundError:
         raise TaskError(f"there is no file {file}") from None
     except IsADirectoryError:
         raise TaskError(f"{file} is a folder; name a .jsonl file in it") from None
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{file} is not UTF-8 text: byte {error.start} cannot be read") from None
+    except NotText as error:
+        raise TaskError(str(error)) from None
     # Not splitlines(): a JSON string may hold U+2028 and its like, which are no line ends here.
     rows = [(f"{file}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not rows:

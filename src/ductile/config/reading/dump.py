@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import tomli_w
 
+from ductile.config.reading.command_line import pasteable
 from ductile.config.reading.derive import what_follows
 from ductile.config.reading.errors import dotted, show
 from ductile.config.reading.key_tree import keys
@@ -56,7 +57,7 @@ def write_resolved(config: Section, folder: str | FilePath, command: str, name: 
     comments = [f"# {dotted(key)} = {show(draft.get(key))}" for key in sorted(following)]
     for key in (("resume",), ("ckpt", "resume_step"), *following):
         draft.drop(key)
-    text = f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{to_toml(draft.values)}"
+    text = f"# Resolved by ductile. Run it again: {pasteable(command, '@', path)}\n\n{to_toml(draft.values)}"
     if comments:
         text += "\n".join(
             ["\n# What follows from the above, and follows again from what is given beside it:", *comments, ""]

@@ -1,7 +1,7 @@
 """The base of every section, and the mark for a key whose feature is not built yet."""
 
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, model_validator
 
@@ -47,6 +47,18 @@ def _filled(table: Any, default: Section) -> Any:
     if given.get("type", variant) != variant:
         return given
     return default.model_dump(include=default.model_fields_set) | given
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Marks a text that names something on disk: `~` is expanded in it, and variables are refused."""
+
+    kind: Literal["path", "code"]
+    """path: a file or a folder; code: `package.module.name`, or `file.py:name`."""
+
+
+FilePath = Annotated[str, OnDisk("path")]
+ImportPath = Annotated[str, OnDisk("code")]
 
 
 @dataclass(frozen=True, slots=True)
