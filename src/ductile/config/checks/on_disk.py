@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -121,8 +121,8 @@ def task_findings(task: TaskConfig, at: str) -> Iterator[Finding]:
     if isinstance(task, JsonlTask):
         yield from file_findings(f"{at}.path", task.path)
         rewards = [task.reward] if isinstance(task.reward, str) else task.reward
-        for path in rewards:
-            yield from import_findings(f"{at}.reward", path)
+        for number, path in enumerate(rewards):
+            yield from import_findings(f"{at}.reward", path, rewards[:number])
             if why := uncallable(path):
                 yield Finding((f"{at}.reward",), f"{path} {why}")
         if not rewards:
@@ -152,7 +152,8 @@ def file_findings(key: str, name: str) -> Iterator[Finding]:
         yield Finding((key,), "is an empty file")
 
 
-def import_findings(key: str, import_path: str) -> Iterator[Finding]:
-    """What keeps code that the config names from being imported, without running it."""
-    if what := unfit(import_path):
+def import_findings(key: str, import_path: str, before: Sequence[str] = ()) -> Iterator[Finding]:
+    """What keeps code that the config names from being imported, without running it. before: what is imported before
+    it."""
+    if what := unfit(import_path, before):
         yield Finding((key,), what)
