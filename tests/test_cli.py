@@ -642,7 +642,8 @@ def test_installed_as_a_program() -> None:
 def test_a_terminal_that_lacks_a_character_gets_its_escape(locale: dict[str, str]) -> None:
     """Also from the processes that a command starts."""
     environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ} | locale
-    child = "import subprocess, sys; print(chr(246), flush=True); subprocess.run([sys.executable, '-c', 'print(chr(8594))'])"
+    child = "import subprocess, sys; print(chr(246), flush=True)"
+    child += "; subprocess.run([sys.executable, '-c', 'print(chr(8594))'])"
     script = f"from ductile import cli; cli._main = lambda words: exec({child!r}); cli.main()"
     said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=60)
     assert said.stderr == b""

@@ -196,4 +196,6 @@ def _executed(file: Path, name: str) -> ModuleType:
 
 
 def _has_relative_imports(file: Path) -> bool:
-    return any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(ast.parse(file.read_bytes())))
+    return any(
+        isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(ast.parse(file.read_bytes(), str(file)))
+    )
