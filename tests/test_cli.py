@@ -1,6 +1,7 @@
 """The command line from outside: what it prints, what it returns, what it does not import."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -635,3 +636,19 @@ def test_notices_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_installed_as_a_program() -> None:
     assert ductile_command("--version").stdout == f"ductile {ductile.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}],
+    ids=["ascii", "C"],
+)
+def test_a_terminal_that_lacks_a_character_gets_its_escape(locale: dict[str, str]) -> None:
+    """Also from the processes that a command starts."""
+    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ} | locale
+    child = "import subprocess, sys; print(chr(246), flush=True)"
+    child += "; subprocess.run([sys.executable, '-c', 'print(chr(8594))'])"
+    script = f"from ductile import cli; cli._main = lambda words: exec({child!r}); cli.main()"
+    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=60)
+    assert said.stderr == b""
+    assert said.stdout.split() == [rb"\xf6", rb"\u2192"]

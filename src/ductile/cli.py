@@ -5,7 +5,6 @@ Nothing heavy is imported before the config is known to be good: `--help` and ev
 """
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from ductile import __version__
-from ductile.config.reading.command_line import as_sentence
+from ductile.config.reading.command_line import as_sentence, pasteable
 from ductile.config.reading.errors import ConfigError, did_you_mean
 from ductile.config.reading.parse import Parsed, parse
 from ductile.config.schema.run import (
@@ -25,6 +24,7 @@ from ductile.config.schema.run import (
     TrainerRunConfig,
 )
 from ductile.config.schema.secrets import without_secrets
+from ductile.surrogates import accept_any_text
 
 BAD_CONFIG = 2
 """Exit status when nothing was started because the command line or a config is wrong."""
@@ -78,6 +78,7 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
+    accept_any_text()
     try:
         return _main(argv)
     except BrokenPipeError:  # `ductile rl --help | head`
@@ -164,7 +165,7 @@ def _parse(command: CommandEntry, words: list[str], who: str) -> Parsed[RunConfi
     except ConfigError as error:
         _print_error(f"{who}: {error}")
         if other := _meant_for(command, words, error):
-            line = shlex.join(["ductile", "check", other, *words])
+            line = pasteable("check", other, *words)
             print(f"\nThis looks like a config of `ductile {other}`. To check it: {line}", file=sys.stderr)
         return None
     for notice in parsed.notices:

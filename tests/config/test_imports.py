@@ -61,3 +61,62 @@ def test_what_cannot_be_imported_is_found_without_running_it(path, said, tmp_pat
     (tmp_path / "beside.py").write_text("raise SystemExit\n")
     found = unfit(path)
     assert found.startswith(said) if said else found == ""
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Two folders with files of the same names, and neither is the current one."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "helpers.py").write_text(f"def who():\n    return {name!r}\n")
+        (tmp_path / name / "reward.py").write_text("from helpers import who\n")
+        (tmp_path / name / "alone.py").write_text(f"def who():\n    return {name!r}\n")
+        (tmp_path / name / "late.py").write_text("def who():\n    from helpers import who\n    return who()\n")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("file", ["reward", "late"])
+def test_a_file_finds_the_file_beside_it(folders, file):
+    assert unfit(f"../one/{file}.py:who") == ""
+    assert import_object(f"../one/{file}.py:who")() == "one"
+
+
+def test_two_files_of_one_name_are_two(folders):
+    assert [import_object(f"../{name}/alone.py:who")() for name in ("one", "two")] == ["one", "two"]
+
+
+@pytest.mark.parametrize("file", ["reward", "late"])
+def test_of_two_modules_of_one_name_none_stands_for_the_other(folders, file):
+    said = f"imports helpers, and would get {folders}/one/helpers.py instead of {folders}/two/helpers.py"
+    assert said in unfit(f"../two/{file}.py:who", before=["../one/reward.py:who"])
+    assert import_object("../one/reward.py:who")() == "one"
+    with pytest.raises(ImportPathError, match=said):
+        import_object(f"../two/{file}.py:who")
+
+
+def test_a_library_is_not_replaced_by_a_file_beside(folders):
+    (folders / "one/json.py").write_text("raise SystemExit\n")
+    (folders / "one/reads.py").write_text("import json\nwho = json.dumps\n")
+    assert import_object("../one/reads.py:who") is __import__("json").dumps
+    (folders / "one/pytest.py").write_text("raise SystemExit\n")
+    (folders / "one/tests_it.py").write_text("import pytest\n")
+    assert "imports pytest, and would get " in unfit("../one/tests_it.py:pytest")
+
+
+def test_a_file_of_a_package_imports_from_its_package(folders):
+    (folders / "one/kit").mkdir()
+    (folders / "one/kit/__init__.py").write_text("")
+    (folders / "one/kit/tools.py").write_text("def who():\n    return 'tools'\n")
+    (folders / "one/kit/dotted.py").write_text("from .tools import who\n")
+    (folders / "one/kit/whole.py").write_text("from kit.tools import who\n")
+    for file in ("dotted", "whole"):
+        assert import_object(f"../one/kit/{file}.py:who")() == "tools"
+    (folders / "one/dotted.py").write_text("from .helpers import who\n")
+    with pytest.raises(ImportPathError, match="Without the dot it finds the file beside it"):
+        import_object("../one/dotted.py:who")

@@ -17,7 +17,7 @@ from ductile.config.reading.parse import parse
 from ductile.config.reading.provenance import Draft
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import SECRETS
-from ductile.config.schema.section import Section
+from ductile.config.schema.section import OnDisk, Section
 from tests.config.stories import furnish
 from tests.nightly import examples
 
@@ -57,6 +57,8 @@ def values(annotation: Any, marks: list[Any]) -> st.SearchStrategy[Any]:
     if annotation in (int, float):
         return _numbers(annotation, marks)
     if annotation is str:
+        if any(isinstance(mark, OnDisk) for mark in marks):
+            return text.filter(lambda word: not set(word) & set("~$%"))  # these are read as a shell reads them
         shortest = max([mark.min_length for mark in marks if isinstance(mark, MinLen)], default=0)
         return text.filter(lambda word: len(word) >= shortest)
     return {bool: st.booleans(), type(None): st.none(), object: json_value}[annotation]

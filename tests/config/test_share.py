@@ -65,9 +65,43 @@ def test_the_order_in_a_file_means_nothing(values: list, tmp_path: Path, monkeyp
     assert sorted(problem.key for problem in error.value.problems) == ["--max-steps", "--max-steps"]
 
 
-def test_a_flag_replaces_what_a_file_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+WRITTEN_OUT = "max_steps = 9\nseed = 1\ntrainer.max_steps = 9\norchestrator.max_steps = 9\ntrainer.seed = 1\n"
+WRITTEN_OUT += "inference.seed = 5\ntrainer.model.seq_len = 64\norchestrator.sampling.stop = ['a']\n"
+WRITTEN_OUT += "orchestrator.eval.sampling.stop = ['a']\nckpt.resume_step = 3\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("--max-steps 2", {"max_steps": 2, "trainer.max_steps": 2, "orchestrator.max_steps": 2}),
+        ("--max-steps None", {"max_steps": None, "trainer.max_steps": None, "orchestrator.max_steps": None}),
+        ("--seed 7", {"seed": 7, "trainer.seed": 7, "orchestrator.seed": 7, "inference.seed": 7}),
+        ("@ later.toml", {"trainer.seed": 8, "orchestrator.seed": 8, "inference.seed": 8}),
+        ("--seed 7 @ later.toml", {"trainer.seed": 7, "orchestrator.seed": 7, "inference.seed": 7}),
+        ("--seed 7 --trainer.seed 3", {"trainer.seed": 3, "orchestrator.seed": 7, "inference.seed": 7}),
+        ("--trainer.seed 3", {"trainer.seed": 3, "orchestrator.seed": 1, "inference.seed": 5}),
+        ("--seq-len 512", {"trainer.model.seq_len": 512, "inference.model.max_model_len": 512}),
+        ("--orchestrator.sampling.stop b", {"orchestrator.eval.sampling.stop": ["b"]}),
+        ("--orchestrator.sampling.stop []", {"orchestrator.eval.sampling.stop": []}),
+        ("--resume", {"ckpt.resume_step": -1}),
+        ("--no-resume", {"ckpt.resume_step": None, "resume": False}),
+        ("--resume --ckpt.resume-step 4", {"ckpt.resume_step": 4}),
+    ],
+)
+def test_a_later_source_replaces_what_an_earlier_one_wrote_out(
+    words: str, values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)
-    Path("resolved.toml").write_text("max_steps = 9\ntrainer.max_steps = 9\norchestrator.max_steps = 9\n")
-    config = parse(RLConfig, ["@", "good.toml", "@", "resolved.toml", "--max-steps", "2"]).config
-    assert [value_at(config, (*at, "max_steps")) for at in ((), ("trainer",), ("orchestrator",))] == [2, 2, 2]
+    Path("resolved.toml").write_text(WRITTEN_OUT)
+    Path("later.toml").write_text("seed = 8\n")
+    read = parse(RLConfig, ["@", "good.toml", "@", "resolved.toml", *words.split()])
+    assert {key: value_at(read.config, tuple(key.split("."))) for key in values} == values
+
+
+def test_a_value_that_gives_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    Path("run.toml").write_text("trainer.model.seq_len = 64\n")
+    derived = parse(RLConfig, ["@", "good.toml", "@", "run.toml", "--seq-len", "512"]).derived
+    assert "trainer.model.seq_len = 512: from seq_len (command line), instead of 64 (run.toml:1)" in derived

@@ -75,7 +75,7 @@ FOUR = Completion("4", num_tokens=4, finish_reason="stop", num_turns=2, token_id
         (["trl"], None, (1.0, {})),
         (["trl_async"], None, (0.5, {})),
         (["exact", "brief"], [1.0, 0.2], (1.025, {"exact": 1.0, "brief": 0.125})),
-        (["trl", "thinks", "not_for_me"], None, (2.0, {"trl": 1.0, "thinks": 1.0, "waited": 1.0})),
+        (["trl", "thinks", "not_for_me"], None, (2.0, {"trl": 1.0, "thinks": 1.0, "thinks/waited": 1.0})),
     ],
 )
 def test_a_reward_in_any_of_its_forms(task, example, names, weights, expected):
@@ -99,6 +99,78 @@ def test_what_is_no_reward(task, names, sentence):
     with pytest.raises(TaskError) as error:
         score(task(*names), 0, FOUR)
     assert str(error.value) == sentence
+
+
+GOOD = [
+    "True", "np.float32(1)", "np.int64(1)", "np.bool_(True)", "np.array(1.0)", "np.array([1])", "torch.tensor(1.0)",
+    "torch.ones(1, 1, requires_grad=True)", "torch.tensor(True)", "decimal.Decimal('1')", "fractions.Fraction(1, 1)",
+]  # fmt: skip
+BAD = [
+    "'1'", "b'1'", "1j", "np.complex64(1)", "torch.tensor(1j)", "None", "[1.0]", "{'score': 1.0}", "float('nan')",
+    "np.float32('inf')", "10**400", "torch.tensor(float('nan'))", "np.ones(2)", "torch.ones(0)", "np.array('1')",
+    "decimal.Decimal('sNaN')", "object()",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory):
+    """A module whose functions return each of these, as a reward, a metric, and as TRL's lists do."""
+    folder = tmp_path_factory.mktemp("numbers")
+    functions = [
+        f"def row_{n}(row, completion): return {value}\n"
+        f"def metric_{n}(row, completion): return 0.5, {{'own': {value}}}\n"
+        f"def lists_{n}(completions, **kwargs): return [{value}]"
+        for n, value in enumerate([*GOOD, *BAD])
+    ]
+    imports = "import decimal, fractions\nimport numpy as np\nimport torch\n"
+    (folder / "numbers_of.py").write_text(imports + "\n".join(functions))
+    (folder / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+
+    def make(*names):
+        rewards = [f"{folder}/numbers_of.py:{name}" for name in names]
+        return build_task(JsonlTask(path=f"{folder}/rows.jsonl", reward=rewards))
+
+    return make
+
+
+@pytest.mark.parametrize("n", range(len(GOOD)), ids=GOOD)
+def test_a_number_is_one_whoever_made_it(numbers, n):
+    assert score(numbers(f"row_{n}"), 0, FOUR) == (1.0, {})
+    assert score(numbers(f"lists_{n}"), 0, FOUR) == (1.0, {})
+    assert score(numbers(f"metric_{n}"), 0, FOUR) == (0.5, {"own": 1.0})
+    both = score(numbers(f"row_{n}", f"metric_{n}"), 0, FOUR)
+    assert both == (1.5, {f"row_{n}": 1.0, f"metric_{n}": 0.5, f"metric_{n}/own": 1.0})
+    assert all(type(value) is float for value in (both[0], *both[1].values()))
+
+
+@pytest.mark.parametrize("n", range(len(GOOD), len(GOOD) + len(BAD)), ids=BAD)
+def test_what_is_no_number_is_refused_with_a_sentence(numbers, n):
+    for names in ([f"row_{n}"], [f"row_{n}", "row_0"], [f"lists_{n}"]):
+        if names[0].startswith("lists") and BAD[n - len(GOOD)] == "None":
+            continue  # TRL's word for "this is not for me"
+        with pytest.raises(TaskError, match=r"returned [\s\S]*; it must return a finite number$"):
+            score(numbers(*names), 0, FOUR)
+
+
+def test_metrics_have_names_of_their_own(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    (tmp_path / "mine.py").write_text(
+        "def right(row, completion): return 0.5, {'right': 1, 'length': 3}\n"
+        "def brief(row, completion): return 0.25, {'right': 7, 'length': 4}\n"
+        "def twins(row, completion): return 1.0, {1: 1, '1': 2}\n"
+        "def nameless(row, completion): return 1.0, {' ': 1}\n"
+    )
+
+    def scored(*names):
+        rewards = [f"{tmp_path}/mine.py:{name}" for name in names]
+        return score(build_task(JsonlTask(path=f"{tmp_path}/rows.jsonl", reward=rewards)), 0, FOUR)
+
+    both = {"right": 0.5, "right/right": 1, "right/length": 3, "brief": 0.25, "brief/right": 7, "brief/length": 4}
+    assert scored("right", "brief") == (0.75, both)
+    assert scored("right") == (0.5, {"right/right": 1, "length": 3})
+    for name in ("twins", "nameless"):
+        with pytest.raises(TaskError, match="each must have a name of its own"):
+            scored(name)
 
 
 def test_tokens_travel_only_to_who_asks_for_them(task):

@@ -2,9 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from ductile.config.reading.command_line import parse_with_folder, print_error, require_folder
+from ductile.config.reading.command_line import parse_with_folder, path_argument, print_error, require_folder
 
 DONE, NO_REPORT = 0, 2
 
@@ -14,14 +13,16 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ductile report", description="Write a run down as one HTML file: who did what when, and what came of it."
     )
-    parser.add_argument("--output", type=Path, metavar="F", help="the file to write (default: FOLDER/report.html)")
+    parser.add_argument(
+        "--output", type=path_argument, metavar="F", help="the file to write (default: FOLDER/report.html)"
+    )
     asked = parse_with_folder(parser, words)
     # Help comes at once: what reads and draws is loaded when there is something to draw.
     from ductile.dashboard.report import render
     from ductile.dashboard.run_report import NoReport, read_run_report
     from ductile.disk import write_whole
 
-    folder = Path(asked.run)
+    folder = asked.run
     file = asked.output or folder / "report.html"
     try:
         report = read_run_report(folder)

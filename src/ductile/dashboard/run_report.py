@@ -16,6 +16,7 @@ from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.run_state import InstanceSpan, RunState
 from ductile.events.scheduling import OrdersDone, OrdersGiven, PolicyFailed
 from ductile.observe import RunEvent, read_jsonl
+from ductile.user_files import read_text
 
 Row = Mapping[str, Any]
 
@@ -122,6 +123,6 @@ def read_run_report(folder: Path) -> RunReport:
         others=shown(each for each in state.sentences if not isinstance(each, DECISIONS + RESIZES)),
         instances=tuple(state.instances.values()),
         samples=tuple(read_jsonl(folder / "samples.jsonl")[-NUM_SAMPLES:]),
-        config=tomllib.loads(config.read_text()) if config.exists() else {},
+        config=tomllib.loads(read_text(config)) if config.exists() else {},
         missing=tuple(missing),
     )

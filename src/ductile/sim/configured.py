@@ -15,6 +15,7 @@ from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts,
 from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal, recorded
+from ductile.user_files import read_text
 
 LIMITS = ("max_num_seqs", "min_train", "slots_per_scorer")
 
@@ -119,7 +120,7 @@ def _draw(lengths: LengthsConfig) -> DrawLength:
     file = Path(lengths.path)
     if not file.is_file():
         raise ValueError(f"work.lengths.path: there is no file {file}; write one with lengths in tokens, one a line")
-    words = file.read_text(encoding="utf-8").split()
+    words = read_text(file).split()
     if not words or not all(word.isdecimal() for word in words):
         raise ValueError(f"work.lengths.path: {lengths.path} must hold whole numbers of tokens, one a line")
     return recorded([int(word) for word in words])

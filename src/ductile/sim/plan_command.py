@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ductile.config.reading.command_line import parse_with_folder, print_error, require_folder
+from ductile.config.reading.command_line import parse_with_folder, path_argument, print_error, require_folder
 from ductile.error_text import capitalised
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def main(words: Sequence[str]) -> int:
         prog="ductile plan",
         description="Predict a recorded run's step on other placements and with other policies, in virtual time.",
     )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the table to this file too")
+    parser.add_argument("--json", type=path_argument, metavar="F", help="write the table to this file too")
     asked = parse_with_folder(parser, words)
     # Help comes at once: what simulates is loaded when there is something to simulate.
     from ductile.config.reading.imports import ImportPathError

@@ -25,6 +25,7 @@ from ductile.events.run_state import RunState
 from ductile.observe import read_jsonl
 from ductile.sim.scenario import Scenario, WorkLoad, recorded
 from ductile.tasks.prompts import ExampleOrder
+from ductile.user_files import read_text
 
 MOST_STEPS = 10
 """Steps that are compared at most, the latest ones: earlier ones had other lengths and speeds."""
@@ -160,7 +161,7 @@ def _dealt(steps: Sequence[StepProfile], setting: Setting, num_steps: int, seed:
 
 def _trained_share(folder: Path, setting: Setting, rows: Sequence[Mapping[str, Any]]) -> float:
     config = folder / "config.toml"
-    drops = tomllib.loads(config.read_text())["orchestrator"]["drop_zero_advantage"] if config.exists() else False
+    drops = tomllib.loads(read_text(config))["orchestrator"]["drop_zero_advantage"] if config.exists() else False
     if not drops or not rows:
         return 1.0
     equal = sum(row["groups_equal"] for row in rows) / len(rows)

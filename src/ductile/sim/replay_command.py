@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from ductile.config.reading.command_line import parse_with_folder, print_error
 
@@ -23,7 +22,7 @@ def main(words: Sequence[str]) -> int:
     from ductile.sim.replay import replay_run
 
     try:
-        replayed = replay_run(Path(asked.run))
+        replayed = replay_run(asked.run)
     except BrokenPipeError:  # of `| head`: no reader is left
         raise
     except (ImportPathError, OSError, ValueError) as error:

@@ -1,9 +1,8 @@
 """A local JSONL file with a reward function of yours."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
-from numbers import Real
 from typing import Any
 
 from ductile.config.checks.reward_signature import (
@@ -18,7 +17,8 @@ from ductile.config.reading.imports import ImportPathError, import_object
 from ductile.config.schema.orchestrator import JsonlTask
 from ductile.roles import Task
 from ductile.tasks.rows import FORMS, Row, prompt_of, read_rows
-from ductile.tasks.task import TaskError
+from ductile.tasks.task import TaskError, metrics_of
+from ductile.user_numbers import as_finite
 
 _OF_EVERY_LINE = frozenset({"prompts", "completions", "completion_ids", *FACTS}) - {"token_ids"}
 """What a function of lists may ask for besides the line's own values."""
@@ -78,7 +78,8 @@ class JsonlDataset(Task):
         return any(reward.signature.wants_token_ids for reward in self.rewards)
 
     def reward(self, example: int, completion: str, **facts: Any) -> Any:
-        """The reward of one function as it is; for several the weighted sum, with each one among the metrics."""
+        """The reward of one function as it is; for several the weighted sum, with each one among the metrics (`style`),
+        and its own metrics behind its name (`style/length`)."""
         calls = [(reward, _call(reward, self._rows[example], completion, facts)) for reward in self.rewards]
         if any(isinstance(value, Awaitable) for _, value in calls):
             return _summed_later(calls)
@@ -125,26 +126,38 @@ async def _summed_later(calls: Sequence[tuple[_Reward, Any]]) -> Any:
 def _summed(calls: Sequence[tuple[_Reward, Any]]) -> Any:
     values = [(reward, _of_one(reward, value)) for reward, value in calls]
     if len(values) == 1 and values[0][0].weight == 1:
-        return values[0][1]
-    total, metrics = list[float](), dict[str, float]()
+        return _alone(*values[0])
+    total, metrics = list[float](), dict[str, object]()
     for reward, value in values:
-        number, own = value if isinstance(value, tuple) else (value, {})
-        if number is None and reward.signature.style == "lists":
+        returned, own = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+        if returned is None and reward.signature.style == "lists":
             continue  # TRL's word for "this is not for me"
-        if not isinstance(number, Real):
-            raise TaskError(f"by {reward.name} returned {number!r}; it must return a finite number")
-        total.append(reward.weight * float(number))
-        metrics |= {**own, reward.name: float(number)}
+        number = as_finite(returned)
+        if number is None:
+            raise TaskError(f"by {reward.name} returned {returned!r}; it must return a finite number")
+        total.append(reward.weight * number)
+        metrics[reward.name] = number
+        metrics |= {f"{reward.name}/{name}": value for name, value in metrics_of(own).items()}
     if not total:
         raise TaskError("returned None, from each of its functions")
     return fsum(total), metrics
+
+
+def _alone(reward: _Reward, value: Any) -> Any:
+    """What the only function returned. `reward/<its name>` is kept for its reward, in runs with several functions."""
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)):
+        return value
+    return value[0], {f"{reward.name}/{name}" if name == reward.name else name: own for name, own in value[1].items()}
 
 
 def _of_one(reward: _Reward, value: Any) -> Any:
     """The reward of the one completion that a function of lists was asked for."""
     if reward.signature.style == "row":
         return value
-    values = list(value) if isinstance(value, Iterable) else []  # a list, an array or a tensor
+    try:
+        values = list(value)  # a list, an array or a tensor
+    except TypeError:
+        values = []
     if len(values) != 1:
         raise TaskError(f"by {reward.name} returned {value!r}; it must return a list with a number for each completion")
     return values[0]

@@ -17,6 +17,7 @@ from typing import Any
 
 from ductile.tasks.messages import BadMessage, TemplateMessage, for_template, type_of
 from ductile.tasks.task import TaskError
+from ductile.user_files import NotText, read_text
 
 Row = dict[str, Any]
 
@@ -99,13 +100,13 @@ def read_rows(path: str | Path) -> list[tuple[str, Row]]:
     """("file:line", object) for each line that is not blank. Raises TaskError."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = read_text(file)
     except FileNotFoundError:
         raise TaskError(f"there is no file {file}") from None
     except IsADirectoryError:
         raise TaskError(f"{file} is a folder; name a .jsonl file in it") from None
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{file} is not UTF-8 text: byte {error.start} cannot be read") from None
+    except NotText as error:
+        raise TaskError(str(error)) from None
     # Not splitlines(): a JSON string may hold U+2028 and its like, which are no line ends here.
     rows = [(f"{file}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not rows:

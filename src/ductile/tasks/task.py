@@ -4,9 +4,7 @@ The protocol itself is `ductile.roles.Task`.
 """
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from numbers import Real
 from typing import Any, TypeVar, cast
 
 from ductile.config.checks.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
@@ -15,6 +13,7 @@ from ductile.error_text import error_with_place
 from ductile.records import Completion
 from ductile.roles import Task
 from ductile.tasks.messages import BadMessage, TemplateMessage, for_template
+from ductile.user_numbers import as_finite, as_number
 
 T = TypeVar("T")
 
@@ -44,18 +43,21 @@ def score(
     value: Any = task.reward(example, completion.text, **_asked_for(task, completion))
     value = run(_awaited(value)) if isinstance(value, Awaitable) else value
     reward, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
-    if not isinstance(reward, Real) or not math.isfinite(reward):
+    number = as_finite(reward)
+    if number is None:
         raise TaskError(f"returned {reward!r}; it must return a finite number")
-    if not isinstance(metrics, Mapping) or not all(isinstance(number, Real) for number in metrics.values()):
+    return number, {name: as_finite(value) for name, value in metrics_of(metrics).items()}
+
+
+def metrics_of(metrics: object) -> dict[str, object]:
+    """What a reward reports besides: numbers by their names. Raises TaskError, whose text goes on after "the reward of
+    example 3"."""
+    if not isinstance(metrics, Mapping) or any(as_number(value) is None for value in metrics.values()):
         raise TaskError(f"returned the metrics {metrics!r}; they must be a dict of numbers")
-    return float(reward), {str(name): _finite(number) for name, number in metrics.items()}
-
-
-def _finite(number: Real) -> float | None:
-    try:
-        return float(number) if math.isfinite(number) else None
-    except OverflowError:  # an integer beyond all floats
-        return None
+    named = {str(name).strip(): value for name, value in metrics.items()}
+    if len(named) < len(metrics) or "" in named:
+        raise TaskError(f"returned the metrics {metrics!r}; each must have a name of its own")
+    return named
 
 
 def _asked_for(task: Task, completion: Completion) -> dict[str, Any]:

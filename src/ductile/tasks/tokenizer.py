@@ -17,6 +17,7 @@ from ductile.surrogates import mended
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError, TextSpan
 from ductile.tasks.conversation import after_completion
 from ductile.tasks.messages import as_given_to_templates
+from ductile.user_files import NotText, read_text
 
 ChatTurn = Mapping[str, Any]
 T = TypeVar("T")
@@ -176,7 +177,9 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             "AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_str(read_text(path))
+    except NotText as error:
+        raise TokenizerError(str(error)) from error
     except Exception as error:  # the Rust side raises plain Exception
         raise TokenizerError(f"{path} cannot be read: {error}") from error
 
@@ -196,8 +199,10 @@ def _read_optional(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = json.loads(read_text(path))
+    except NotText as error:
+        raise TokenizerError(str(error)) from error
+    except json.JSONDecodeError as error:
         raise TokenizerError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} must hold a JSON object, not {type(value).__name__}")
@@ -236,8 +241,10 @@ def _read_template(folder: Path, settings: Mapping[str, Any], path: str | Path |
     if path is not None:
         source = str(path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(Path(path))
+        except NotText as error:
+            raise TokenizerError(f"chat template {error}") from error
+        except OSError as error:
             raise TokenizerError(f"chat template {path} cannot be read: {error}") from error
     else:
         source = f"chat_template in {folder / 'tokenizer_config.json'}"

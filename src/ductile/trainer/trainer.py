@@ -40,6 +40,7 @@ class LossFailed(Exception):
     """The loss function raised. Weights and moments are as they were, and all ranks are in step."""
 
 
+SKIPPED = "skipped"
 METRIC = "metric/"
 """Prefix of the names of a loss's metrics among the trainer's own sums: a custom one may be called "loss"."""
 
@@ -163,7 +164,9 @@ class Trainer:
         loss, num_tokens = totals.pop("loss") / loss_denominator, totals.pop("num_tokens")
         flops, peak = totals.pop("flops"), totals.pop("peak_flops_per_s")
         metrics = {name.removeprefix(METRIC): total / max(1.0, num_tokens) for name, total in totals.items()}
-        metrics["skipped"] = float(not applied)
+        if SKIPPED in metrics:
+            metrics[f"loss/{SKIPPED}"] = metrics[SKIPPED]  # a custom loss has a metric of the name of ours
+        metrics[SKIPPED] = float(not applied)
         return StepReport(
             self.step, loss, grad_norm, lr, int(num_tokens), metrics, flops, peak if isfinite(peak) else None
         )

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from ductile.config.reading.imports import unfit
 from ductile.config.schema.orchestrator import ImportTask, JsonlTask, TaskConfig
 from ductile.config.schema.run import JsonlData, SFTData
 from ductile.core.layout.model.spec import ModelSpec, SpecError, spec_from_hf
+from ductile.user_files import NotText, read_text
 
 LOCAL = frozenset({"models", "model", "checkpoints", "runs", "data"})
 """Folders that people have on their disks, and no owner of a model on the hub."""
@@ -38,9 +39,7 @@ def model_findings(
         return
     folder = Path(name)
     if not folder.is_dir():
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
-        id_there = name if folder.parts[0] not in LOCAL else f"OWNER/{folder.name}"
-        hint = f". For a model of the Hugging Face hub: hf download {id_there} --local-dir {name}" if hub else ""
+        hint = _hub_hint(name)
         what = (
             "is a file, not a model folder" if folder.exists() else f"does not exist (looked for {folder.absolute()})"
         )
@@ -71,6 +70,19 @@ def model_findings(
         yield Finding((at, key), f"must be at most {spec.num_layers}, the layers of the model")
 
 
+def _hub_hint(name: str) -> str:
+    """How to get what `name` looks like; "" where it is no id on the Hugging Face hub."""
+    found = re.fullmatch(r"(?:hf://|https?://huggingface\.co/)?((?:[\w.-]+/)?[\w-][\w.-]*)(?:@([\w.-]+))?/?", name)
+    if found is None or found[1].startswith("."):
+        return ""
+    model_id, folder = found[1], Path(found[1])
+    if folder.parts[0] in LOCAL:
+        model_id = f"OWNER/{folder.name}"
+    revision = f" --revision {found[2]}" if found[2] else ""
+    then = "" if name == found[1] else f", and write {folder}"
+    return f". For a model of the Hugging Face hub: hf download {model_id}{revision} --local-dir {folder}{then}"
+
+
 def _spec(folder: Path) -> ModelSpec | str:
     """The spec that the folder's config.json describes, or what keeps it from being read."""
     try:
@@ -87,9 +99,9 @@ def _spec(folder: Path) -> ModelSpec | str:
 
 def _config_json(folder: Path) -> dict[str, Any]:
     try:
-        value = cast(object, json.loads((folder / "config.json").read_bytes()))
-    except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8 text") from None
+        value = cast(object, json.loads(read_text(folder / "config.json")))
+    except NotText as error:
+        raise ValueError(f"it {error.why}") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not isinstance(value, dict):
@@ -110,8 +122,8 @@ def task_findings(task: TaskConfig, at: str) -> Iterator[Finding]:
     if isinstance(task, JsonlTask):
         yield from file_findings(f"{at}.path", task.path)
         rewards = [task.reward] if isinstance(task.reward, str) else task.reward
-        for path in rewards:
-            yield from import_findings(f"{at}.reward", path)
+        for number, path in enumerate(rewards):
+            yield from import_findings(f"{at}.reward", path, rewards[:number])
             if why := uncallable(path):
                 yield Finding((f"{at}.reward",), f"{path} {why}")
         if not rewards:
@@ -141,7 +153,8 @@ def file_findings(key: str, name: str) -> Iterator[Finding]:
         yield Finding((key,), "is an empty file")
 
 
-def import_findings(key: str, import_path: str) -> Iterator[Finding]:
-    """What keeps code that the config names from being imported, without running it."""
-    if what := unfit(import_path):
+def import_findings(key: str, import_path: str, before: Sequence[str] = ()) -> Iterator[Finding]:
+    """What keeps code that the config names from being imported, without running it. before: what is imported before
+    it."""
+    if what := unfit(import_path, before):
         yield Finding((key,), what)

@@ -340,11 +340,10 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Find
     """Slots: whether the placement can be, and whether the numbers that say the same thing say the same."""
     yield from _cluster(config.cluster)
     given = config.cluster.component_placement is not None
-    keys = (
-        ("cluster.component_placement",)
-        if given
-        else ("trainer.loss.kl_coef", "trainer.loss.needs_reference", "deployment")
+    needs = (
+        "needs_reference" if isinstance(config, RLConfig) and isinstance(config.trainer.loss, CustomLoss) else "kl_coef"
     )
+    keys = ("cluster.component_placement",) if given else (f"trainer.loss.{needs}", "deployment")
     try:
         placement = placement_of(config)
     except PlacementError as error:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ductile.core.layout.model.parameters import HfTensor, parameters
 from ductile.core.layout.model.spec import ModelSpec
+from ductile.user_files import NotText, read_text
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -132,9 +133,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise ModelFolderError(f"there is no model folder {path.parent}")
     try:
-        value = cast(object, json.loads(path.read_text(encoding="utf-8")))
+        value = cast(object, json.loads(read_text(path)))
     except FileNotFoundError as error:
         raise ModelFolderError(f"{path.parent} has no {path.name}, so it is not a Hugging Face model folder") from error
+    except NotText as error:
+        raise ModelFolderError(str(error)) from error
     except (ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -6,9 +6,10 @@ from typing import Any, TypeVar, cast
 
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.reading.errors import dotted
-from ductile.config.reading.key_tree import value_at
-from ductile.config.reading.provenance import Draft
-from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.reading.key_tree import keys, value_at
+from ductile.config.reading.provenance import Draft, Path
+from ductile.config.reading.share import follows
+from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 from ductile.core.cache_size import GPU_UTILIZATION, GPU_UTILIZATION_SHARED
 
@@ -38,16 +39,57 @@ def fill_in(config: S, derived: Iterable[Derived]) -> tuple[S, tuple[str, ...]]:
     return config, tuple(reasons)
 
 
-def without_derived(config: Section, table: dict[str, Any]) -> dict[str, Any]:
-    """The config, dumped as `table`, without what `derive` would fill in again.
+def what_follows(config: Section, table: dict[str, Any]) -> list[Path]:
+    """Keys of the config, dumped as `table`, that have the value that they get when they are absent, and get another
+    one when something else is written.
 
-    So a resolved config can be run on other slots, or with the scheduler switched on: what is given beside the file
-    meets no value that the user did not write.
+    A resolved config leaves them out, so that a flag beside it means what it means beside the file that the user wrote:
+    it meets no value that nobody did write.
     """
-    draft = Draft(table).copy()
-    for derived in _derived(config):
-        draft.drop(derived.path)
-    return draft.values
+    lengths = _LENGTHS.get(type(config), ())
+    absent = [derived.path for derived in _derived(config)]
+    absent += [path for path in lengths if _is_unset(cast(Section, value_at(config, path[:-1])), path[-1])]
+    absent += _defaults_of_a_type(config)
+    rest = Draft(table).copy()
+    for path in absent:
+        rest.drop(path)
+    return list(dict.fromkeys(path for path in (*absent, *follows(type(config), rest)) if Draft(table).has(path)))
+
+
+_LENGTHS: dict[type[Section], tuple[tuple[str, ...], ...]] = {
+    RLConfig: (
+        ("trainer", "model", "seq_len"),
+        ("inference", "model", "max_model_len"),
+        ("orchestrator", "sampling", "max_tokens"),
+        ("orchestrator", "eval", "sampling", "max_tokens"),
+    ),
+    InferenceRunConfig: (("model", "max_model_len"),),
+}
+"""Lengths that follow from the model where nobody writes them (`checks/model_lengths.py`)."""
+
+
+def _defaults_of_a_type(
+    section: Section, path: tuple[str, ...] = (), is_given: bool = True
+) -> Iterator[tuple[str, ...]]:
+    """Keys that nobody wrote, and whose default hangs on the `type` of their table.
+
+    is_given: whether something of `section` was written. A default may set keys of its own.
+    """
+    for name, key in keys(type(section)).items():
+        table = cast(object, getattr(section, name))
+        if not isinstance(table, Section):
+            continue
+        here, table_is_given = (*path, name), is_given and name in section.model_fields_set
+        if key.is_union:
+            written = table.model_fields_set if table_is_given else set[str]()
+            built = [keys(variant) for variant in key.variants if keys(variant)["type"].not_built is None]
+            for inner in keys(type(table)).keys() - {"type"} - written:
+                defaults = [variant[inner].default for variant in built if inner in variant]
+                if isinstance(key.default, type(table)):
+                    defaults.append(cast(object, getattr(key.default, inner)))
+                if any(default != defaults[0] for default in defaults):
+                    yield (*here, inner)
+        yield from _defaults_of_a_type(table, here, table_is_given)
 
 
 def _derived(config: Section) -> Iterator[Derived]:
@@ -73,8 +115,8 @@ def _derived(config: Section) -> Iterator[Derived]:
         numbers = {"num_gpus": len(placement.train)}
     else:
         return
-    if config.cluster.component_placement is not None:
-        for name, number in numbers.items():
+    for name, number in numbers.items():
+        if config.cluster.component_placement is not None or _is_unset(config.deployment, name):
             yield Derived(("deployment", name), number, placement.reason)
 
 
@@ -85,8 +127,8 @@ def _is_unset(section: Section, name: str) -> bool:
 def _filled(section: S, path: tuple[str, ...], value: int | float) -> S:
     """The section with the value at `path`, as a default has it: not among the fields that the user set."""
     name, *rest = path
-    if rest:
-        return section.model_copy(update={name: _filled(cast(Section, getattr(section, name)), tuple(rest), value)})
-    filled = section.model_copy(update={name: value})
-    filled.model_fields_set.discard(name)
+    new = _filled(cast(Section, getattr(section, name)), tuple(rest), value) if rest else value
+    filled = section.model_copy(update={name: new})
+    if not rest or name not in section.model_fields_set:
+        filled.model_fields_set.discard(name)
     return filled

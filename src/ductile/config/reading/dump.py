@@ -10,8 +10,11 @@ from typing import Any, cast
 
 import tomli_w
 
-from ductile.config.reading.derive import without_derived
+from ductile.config.reading.command_line import pasteable
+from ductile.config.reading.derive import what_follows
+from ductile.config.reading.errors import dotted, show
 from ductile.config.reading.key_tree import keys
+from ductile.config.reading.provenance import Draft
 from ductile.config.schema.secrets import SECRETS
 from ductile.config.schema.section import Section
 from ductile.disk import write_whole
@@ -43,15 +46,23 @@ def to_toml(table: dict[str, Any]) -> str:
 def write_resolved(config: Section, folder: str | FilePath, command: str, name: str = "config.toml") -> FilePath:
     """Write `folder/name`, whole or not at all. `command` is the one that would run it: "rl".
 
-    What follows from other values is left to follow again: the file may be run on other slots. That a run was resumed
-    is left out, too: run again, the file begins one, and `--clean` does not contradict it.
+    What follows from other values stands in comments at the end, left to follow again: so the file may be run on other
+    slots, or with another `--seed`. That a run was resumed is left out, too: run again, the file begins one, and
+    `--clean` does not contradict it.
     """
     path = FilePath(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = without_derived(config, to_table(config))
-    table.pop("resume", None)
-    table.get("ckpt", {}).pop("resume_step", None)
-    write_whole(path, f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{to_toml(table)}")
+    draft = Draft(to_table(config))
+    following = what_follows(config, draft.values)
+    comments = [f"# {dotted(key)} = {show(draft.get(key))}" for key in sorted(following)]
+    for key in (("resume",), ("ckpt", "resume_step"), *following):
+        draft.drop(key)
+    text = f"# Resolved by ductile. Run it again: {pasteable(command, '@', path)}\n\n{to_toml(draft.values)}"
+    if comments:
+        text += "\n".join(
+            ["\n# What follows from the above, and follows again from what is given beside it:", *comments, ""]
+        )
+    write_whole(path, text)
     return path
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from ductile.config.reading.errors import ConfigError, Problem, did_you_mean
 from ductile.config.reading.key_lines import json_lines, toml_lines
 from ductile.config.reading.provenance import NOWHERE, Draft, Origin, Path, as_list, as_table
+from ductile.user_files import BadPath, NotText, expanded, read_text
 
 LineNumbers = dict[Path, int]
 MAX_VALUES = 20_000
@@ -26,7 +27,9 @@ def read_file(name: str, layer: int) -> Draft:
         ConfigError: it is not there, not readable, or not what its suffix says; the message has the line.
     """
     try:
-        values, lines = _read(name)
+        values, lines = _read(expanded(name))
+    except BadPath as error:
+        raise ConfigError([Problem(str(error), key=f"@ {name}")]) from None
     except _Unreadable as error:
         origin = Origin(name, error.line, layer) if error.line else NOWHERE
         raise ConfigError([Problem(str(error), key=f"@ {name}", origin=origin)]) from None
@@ -40,13 +43,13 @@ def _read(name: str) -> tuple[dict[str, Any], LineNumbers]:
     if parse is None:
         raise _Unreadable("has no suffix that says what it is. Config files end in .toml, .yaml, .yml or .json")
     try:
-        text = FilePath(name).read_bytes().decode()
+        text = read_text(FilePath(name))
     except FileNotFoundError:
         raise _Unreadable("does not exist." + _neighbour(name)) from None
     except OSError as error:
         raise _Unreadable(f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise _Unreadable(f"is not UTF-8 text (byte {error.start})") from None
+    except NotText as error:
+        raise _Unreadable(error.why) from None
     try:
         values, lines = parse(text)
     except ValueError as error:  # a date such as 2024-99-99, a number of five thousand digits
@@ -77,7 +80,7 @@ def _neighbour(name: str) -> str:
 
 def _toml(text: str) -> tuple[Any, LineNumbers]:
     try:
-        return tomllib.loads(text), toml_lines(text.replace("\r\n", "\n"))
+        return tomllib.loads(text), toml_lines(text)
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         at = _AT_LINE.search(message)

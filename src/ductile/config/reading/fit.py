@@ -1,9 +1,9 @@
 """Fit given values to the tree: fill in what is understood, and say what does not fit.
 
 Understood without being said: the text "None", a table without a `type` (it takes the default's), an empty table in
-YAML, a table written as JSON text. A `type` from a later source than keys of another variant (a flag over a file)
-switches the variant, and leaves those keys out with a notice. What remains, the kind and the bounds of each value, is
-pydantic's to judge (`judge.py`).
+YAML, a table written as JSON text, `~` in a path. A `type` from a later source than keys of another variant (a flag
+over a file) switches the variant, and leaves those keys out with a notice. What remains, the kind and the bounds of
+each value, is pydantic's to judge (`judge.py`).
 """
 
 import json
@@ -12,9 +12,10 @@ from typing import Any
 
 from ductile.config.reading.errors import Problem, about, did_you_mean, dotted, flag, listed, show
 from ductile.config.reading.key_tree import Key, find, keys
-from ductile.config.reading.provenance import Draft, Path, as_table
+from ductile.config.reading.provenance import Draft, Path, as_list, as_table
 from ductile.config.reading.unknown import unknown_key
 from ductile.config.schema.section import Section
+from ductile.user_files import BadPath, expanded
 
 
 @dataclass(slots=True)
@@ -94,7 +95,10 @@ class Fit:
             return self._variant(key, table, path)
         if isinstance(value, bool) and key.shape == "value" and not key.has_bool:
             return refuse(f"must be {key.wants}")  # pydantic would take true for 1
-        return True, value
+        try:
+            return True, _expanded(value) if key.on_disk else value
+        except BadPath as error:
+            return refuse(str(error))
 
     def _variant(self, key: Key, table: dict[str, Any], path: Path) -> tuple[bool, Any]:
         """Choose the section that the table is, and fit its keys."""
@@ -138,6 +142,13 @@ class Fit:
                 what = f'belongs to {flag(at)} = {names}, not to "{tags[section]}"{said}'
                 return Problem(what, typed, shown, origin)
         return unknown_key(self.root, path, origin, typed, shown)
+
+
+def _expanded(value: Any) -> Any:
+    """A path, or each of a list, as it is looked for on disk. Raises BadPath."""
+    if (items := as_list(value)) is not None:
+        return [_expanded(item) for item in items]
+    return expanded(value) if isinstance(value, str) else value
 
 
 def fit(root: type[Section], draft: Draft) -> Fit:

@@ -8,7 +8,7 @@ Grammar (one rule a line):
     --flag  --no-flag                true, false; `--no-table` and `--table None` turn an optional table off
     --table                          turns an optional table on, with its defaults
     --list a b c  --list '["a"]'     a list, up to the next flag, or as JSON; `--list.0 x` sets one item
-    --table '{"a": 1}'               JSON, merged like a file's table
+    --table '{"a": 1}'               JSON, merged like a file's table; of free names (a placement) it is the whole table
 """
 
 import json
@@ -192,7 +192,10 @@ def _assign(root: type[Section], given: Given, assignment: _Assignment) -> None:
     found = find(root, path)
     try:
         if found:
-            given.draft.put(path, _value(found, path, assignment), COMMAND_LINE)
+            value = _value(found, path, assignment)
+            if found[0].shape == "dict":
+                given.draft.drop(path)  # half of another placement is no placement
+            given.draft.put(path, value, COMMAND_LINE)
         elif _inside_dict(root, path):
             given.draft.put(path, _loose(assignment), COMMAND_LINE)
         elif len(path) > 1 and isinstance(path[-1], int) and (above := find(root, path[:-1])):

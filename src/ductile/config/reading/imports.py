@@ -1,7 +1,7 @@
 """Code that a config names: `package.module.attribute`, or `file.py:attribute`.
 
-Packages are found in the folder where the command was started, too, and there last of all: a file that happens to lie
-in it never takes the place of a library.
+Packages are found in the folder where the command was started, too, and what a file imports beside the file, and there
+last of all: a file that happens to lie in it never takes the place of a library.
 """
 
 import ast
@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -35,8 +36,9 @@ def import_object(import_path: str) -> Any:
     source, _, attribute = import_path.rpartition(separator)
     if not source or not attribute:
         raise ImportPathError(f"{import_path!r} is not an import path; write package.module.name or file.py:name")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    for folder in _searched(source):
+        if folder not in sys.path:
+            sys.path.append(folder)
     module = _load_file(Path(source), import_path) if source.endswith(".py") else _load_module(source, import_path)
     if attribute not in vars(module):
         # A library's module of the same name may have been found instead of the user's.
@@ -46,14 +48,19 @@ def import_object(import_path: str) -> Any:
     return vars(module)[attribute]
 
 
-def unfit(import_path: str) -> str:
+def unfit(import_path: str, before: Sequence[str] = ()) -> str:
     """What keeps `import_path` from being imported, as far as can be seen without running it; "" when nothing does.
 
     A file is parsed, and should define the name somewhere. Of a package only the outermost is looked for.
+
+    before: import paths that are imported before it in the same process.
     """
     if _IN_FILE.fullmatch(import_path):
         file, _, attribute = import_path.rpartition(":")
-        return _unfit_file(Path(file), attribute)
+        sources = [path.rpartition(":")[0] for path in (*before, import_path)]
+        libraries = [folder for folder in sys.path if folder not in ("", os.getcwd())]
+        path = [*libraries, *(folder for source in sources for folder in _searched(source))]
+        return _unfit_file(Path(file), attribute) or _mistaken(Path(file), path)
     if import_path.endswith(".py"):
         return f"names a file and nothing in it: write {import_path}:name"
     if _DOTTED.fullmatch(import_path) is None:
@@ -62,6 +69,59 @@ def unfit(import_path: str) -> str:
     if package not in sys.modules and PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
         return f"cannot be imported: there is no module {package}, neither installed nor in {os.getcwd()}"
     return ""
+
+
+def _searched(source: str) -> list[str]:
+    """Folders in which the imports of `source` are found, after those of the libraries."""
+    if not source.endswith(".py"):
+        return [os.getcwd()]
+    file = Path(source).resolve()
+    return list(dict.fromkeys((str(file.parent), str(_package(file)[0]), os.getcwd())))
+
+
+def _package(file: Path) -> tuple[Path, str]:
+    """The folder that the file's outermost package lies in, and the file's name as a module there."""
+    folder, name = file.parent, file.stem
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    return folder, name
+
+
+def _mistaken(file: Path, path: Sequence[str]) -> str:
+    """Says so where an import of the file would not find the module that lies beside it; else ""."""
+    for name, beside in _imported_beside(file.resolve()).items():
+        loaded = sys.modules.get(name)
+        spec = loaded.__spec__ if loaded else PathFinder.find_spec(name, path)
+        found = spec.origin if spec else None
+        if found and os.path.realpath(found) != str(beside):
+            return f"imports {name}, and would get {found} instead of {beside}: give that another name"
+    return ""
+
+
+def _imported_beside(file: Path) -> dict[str, Path]:
+    """The modules that a file imports, itself or by way of another of them, and that lie beside it. Names that the
+    standard library has are not among them."""
+    found: dict[str, Path] = {}
+    to_read = [file]
+    while to_read:
+        try:
+            tree = ast.parse(to_read.pop().read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # told by who imports it
+        for name in {name.partition(".")[0] for node in ast.walk(tree) for name in _imports(node)}:
+            places = (file.with_name(f"{name}.py"), file.parent / name / "__init__.py")
+            place = next((place for place in places if place.is_file()), None)
+            if place is not None and name not in found and name not in sys.stdlib_module_names:
+                found[name] = place.resolve()
+                to_read.append(place)
+    return found
+
+
+def _imports(node: ast.AST) -> list[str]:
+    """Modules that a statement imports by their whole names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
 def _unfit_file(file: Path, attribute: str) -> str:
@@ -98,18 +158,44 @@ def _load_module(name: str, import_path: str) -> ModuleType:
 
 
 def _load_file(file: Path, import_path: str) -> ModuleType:
-    name = f"ductile_import.{file.resolve()}"  # one module a file, and no package's name
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None or not file.is_file():
+    if not file.is_file():
         raise ImportPathError(f"{import_path!r}: there is no file {file}")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    if mistaken := _mistaken(file, sys.path):
+        raise ImportPathError(f"{import_path!r}: {file} {mistaken}")
+    name = f"ductile_import.{file.resolve()}"  # one module a file, and no package's name
     try:
-        spec.loader.exec_module(module)
+        if name not in sys.modules:
+            sys.modules[name] = _executed(file, name)
     except Exception as error:
-        del sys.modules[name]
         raise ImportPathError(
             f"{import_path!r}: {file} fails when it is imported: {error_with_place(error)}"
         ) from error
+    return sys.modules[name]
+
+
+def _executed(file: Path, name: str) -> ModuleType:
+    """The file as a module: of its package where it imports from that with a dot, else one of its own."""
+    _, in_package = _package(file.resolve())
+    if _has_relative_imports(file):
+        if "." not in in_package:
+            raise ImportError("it imports with a dot and is in no package. Without the dot it finds the file beside it")
+        module = importlib.import_module(in_package)
+        if module.__file__ is None or Path(module.__file__).resolve() != file.resolve():
+            raise ImportError(f"{in_package} is {module.__file__}, another file")
+        return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+def _has_relative_imports(file: Path) -> bool:
+    return any(
+        isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(ast.parse(file.read_bytes(), str(file)))
+    )

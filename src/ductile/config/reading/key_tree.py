@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ductile.config.reading.provenance import Path
-from ductile.config.schema.section import NotBuilt, Section
+from ductile.config.schema.section import NotBuilt, OnDisk, Section
 
 FieldKind = Literal["table", "dict", "list", "bool", "value"]
 REQUIRED: Any = object()
@@ -34,6 +34,8 @@ class Key:
     """Values that the key's `Literal` type lists; empty where it has none."""
     has_bool: bool = False
     is_text: bool = False
+    on_disk: bool = False
+    """Whether the text, or each text of a list, names something on disk."""
     not_built: NotBuilt | None = None
 
     @property
@@ -76,10 +78,11 @@ def find(root: type[Section], path: Path) -> list[Key]:
 
 
 def value_at(section: Section, path: Path) -> object:
-    """The value of a config at `path`; None where a table on the way is turned off."""
+    """The value of a config at `path`; None where a table on the way is turned off, or is another variant."""
     value: object = section
     for part in path:
-        value = getattr(value, str(part)) if isinstance(value, Section) else None
+        known = isinstance(value, Section) and str(part) in type(value).model_fields
+        value = getattr(value, str(part)) if known else None
     return value
 
 
@@ -109,6 +112,7 @@ def _key(name: str, info: FieldInfo) -> Key:
         choices=tuple(choice for option in options if get_origin(option) is Literal for choice in get_args(option)),
         has_bool=bool in options,
         is_text=str in options,
+        on_disk=any(isinstance(mark, OnDisk) for option in marks for mark in [*marks[option], *_inner_marks(option)]),
         not_built=not_built[0] if not_built else None,
     )
 
@@ -123,6 +127,13 @@ def _options(annotation: Any, marks: Sequence[Any]) -> Iterator[tuple[Any, Seque
             yield from _options(option, marks)
     else:
         yield annotation, marks
+
+
+def _inner_marks(option: Any) -> Iterator[Any]:
+    """Marks of a list's items."""
+    for inner in get_args(option) if get_origin(option) is list else ():
+        for _, marks in _options(inner, ()):
+            yield from marks
 
 
 def _shape(options: list[Any], sections: tuple[type[Section], ...]) -> FieldKind:
@@ -142,7 +153,8 @@ def _one(option: Any, marks: Sequence[Any]) -> str:
     if origin is Literal:
         return ("one of " if len(inner) > 1 else "") + ", ".join(f'"{choice}"' for choice in inner)
     if origin is list:
-        return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}.get(inner[0], "values")
+        items = [item for item, _ in _options(inner[0], ())]
+        return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}.get(items[0], "values")
     if origin is dict:
         return "a table of names and values"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

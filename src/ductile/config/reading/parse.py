@@ -71,8 +71,13 @@ def _written(key: str, sharing: Sharing) -> str:
 
 
 def _shared(config: Section, sharing: Sharing) -> Iterator[str]:
-    """A sentence for each value that came from a shared key and is not the default anyhow."""
+    """A sentence for each value that came from a shared key and is not the default anyhow, or replaced another."""
     for target, source in sharing.filled.items():
         value = value_at(config, target)
-        if all(value != key.default for key in find(type(config), target)):
-            yield f"{dotted(target)} = {show(value)}: from {dotted(source)} ({sharing.draft.origin(source)})"
+        old = sharing.replaced.get(target)
+        if old is not None or all(value != key.default for key in find(type(config), target)):
+            instead = f", instead of {show(old[0])} ({old[1]})" if old else ""
+            yield f"{dotted(target)} = {show(value)}: from {dotted(source)} ({sharing.draft.origin(source)}){instead}"
+    for target in sharing.replaced.keys() - sharing.filled.keys():
+        value, origin = sharing.replaced[target]
+        yield f"{dotted(target)} = {show(value)} ({origin}) is left out, as the shared key is set back"

@@ -1,18 +1,19 @@
 """Keys that several sub-trees share: written once, they go wherever they are needed.
 
-A table, applied in one pass over the given values: a target that is absent takes the shared value, a target that is
-there keeps its own. No rule reads what another one wrote, so their order means nothing (a test shuffles it).
+A table, applied in one pass over the given values. A target that is absent takes the shared value, and one that an
+earlier source gave is replaced, as a later source always replaces: so `--seed 7` reaches all seeds that a resolved
+config spells out, and `--max-steps None` takes them back. A target that was given as late as the shared key, or later,
+is more exact, and keeps its own. No rule reads what another one wrote, so their order means nothing (a test shuffles
+it).
 
-`must_agree`: where two different values would be a contradiction, giving both is an error, unless the shared key comes
-from a later source (a flag over a file): then it replaces the earlier one, as a later source always does. So a resolved
-config, which spells everything out, can be run again with `--max-steps 4`.
+`must_agree`: where two different values of one source would be a contradiction, giving both is an error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ductile.config.reading.errors import Problem, about, dotted, flag, show
-from ductile.config.reading.provenance import Draft, Path, as_table
+from ductile.config.reading.provenance import Draft, Origin, Path, as_table
 from ductile.config.schema.run import RLConfig, SFTConfig
 from ductile.config.schema.section import Section
 
@@ -24,17 +25,22 @@ class Shared:
     must_agree: bool = True
     why: str = ""
     """Why the targets may differ, where they may; else what makes the two contradict each other."""
-    if_true: int | None = None
-    """What the targets get where the key is true, and only there. None: they get the key's own value."""
+    means: Mapping[bool, object] | None = None
+    """What the targets get where the key is true or false; one of them that is not named says nothing of the targets.
+    None: they get the key's own value."""
 
 
 _RESUME = (
-    # -1 is the latest complete checkpoint.
+    # -1 is the latest complete checkpoint. `--no-resume` over a file with a step to resume from begins anew.
     Shared(
-        "resume", ("ckpt.resume_step",), must_agree=False, why="a given step is more exact than `resume`", if_true=-1
+        "resume",
+        ("ckpt.resume_step",),
+        must_agree=False,
+        why="a given step is more exact than `resume`",
+        means={True: -1, False: None},
     ),
     # `--resume` over a file with `clean = true` goes on.
-    Shared("resume", ("clean",), why="it deletes what is to be resumed", if_true=False),
+    Shared("resume", ("clean",), why="it deletes what is to be resumed", means={True: False}),
 )
 
 SHARED: dict[type[Section], tuple[Shared, ...]] = {
@@ -81,31 +87,58 @@ class Sharing:
     draft: Draft
     filled: dict[Path, Path] = field(default_factory=dict[Path, Path])
     """Target to the shared key that filled it: a problem with the one is a problem with the other."""
+    replaced: dict[Path, tuple[object, Origin]] = field(default_factory=dict[Path, tuple[object, Origin]])
+    """Targets whose value of an earlier source gave way, with that value."""
     problems: list[Problem] = field(default_factory=list[Problem])
 
 
 def share(root: type[Section], draft: Draft, rules: Sequence[Shared] | None = None) -> Sharing:
-    """The draft with every absent target filled, and one problem for each contradiction."""
+    """The draft with every absent or earlier target filled, and one problem for each contradiction."""
     result = Sharing(draft.copy())
     for shared in SHARED.get(root, ()) if rules is None else rules:
         source: Path = tuple(shared.key.split("."))
         value = draft.get(source)
-        if shared.if_true is not None:
-            value = shared.if_true if value in (True, "true") else None
-        if not draft.has(source) or value in (None, "None"):
+        if not draft.has(source) or (shared.means is not None and _truth(value) not in shared.means):
             continue
+        if shared.means is not None:
+            value = shared.means[_truth(value)]
         for key in shared.targets:
             target: Path = tuple(key.split("."))
             if _blocked(draft, target):
                 continue
-            differs = draft.has(target) and str(draft.get(target)) != str(value)
+            given, unsaid = draft.has(target), value in (None, "None")
+            differs = given and str(draft.get(target)) != str(value)
             later = draft.origin(source).layer > draft.origin(target).layer
-            if not draft.has(target) or (differs and shared.must_agree and later):
+            if given and later and unsaid:
+                result.replaced[target] = draft.get(target), draft.origin(target)
+                result.draft.drop(target)
+            elif unsaid:
+                continue
+            elif not given or (differs and later):
+                if given:
+                    result.replaced[target] = draft.get(target), draft.origin(target)
                 result.draft.put(target, value, draft.origin(source))
                 result.filled[target] = source
             elif differs and shared.must_agree:
                 result.problems.append(_conflict(draft, source, target, shared.why))
     return result
+
+
+def follows(root: type[Section], values: Draft) -> list[Path]:
+    """The targets that have what their shared key has: they are filled again when that alone is read."""
+    pairs = [
+        (shared.key, target) for shared in SHARED.get(root, ()) if shared.means is None for target in shared.targets
+    ]
+    return [
+        tuple(target.split("."))
+        for key, target in pairs
+        if values.get(tuple(key.split("."))) not in (None, "None")
+        and values.get(tuple(key.split("."))) == values.get(tuple(target.split(".")))
+    ]
+
+
+def _truth(value: object) -> bool:
+    return value in (True, "true")
 
 
 def _blocked(draft: Draft, target: Path) -> bool:

@@ -9,7 +9,7 @@ from ductile.config.finding import Finding
 from ductile.config.reading.errors import listed
 from ductile.config.reading.key_tree import value_at
 from ductile.config.schema.inference import InferenceConfig, ServerConfig
-from ductile.config.schema.section import Section
+from ductile.config.schema.section import FilePath, Section
 
 PROMPT_TOKENS, MAX_TOKENS = 128, 64
 OWN: dict[str, object] = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_var": None}
@@ -19,7 +19,7 @@ OWN: dict[str, object] = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_
 class BenchConfig(Section):
     steps: int = Field(default=4, ge=2)
     """Steps to take, whatever `max_steps` says. The first one warms up, and is not counted."""
-    output_json: str | None = None
+    output_json: FilePath | None = None
     """Write the figures here too."""
 
 

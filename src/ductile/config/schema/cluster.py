@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ductile.config.schema.section import NotBuilt, Section
+from ductile.config.schema.section import ImportPath, NotBuilt, Section
 
 
 class ClusterConfig(Section):
@@ -21,7 +21,7 @@ class ClusterConfig(Section):
     use_wait_before_last_iter_policy: bool | None = None
     """The last optimizer step of a batch may wait for generation and scoring, to be taken on all slots: `model` does so
     where it pays (false forbids it), `rules` always do (only if true)."""
-    policy: str | None = None
+    policy: ImportPath | None = None
     """Who decides: "model" (the default with `auto_scheduler`: moves what pays, as measured), "rules" (rules of
     thumb), "static" (no slot changes roles), "in_turns" (all generate, then all train: for `actor,rollout: all`), or
     your own class as `package.module.Class` or `file.py:Class`."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ductile.config.schema.model import ModelConfig
-from ductile.config.schema.section import NotBuilt, Section
+from ductile.config.schema.section import FilePath, NotBuilt, Section
 
 MIN_KEY_CHARS = 8
 """Least length of an API key; a shorter one can be guessed."""
@@ -47,7 +47,7 @@ class InferenceModelConfig(ModelConfig):
     max_model_len: int = Field(default=2048, ge=2)
     """Longest prompt plus completion, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most,
     in `inference` as far as the KV cache holds them."""
-    chat_template: str | None = None
+    chat_template: FilePath | None = None
     """A Jinja file; default: the model folder's own."""
 
 

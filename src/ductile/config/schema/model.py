@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import Field
 
-from ductile.config.schema.section import NotBuilt, Section
+from ductile.config.schema.section import FilePath, NotBuilt, Section
 from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule
 
 
@@ -17,7 +17,7 @@ class VisionConfig(Section):
 
 
 class ModelConfig(Section):
-    name: str | None = None
+    name: FilePath | None = None
     """A Hugging Face model folder (config.json, safetensors, tokenizer files)."""
     vlm: Annotated[VisionConfig | None, NotBuilt("vision-language models")] = None
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import Field
 
-from ductile.config.schema.section import NotBuilt, Section
+from ductile.config.schema.section import FilePath, ImportPath, NotBuilt, Section
 from ductile.sampling import Sampling
 
 
@@ -41,9 +41,9 @@ class ReasoningGymTask(Section):
 
 class JsonlTask(Section):
     type: Literal["jsonl"] = "jsonl"
-    path: str
+    path: FilePath
     """The path of a file with one JSON object a line: `prompt` (text) or `messages`, and whatever the reward needs."""
-    reward: str | list[str]
+    reward: ImportPath | list[ImportPath]
     """`package.module.function` or `file.py:function`, called as `reward(row, completion) -> float | (float, metrics)`,
     or with lists, as TRL does, when it asks for `completions`. Of several functions the rewards are added up."""
     reward_weights: list[float] | None = None
@@ -53,7 +53,7 @@ class JsonlTask(Section):
 
 class ImportTask(Section):
     type: Literal["import"] = "import"
-    import_path: str
+    import_path: ImportPath
     """`package.module.Class` or `file.py:Class` that follows `ductile.roles.Task`; called with `kwargs`."""
     kwargs: dict[str, object] = {}
 
@@ -91,7 +91,7 @@ def to_sampling(config: SamplingConfig) -> Sampling:
 class AdvantageConfig(Section):
     type: Literal["default", "grpo", "custom"] = "default"
     """default: reward minus the group's mean; grpo: also divided by the group's standard deviation."""
-    import_path: str | None = None
+    import_path: ImportPath | None = None
     """Import path of the function that `custom` calls as `function(rewards: list[float], group: RolloutGroup) ->
     list[float]`."""
 

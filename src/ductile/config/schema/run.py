@@ -18,7 +18,7 @@ from ductile.config.schema.cluster import (
 from ductile.config.schema.inference import InferenceConfig
 from ductile.config.schema.model import ModelConfig, TrainerModelConfig
 from ductile.config.schema.orchestrator import OrchestratorConfig
-from ductile.config.schema.section import NotBuilt, Section
+from ductile.config.schema.section import FilePath, NotBuilt, Section
 from ductile.config.schema.trainer import (
     AdamWConfig,
     CheckpointConfig,
@@ -58,7 +58,7 @@ class WandbConfig(Section):
 
 
 class TensorboardConfig(Section):
-    dir: str | None = None
+    dir: FilePath | None = None
     """Default: `<output_dir>/tensorboard`."""
 
 
@@ -71,7 +71,7 @@ class RLConfig(Section):
     """Shared: `trainer.model.seq_len` and `inference.model.max_model_len`."""
     max_steps: int | None = Field(default=None, ge=1)
     """Shared: batches to train on. Default: one pass over the task's examples."""
-    output_dir: str = "runs/rl"
+    output_dir: FilePath = "runs/rl"
     """Everything the run writes. `runs/<name>` is the convention."""
     clean: bool = False
     """Delete the run in `output_dir` once the new one has told of its first step. Also written `clean_output_dir`."""
@@ -102,7 +102,7 @@ _MICRO = NotBuilt("a fixed number of samples in a micro-batch", instead="`seq_le
 
 class JsonlData(Section):
     type: Literal["sft"] = "sft"
-    path: str | None = None
+    path: FilePath | None = None
     """JSONL: a conversation a line, in OpenAI's, TRL's, ShareGPT's or Alpaca's form (docs/sft.md)."""
     batch_size: int = Field(default=128, ge=1)
     """Samples an optimizer step."""
@@ -139,7 +139,7 @@ class SFTConfig(Section):
     scheduler: SchedulerConfig = ConstantSchedule()
     max_steps: int | None = Field(default=None, ge=1)
     """Default: one pass over the data."""
-    output_dir: str = "runs/sft"
+    output_dir: FilePath = "runs/sft"
     clean: bool = False
     resume: bool = False
     seed: int = 0
@@ -164,7 +164,7 @@ class SFTConfig(Section):
 class TrainerRunConfig(TrainerConfig):
     """`ductile trainer`: the trainer alone, on fake data."""
 
-    output_dir: str = "runs/trainer"
+    output_dir: FilePath = "runs/trainer"
     clean: bool = False
     cluster: ClusterConfig = ClusterConfig()
     deployment: TrainDeploymentConfig = TrainDeployment()
@@ -178,7 +178,7 @@ class OrchestratorRunConfig(OrchestratorConfig):
 
     model: ModelConfig = ModelConfig()
     """Its tokenizer and chat template."""
-    output_dir: str = "runs/orchestrator"
+    output_dir: FilePath = "runs/orchestrator"
     clean: bool = False
     bench: BenchConfig | None = None
     log: LogConfig = LogConfig()
@@ -188,7 +188,7 @@ class OrchestratorRunConfig(OrchestratorConfig):
 class InferenceRunConfig(InferenceConfig):
     """`ductile inference`: an OpenAI-compatible server."""
 
-    output_dir: str = "runs/inference"
+    output_dir: FilePath = "runs/inference"
     cluster: ClusterConfig = ClusterConfig()
     deployment: ServingDeploymentConfig = SingleNodeServing()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None

@@ -1,9 +1,9 @@
 """The base of every section, and the mark for a key whose feature is not built yet."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, model_validator
 
 
 class Section(BaseModel):
@@ -18,18 +18,24 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _tables_keep_their_defaults(cls, given: Any) -> Any:
+    def _tables_keep_their_defaults(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """A table whose default differs from its section's own (evaluation is greedy, SFT has a learning rate of its
         own) keeps what is not written: one key never changes another's default."""
         if not isinstance(given, dict):
-            return given
+            return validate(given)
         table = cast(dict[str, Any], given)
         defaults = {name: cls.model_fields[name].default for name in table.keys() & cls.model_fields.keys()}
-        return table | {
+        filled = {
             name: _filled(table[name], default) for name, default in defaults.items() if isinstance(default, Section)
         }
+        section = validate(table | filled)
+        for name, whole in filled.items():
+            inner = cast(object, getattr(section, name))
+            if isinstance(inner, Section) and isinstance(table[name], dict):  # else as it was given
+                inner.model_fields_set.difference_update(whole.keys() - cast(dict[str, Any], table[name]).keys())
+        return section
 
 
 def _filled(table: Any, default: Section) -> Any:
@@ -41,6 +47,18 @@ def _filled(table: Any, default: Section) -> Any:
     if given.get("type", variant) != variant:
         return given
     return default.model_dump(include=default.model_fields_set) | given
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Marks a text that names something on disk: `~` is expanded in it, and variables are refused."""
+
+    kind: Literal["path", "code"]
+    """path: a file or a folder; code: `package.module.name`, or `file.py:name`."""
+
+
+FilePath = Annotated[str, OnDisk("path")]
+ImportPath = Annotated[str, OnDisk("code")]
 
 
 @dataclass(frozen=True, slots=True)

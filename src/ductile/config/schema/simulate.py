@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ductile.config.schema.section import Section
+from ductile.config.schema.section import FilePath, ImportPath, Section
 
 
 class SimulatedCluster(Section):
@@ -35,7 +35,7 @@ class LognormalLengths(Section):
 
 class RecordedLengths(Section):
     type: Literal["file"] = "file"
-    path: str
+    path: FilePath
     """Lengths in tokens, one a line."""
 
 
@@ -95,11 +95,11 @@ class SimulatedCosts(Section):
 class SimulateConfig(Section):
     """`ductile simulate`: who would do what when, and how long would it take?"""
 
-    output_dir: str = "runs/simulated"
+    output_dir: FilePath = "runs/simulated"
     seed: int = 0
-    run: str | None = None
+    run: FilePath | None = None
     """The folder of a run: its slots, work, lengths, speeds and costs as it recorded them, where nothing is written."""
-    arms: list[str] = ["best_static", "collocated", "rules", "rules_policies", "model"]
+    arms: list[ImportPath] = ["best_static", "collocated", "rules", "rules_policies", "model"]
     """What to compare: static (the placement as it is), best_static (the best split into train and generate slots),
     collocated, rules, rules_policies (with both optional policies), model, or `package.module.Class` of your own. Arms
     with a policy begin where best_static does, if it is named before them; with `run` on the placement of the run."""

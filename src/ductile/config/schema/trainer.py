@@ -6,7 +6,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import Field
 
 from ductile.config.schema.model import TrainerModelConfig
-from ductile.config.schema.section import NotBuilt, Section
+from ductile.config.schema.section import ImportPath, NotBuilt, Section
 from ductile.core.batch.aggregation import LossAggregation
 
 
@@ -144,7 +144,7 @@ class GRPOLoss(Section):
 
 class CustomLoss(Section):
     type: Literal["custom"] = "custom"
-    import_path: str
+    import_path: ImportPath
     """`package.module.function`, called as `function(LossInputs, **kwargs) -> LossOutputs`."""
     kwargs: dict[str, object] = {}
     needs_reference: bool = False

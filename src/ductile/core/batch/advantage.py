@@ -11,6 +11,7 @@ import numpy as np
 
 from ductile.columns import Floats, Mask
 from ductile.records import Prompt, Rollout, RolloutGroup, Sample
+from ductile.user_numbers import as_number
 
 LARGEST = float(np.finfo(np.float32).max)
 """Largest advantage: the trainer computes in fp32, where a larger number is infinite."""
@@ -52,8 +53,7 @@ def to_samples(group: RolloutGroup, advantage: Advantage = mean_baseline, temper
     if not scored:
         return []
     group = replace(group, rollouts=tuple(rollout for rollout, _ in scored))
-    advantages = advantage([reward for _, reward in scored], group)
-    _check(advantages, group)
+    advantages = _checked(advantage([reward for _, reward in scored], group), group)
     return [
         _to_sample(group.prompt, rollout, value, temperature)
         for rollout, value in zip(group.rollouts, advantages, strict=True)
@@ -85,15 +85,18 @@ def _to_sample(prompt: Prompt, rollout: Rollout, advantage: float, temperature: 
     )
 
 
-def _check(advantages: Sequence[float], group: RolloutGroup) -> None:
+def _checked(advantages: Sequence[object], group: RolloutGroup) -> list[float]:
+    """The advantages as plain numbers. Raises ValueError."""
     if len(advantages) != len(group.rollouts):
         raise ValueError(
             f"the advantage function returned {len(advantages)} values for the {len(group.rollouts)} rollouts of "
             f"prompt {group.prompt.id}; it must return one a rollout"
         )
-    for rollout, value in enumerate(advantages):
-        if not abs(value) <= LARGEST:
+    numbers = [as_number(value) for value in advantages]
+    for rollout, (value, number) in enumerate(zip(advantages, numbers, strict=True)):
+        if number is None or not abs(number) <= LARGEST:
             raise ValueError(
                 f"the advantage of rollout {rollout} of prompt {group.prompt.id} is {value}; it must be a finite "
                 "number in fp32"
             )
+    return [number for number in numbers if number is not None]

@@ -153,7 +153,7 @@ def main() -> int:
     torch.set_num_threads(1)  # more threads only wait for each other on shared cores
     if len(sys.argv) > 2:
         signal_on_parent_death(int(sys.argv[2]), signal.SIGKILL)
-    return serve(InferenceRunConfig.model_validate_json(Path(sys.argv[1]).read_text()))
+    return serve(InferenceRunConfig.model_validate_json(Path(sys.argv[1]).read_text("utf-8")))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from ductile.records import Sample, StepReport
 from ductile.roles import TrainerClient
 from ductile.tasks.prompts import ExampleOrder
 from ductile.tasks.tokenizer import Tokenizer
+from ductile.user_files import read_text
 
 MakeBatch = Callable[[int], list[Sample]]
 """The samples of a step, counted from 0. A resumed run asks for later steps only, and gets the same ones."""
@@ -261,4 +262,4 @@ def _fake_batch(fake: FakeData, vocab_size: int) -> MakeBatch:
 
 
 def _vocab_size(folder: str) -> int:
-    return int(json.loads((Path(folder) / "config.json").read_text())["vocab_size"])
+    return int(json.loads(read_text(Path(folder) / "config.json"))["vocab_size"])

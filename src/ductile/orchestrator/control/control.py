@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ductile.config.reading.command_line import pasteable
 from ductile.core.layout.choice.layout_text import EXAMPLE
 from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
@@ -96,7 +97,8 @@ class Run:
                 response = msgspec.json.decode(_line(connection, timeout_s), type=Response)
         except TimeoutError as error:
             raise RunFailed(
-                f"the run in {self.folder} did not reply within {timeout_s:g} s; it may do it yet (ductile status)"
+                f"the run in {self.folder} did not reply within {timeout_s:g} s; it may do it yet. See: "
+                f"{pasteable('status', self.folder)}"
             ) from error
         except (OSError, EOFError) as error:
             raise RunFailed(f"the run in {self.folder} did not reply: {error or 'it ended'}") from error
@@ -110,20 +112,20 @@ class Run:
         if not self.folder.is_dir():
             raise Unfit(f"there is no run in {self.folder}: no such folder")
         try:
-            known: dict[str, Any] = json.loads((self.folder / FILE).read_text())
+            known: dict[str, Any] = json.loads((self.folder / FILE).read_text("utf-8"))
             version, pid, started = known["version"], known["pid"], known["started"]
             machine = str(known["machine"])
             host, port, token = str(known["host"]), int(known["port"]), str(known["token"])
         except FileNotFoundError:
             if ended := self._ending():
                 raise Unfit(
-                    f"no run is at work in {self.folder}: the last one has ended. {ended} What it did: ductile report "
-                    f"{self.folder}"
+                    f"no run is at work in {self.folder}: the last one has ended. {ended} What it did: "
+                    f"{pasteable('report', self.folder)}"
                 ) from None
             if (self.folder / "summary.json").exists():
                 raise Unfit(
                     f"no run is at work in {self.folder}: the last one has ended (or one has just been started, and "
-                    f"has no slots yet). What the last one did: ductile report {self.folder}"
+                    f"has no slots yet). What the last one did: {pasteable('report', self.folder)}"
                 ) from None
             if not (log := self.folder / "logs" / "processes.log").exists():
                 raise Unfit(f"there is no run in {self.folder}: nothing has run there yet") from None

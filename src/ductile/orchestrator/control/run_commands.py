@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ductile.config.reading.command_line import parse_with_folder, print_error
+from ductile.config.reading.command_line import parse_with_folder, pasteable, print_error
 from ductile.core.layout.choice.layout_text import EXAMPLE
 from ductile.messages.control import Resized, RunFailed, Unfit
 from ductile.orchestrator.control.control import RESIZE_S, Run
@@ -50,10 +50,8 @@ def resize(words: Sequence[str]) -> int:
     except (Unfit, RunFailed) as error:
         return _sorry("resize", error)
     except KeyboardInterrupt:
-        print(
-            f"ductile resize: Stopped waiting; the resize goes on. See: ductile status {asked.run}",
-            file=sys.stderr,
-        )
+        see = pasteable("status", asked.run)
+        print(f"ductile resize: Stopped waiting; the resize goes on. See: {see}", file=sys.stderr)
         return INTERRUPTED
     if asked.json:
         print(msgspec.json.encode(result).decode())

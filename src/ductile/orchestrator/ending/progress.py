@@ -102,7 +102,7 @@ class Checkpoints:
         """Raises CheckpointError."""
         file = self.path(step) / PROGRESS
         try:
-            return Progress.from_json(json.loads(file.read_text()))
+            return Progress.from_json(json.loads(file.read_text("utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 

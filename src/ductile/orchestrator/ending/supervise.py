@@ -26,7 +26,7 @@ from rich.console import Console, RenderableType
 from ductile.cluster.cluster import StartFailed
 from ductile.cluster.cpu_cap import CapNotPermitted
 from ductile.config.checks.written import of_a_run
-from ductile.config.reading.command_line import as_sentence
+from ductile.config.reading.command_line import as_sentence, pasteable
 from ductile.config.reading.dump import to_table, write_resolved
 from ductile.config.reading.imports import ImportPathError
 from ductile.config.schema.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
@@ -261,7 +261,8 @@ def _after(command: str, config: Config, session: Session | None) -> str:
         return logs
     lost = _lost(saved[-1] if saved else 0, (session.record.last_step if session else None) or 0)
     resolved = folder / "config.toml"  # a run whose folder was removed may have a checkpoint without it
-    goes_on = f" Go on with: ductile {command} @ {resolved} --resume" if saved and resolved.exists() else ""
+    paste = pasteable(command, "@", resolved, "--resume")
+    goes_on = f" Go on with: {paste}" if saved and resolved.exists() else ""
     return f"{logs}{lost}{goes_on}"
 
 
