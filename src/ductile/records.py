@@ -140,13 +140,15 @@ class Completion:
     """What a reward function is given of a rollout: its last turn, and a few numbers of all turns."""
 
     text: str
-    """Text of the last turn, without the stop string that ended it."""
+    """The last turn, special tokens included, without the token or the stop string that ended it."""
     num_tokens: int = 0
     """Tokens that the policy sampled in the whole rollout, over all its turns."""
     finish_reason: FinishReason = "stop"
     num_turns: int = 1
     token_ids: Sequence[int] = ()
-    """Tokens of the last turn; empty when no reward function asks for them."""
+    """Tokens that were sampled in the last turn; empty when no reward function asks for them."""
+    opened: str = ""
+    """Beginning of `text` that the chat template has written, and the policy has not sampled: "<think>", for some."""
 
 
 @dataclass(frozen=True, slots=True)

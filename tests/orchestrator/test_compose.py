@@ -17,7 +17,7 @@ from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.ending.progress import CheckpointError
 from ductile.orchestrator.ending.run_until import SlotDied
 from ductile.orchestrator.ending.saving import ExportFailed
-from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, Sampling, StepReport
+from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, StepReport
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.orchestrator.doubles import read, write
@@ -362,6 +362,7 @@ def test_every_key_of_sampling_reaches_the_generator():
         stop=["x"],
         stop_token_ids=[4],
         ignore_eos=True,
+        skip_special_tokens=True,
     )
     sampling = to_sampling(given)
     assert given.model_dump() == {name: getattr(sampling, name) for name in SamplingConfig.model_fields} | {
@@ -371,4 +372,5 @@ def test_every_key_of_sampling_reaches_the_generator():
 
 
 def test_top_k_0_keeps_all_tokens():
-    assert to_sampling(SamplingConfig(top_k=0)) == Sampling()
+    assert to_sampling(SamplingConfig(top_k=0)) == to_sampling(SamplingConfig())
+    assert to_sampling(SamplingConfig()).top_k == -1

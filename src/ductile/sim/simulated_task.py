@@ -14,6 +14,9 @@ class Blocks:
     chat_template = None
     eos_token_ids: tuple[int, ...] = (0,)
 
+    def render_chat(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        return ""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * len(text)
 

@@ -23,6 +23,9 @@ class SamplingConfig(Section):
     """Tokens that end a completion, besides the model's own and the chat template's end of turn."""
     ignore_eos: bool = False
     """Always generate `max_tokens`; for benchmarks."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the text that rewards and a task's `reply` get. Otherwise only the token that ended
+    the turn is left out. `samples.jsonl` has all that was sampled."""
 
 
 class ReasoningGymTask(Section):
@@ -78,8 +81,8 @@ class EvalConfig(Section):
     num_examples: int = Field(default=64, ge=1)
     samples_per_example: int = Field(default=1, ge=1)
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    """Sampling of the evaluation, greedy by default. `max_tokens`, `stop` and `stop_token_ids` are those of
-    `orchestrator.sampling` where they are absent."""
+    """Sampling of the evaluation, greedy by default. `max_tokens`, `stop`, `stop_token_ids` and `skip_special_tokens`
+    are those of `orchestrator.sampling` where they are absent."""
     enabled: bool = True
 
 

@@ -30,6 +30,7 @@ from ductile.tasks.conversation import first_turn
 from ductile.tasks.prompts import ExampleOrder, Prompts
 from ductile.tasks.task import messages_of
 from ductile.tasks.tokenizer import Tokenizer
+from ductile.tasks.turn_text import sampled_text
 
 MAX_LEN_TOKENS = 1 << 20
 """The server knows its own limit, and says so."""
@@ -108,7 +109,8 @@ def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepar
         for group in groups:
             prompt = prepared.task.messages(group.prompt.example)[-1]["content"]
             for rollout in group.rollouts:
-                texts = {"prompt": prompt, "completion": prepared.tokenizer.decode(rollout.token_ids)}
+                completion = sampled_text(prepared.tokenizer, group.prompt.token_ids, rollout.token_ids)
+                texts = {"prompt": prompt, "completion": completion}
                 row = {"step": step, "prompt_id": group.prompt.id, **texts, **asdict(rollout)}
                 row["prompt_token_ids"] = group.prompt.token_ids
                 stream.write(json.dumps(row, ensure_ascii=False, default=list) + "\n")
