@@ -363,6 +363,7 @@ def test_every_key_of_sampling_reaches_the_generator():
         stop_token_ids=[4],
         ignore_eos=True,
         skip_special_tokens=True,
+        include_stop_str_in_output=True,
     )
     sampling = to_sampling(given)
     assert given.model_dump() == {name: getattr(sampling, name) for name in SamplingConfig.model_fields} | {

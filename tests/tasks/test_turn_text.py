@@ -46,6 +46,7 @@ def said(tokenizer: Tokenizer, text: str, ended: FinishReason, **sampling: objec
         (" 4 <answer>", "stop", {"stop": ("<answer>",)}, " 4 "),
         ("a 4 b", "stop", {"stop": (" 4", "a 4")}, ""),
         ("<answer>ST<answer>OP", "stop", {"stop": ("STOP",)}, "<answer>"),
+        ("<answer>ST", "stop", {"stop": ("ST",), "include_stop_str_in_output": True}, "<answer>ST"),
         ("STOP", "length", {"stop": ("STOP",)}, "STOP"),
         ("", "abort", {}, ""),
     ],

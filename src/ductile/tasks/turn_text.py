@@ -50,9 +50,10 @@ class TurnText:
     def said(self, prompt: Sequence[int], generation: Generation, sampling: Sampling) -> str:
         """Return the text that was sampled behind `prompt`, without the token or the stop string that ended it."""
         token_ids = list(generation.token_ids)
-        stops = [text for text in sampling.stop if text] if generation.finish_reason == "stop" else []
+        ended = generation.finish_reason == "stop"
+        stops = [text for text in sampling.stop if text and ended and not sampling.include_stop_str_in_output]
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._tokenizer.eos_token_ids)}
-        if generation.finish_reason == "stop" and token_ids and token_ids[-1] in ends:
+        if ended and token_ids and token_ids[-1] in ends:
             del token_ids[-1]
         text = sampled_text(self._tokenizer, prompt, token_ids, sampling.skip_special_tokens)
         if (cut := _first(stops, text)) is not None:

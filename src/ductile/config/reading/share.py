@@ -60,7 +60,7 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
                 must_agree=False,
                 why="evaluation may have limits of its own",
             )
-            for limit in ("max_tokens", "stop", "stop_token_ids", "skip_special_tokens")
+            for limit in ("max_tokens", "stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output")
         ),
         *_RESUME,
     ),

@@ -26,6 +26,9 @@ class SamplingConfig(Section):
     skip_special_tokens: bool = False
     """Leave special tokens out of the text that rewards and a task's `reply` get. Otherwise only the token that ended
     the turn is left out. `samples.jsonl` has all that was sampled."""
+    include_stop_str_in_output: bool = False
+    """That text has the stop string that ended the turn, as a reward for a closed tag needs it with `stop`
+    ["</answer>"]."""
 
 
 class ReasoningGymTask(Section):
@@ -81,8 +84,8 @@ class EvalConfig(Section):
     num_examples: int = Field(default=64, ge=1)
     samples_per_example: int = Field(default=1, ge=1)
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    """Sampling of the evaluation, greedy by default. `max_tokens`, `stop`, `stop_token_ids` and `skip_special_tokens`
-    are those of `orchestrator.sampling` where they are absent."""
+    """Sampling of the evaluation, greedy by default. `max_tokens`, `stop`, `stop_token_ids`, `skip_special_tokens` and
+    `include_stop_str_in_output` are those of `orchestrator.sampling` where they are absent."""
     enabled: bool = True
 
 
