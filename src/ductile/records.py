@@ -263,6 +263,21 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """The form of conversations that a model is trained on, as the folder says it that the model is saved in."""
+
+    templates: dict[str, str] = field(default_factory=dict[str, str])
+    """Chat templates by name, "default" among them, in the place of all that the source has; empty where these are the
+    ones."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end the model's turn."""
+
+
+AS_IN_SOURCE = ChatFormat()
+"""The form that the model's own folder says."""
+
+
+@dataclass(frozen=True, slots=True)
 class KVHandle:
     """Place where a generator keeps the keys and values of a request that has migrated."""
 

@@ -312,8 +312,8 @@ def test_a_custom_advantage(tmp_path, folder):
 @pytest.mark.parametrize(("variables", "thinks"), [({}, True), ({"enable_thinking": False}, False)])
 def test_variables_of_the_chat_template_reach_every_prompt(tmp_path, folder, variables, thinks):
     may_think(folder)
-    rl = prepare(config(tmp_path, folder, orchestrator__chat_template_kwargs=variables))
-    tree = BASE["orchestrator"] | {"model": {"name": str(folder)}, "chat_template_kwargs": variables}
+    rl = prepare(config(tmp_path, folder, inference__model__chat_template_kwargs=variables))
+    tree = BASE["orchestrator"] | {"model": {"name": str(folder), "chat_template_kwargs": variables}}
     alone = prepare_rollout_only(OrchestratorRunConfig.model_validate(tree | {"output_dir": str(tmp_path / "alone")}))
     prompt = [{"role": "user", "content": "1+1="}]
     prompts = [prompt.token_ids for prompt in rl.eval_prompts]

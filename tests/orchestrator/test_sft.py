@@ -72,8 +72,8 @@ def test_white_space_that_the_template_cuts_is_not_trained(folder):
 
 def test_variables_of_the_chat_template_reach_every_sample(tmp_path, folder):
     data = {"type": "sft", "path": str(tmp_path / "rows.jsonl"), "batch_size": 1, "seq_len": 64}
-    data["chat_template_kwargs"] = {"enable_thinking": False}
-    (sample,) = prepare_sft(config(tmp_path, may_think(folder), data=data)).batch(0)
+    model = {"name": str(may_think(folder)), "chat_template_kwargs": {"enable_thinking": False}}
+    (sample,) = prepare_sft(config(tmp_path, folder, data=data, model=model)).batch(0)
     said = Tokenizer.from_folder(folder).decode(sample.token_ids)
     assert said.count("assistant\n<think></think>") == 1
 

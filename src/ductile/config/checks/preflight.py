@@ -136,7 +136,6 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     yield from _batch(orchestrator, "orchestrator.")
     if config.bench is None:  # which evaluates nothing, and holds nothing out
         yield from _evaluation(orchestrator, "orchestrator.")
-    yield from template_findings("orchestrator.chat_template_kwargs", orchestrator.chat_template_kwargs)
     yield from length_findings(orchestrator, inference.model.max_model_len)
     tables = {"orchestrator.sampling": orchestrator.sampling}
     if orchestrator.eval.enabled:
@@ -159,8 +158,7 @@ def _sft(config: SFTConfig) -> Iterator[Finding]:
     yield from _trained_model(config.model)
     if config.bench is None:  # else the data is made up
         yield from data_findings(config.data)
-    if config.data.type == "sft":
-        yield from template_findings("data.chat_template_kwargs", config.data.chat_template_kwargs)
+    yield from template_findings("model", config.model)
     if config.model.seq_len < config.data.seq_len:
         yield Finding(
             ("model.seq_len", "data.seq_len"),
@@ -199,7 +197,7 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
     yield from client_findings(config.client, "client")
     yield from _task_findings(config, "")
     yield from sampling_findings("sampling", config.sampling, read_spec(config.model.name))
-    yield from template_findings("chat_template_kwargs", config.chat_template_kwargs)
+    yield from template_findings("model", config.model)
     yield from output_findings(config)
 
 

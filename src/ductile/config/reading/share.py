@@ -40,6 +40,8 @@ _RESUME = (
 SHARED: dict[type[Section], tuple[Shared, ...]] = {
     RLConfig: (
         Shared("model.name", ("trainer.model.name", "inference.model.name")),
+        Shared("model.chat_template", ("inference.model.chat_template",)),
+        Shared("model.chat_template_kwargs", ("inference.model.chat_template_kwargs",)),
         Shared("max_steps", ("trainer.max_steps", "orchestrator.max_steps")),
         Shared(
             "seq_len",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ductile.config.schema.model import ModelConfig
+from ductile.config.schema.model import ChatModelConfig
 from ductile.config.schema.section import NotBuilt, Section
 
 MIN_KEY_CHARS = 8
@@ -41,14 +41,12 @@ class ParallelConfig(Section):
     """Copies of the model. In `ductile rl` it must equal the generate slots divided by `tp`, or be left out."""
 
 
-class InferenceModelConfig(ModelConfig):
+class InferenceModelConfig(ChatModelConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     max_model_len: int = Field(default=2048, ge=2)
     """Longest prompt plus completion, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most,
     in `inference` as far as the KV cache holds them."""
-    chat_template: str | None = None
-    """A Jinja file; default: the model folder's own."""
 
 
 _HEALTH = NotBuilt("the generators' health monitor")

@@ -27,7 +27,7 @@ class SamplingConfig(Section):
     """Leave special tokens out of the text that rewards and a task's `reply` get. Otherwise only the token that ended
     the turn is left out. `samples.jsonl` has all that was sampled."""
     include_stop_str_in_output: bool = False
-    """That text has the stop string that ended the turn, as a reward for a closed tag needs it with `stop`
+    """Keep the stop string that ended the turn in that text, as a reward for a closed tag needs it with `stop`
     ["</answer>"]."""
 
 
@@ -146,8 +146,6 @@ class OrchestratorConfig(Section):
     max_off_policy_steps: int = Field(default=8, ge=0)
     """A group whose oldest token is more versions behind than this is thrown away, and asked again."""
     sampling: SamplingConfig = SamplingConfig()
-    chat_template_kwargs: dict[str, object] = {}
-    """Variables of the chat template: {"enable_thinking": false}."""
     eval: EvalConfig = EvalConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     drop_zero_advantage: bool = True

@@ -48,7 +48,7 @@ def serve(config: InferenceRunConfig) -> int:
         return _print_error(error)
     with listener:
         try:
-            tokenizer = Tokenizer.from_folder(name, config.model.chat_template)
+            tokenizer = Tokenizer.of(config.model)
             engine = load_engine(config, _device(config), tokenizer)
         except (ModelFolderError, TokenizerError, ValueError) as error:
             return _print_error(error)

@@ -44,7 +44,7 @@ def _rehearse(config: RunConfig) -> None:
     elif isinstance(config, SFTConfig):
         prepare_sft(config)
     elif isinstance(config, InferenceRunConfig):
-        Tokenizer.from_folder(str(config.model.name), config.model.chat_template)
+        Tokenizer.of(config.model)
     else:
         prepare_fake(config)
     if isinstance(config, RLConfig | SFTConfig):

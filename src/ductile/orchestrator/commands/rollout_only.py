@@ -50,7 +50,7 @@ def prepare_rollout_only(config: OrchestratorRunConfig) -> PreparedRolloutOnly:
     task = build_task(config.task)
     one_epoch = max(1, len(task) * config.rollouts_per_example // config.batch_size)
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
-    tokenizer = Tokenizer.from_folder(str(config.model.name), chat_template_kwargs=config.chat_template_kwargs)
+    tokenizer = Tokenizer.of(config.model)
     first_turn(tokenizer, messages_of(task, 0))  # what raises is found before the start
     return PreparedRolloutOnly(config, tokenizer, task, max_steps)
 
