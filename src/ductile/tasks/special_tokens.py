@@ -50,7 +50,7 @@ class SpecialTokens:
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
         backend.add_tokens([token for token in others if token.content not in added])
         for token_id, token in self._added.items():
-            if (found := known[token.content]) != token_id:
+            if (found := known.get(token.content)) != token_id:
                 file, key = (CONFIG, "added_tokens_decoder") if "added_tokens_decoder" in self.settings else (ADDED, "")
                 raise TokenizerError(
                     f"{self._folder / file}{key and ': ' + key} gives {token.content!r} the id {token_id}, and behind "

@@ -7,6 +7,7 @@ plane does without it, and without torch.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,12 +198,12 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 def _refuse_foreign(folder: Path, backend: tokenizers.Tokenizer) -> None:
     """A model may have more embeddings than the tokenizer has tokens (padding), never fewer."""
-    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    text, highest = max(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1), default=("", -1))
     model_size = read_object(folder / "config.json").get("vocab_size")
     if isinstance(model_size, int) and highest >= model_size:
         raise TokenizerError(
-            f"{folder / 'tokenizer.json'} has token ids up to {highest}, but vocab_size in config.json is "
-            f"{model_size}; take the tokenizer that belongs to this model"
+            f"{folder / 'tokenizer.json'}, with the special tokens of the files beside it, has token ids up to {highest} "
+            f"({text!r}), but vocab_size in config.json is {model_size}; take the tokenizer that belongs to this model"
         )
 
 
