@@ -202,8 +202,8 @@ def _refuse_foreign(folder: Path, backend: tokenizers.Tokenizer) -> None:
     model_size = read_object(folder / "config.json").get("vocab_size")
     if isinstance(model_size, int) and highest >= model_size:
         raise TokenizerError(
-            f"{folder / 'tokenizer.json'}, with the special tokens of the files beside it, has token ids up to {highest} "
-            f"({text!r}), but vocab_size in config.json is {model_size}; take the tokenizer that belongs to this model"
+            f"{folder / 'tokenizer.json'}, with the special tokens of the files beside it, has token ids up to "
+            f"{highest} ({text!r}), but vocab_size in config.json is {model_size}; take the tokenizer that belongs to this model"
         )
 
 

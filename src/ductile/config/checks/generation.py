@@ -1,7 +1,9 @@
 """What generators are asked, and what they hold: findings that an engine would otherwise make at the first request."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from ductile.config.checks.generation_config import FILE, GenerationDefaults, generation_defaults, values_listed
 from ductile.config.checks.model_lengths import cache_tokens
 from ductile.config.checks.on_disk import file_findings
 from ductile.config.finding import Finding
@@ -43,6 +45,23 @@ def sampling_warnings(key: str, sampling: SamplingConfig) -> list[str]:
     names = " and ".join(f"{key}.{name}" for name, cuts in filters.items() if cuts)
     why = "completions are drawn from the likeliest tokens only, while the loss takes them for draws from all tokens"
     return [f"{names}: {why} (docs/trainer.md)"] if names else []
+
+
+def generation_config_notes(config: InferenceConfig | SamplingConfig, folder: str | None) -> list[str]:
+    """What the model's generation_config.json means for a server, or for rollouts, which are drawn as the config says.
+    A file that cannot be read is a finding of its own."""
+    try:
+        found = generation_defaults(Path(folder)) if folder else GenerationDefaults()
+    except ValueError:
+        return []
+    if isinstance(config, InferenceConfig):
+        return found.sentences() if config.server.generation_config == "auto" else []
+    drawn = config.model_dump()
+    others = {name: value for name, value in {**found.used, **found.unused}.items() if drawn.get(name) != value}
+    if not others:
+        return []
+    drawn = "rollouts are drawn as `sampling` says, and so without these"
+    return [f"{FILE} of {folder} says {values_listed(others)}; {drawn}"]
 
 
 def server_warnings(key: str, sampling: SamplingConfig) -> Iterator[str]:

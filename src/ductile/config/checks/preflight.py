@@ -6,12 +6,14 @@ with "no such folder". Each finding says what to write instead.
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from ductile.config.checks.access import client_findings, server_findings
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import scheduling_findings
 from ductile.config.checks.generation import (
+    generation_config_notes,
     generator_findings,
     length_findings,
     sampling_findings,
@@ -19,6 +21,7 @@ from ductile.config.checks.generation import (
     server_warnings,
     template_findings,
 )
+from ductile.config.checks.generation_config import generation_defaults
 from ductile.config.checks.on_disk import (
     data_findings,
     import_findings,
@@ -86,6 +89,9 @@ def warnings(config: Section) -> list[str]:
         said += room_warnings(config)
     if isinstance(config, OrchestratorRunConfig):
         said += server_warnings("sampling", config.sampling)
+        said += generation_config_notes(config.sampling, config.model.name)
+    if isinstance(config, InferenceRunConfig):
+        said += generation_config_notes(config, config.model.name)
     if not isinstance(config, RLConfig):
         return said
     said += scorer_warnings(config, placement_of(config))
@@ -96,6 +102,7 @@ def warnings(config: Section) -> list[str]:
             'for "grpo", "custom" and kl_coef'
         )
     said += _deadline_warnings(config.cluster)
+    said += generation_config_notes(config.orchestrator.sampling, config.inference.model.name)
     return [*said, *sampling_warnings("orchestrator.sampling", config.orchestrator.sampling)]
 
 
@@ -205,12 +212,22 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
     if config.model.name is None:
         yield _no_model("model.name")
     yield from model_findings("model.name", config.model.name)
+    yield from _generation_config(config)
     yield from generator_findings(config, "", read_spec(config.model.name), config.cluster.device)
     if config.parallel.dp not in (None, 1):
         what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
         yield Finding(("parallel.dp",), what)
     yield from server_findings(config.server, "server")
     yield from load_findings(config.bench, config)
+
+
+def _generation_config(config: InferenceRunConfig) -> Iterator[Finding]:
+    if config.model.name is not None and config.server.generation_config == "auto":
+        try:
+            generation_defaults(Path(config.model.name))
+        except ValueError as error:
+            what = f'has sampling defaults that cannot be used: {error}. server.generation_config = "ignore" skips them'
+            yield Finding(("model.name",), what)
 
 
 def _trained_model(config: TrainerModelConfig) -> Iterator[Finding]:

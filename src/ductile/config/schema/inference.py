@@ -22,6 +22,9 @@ class ServerConfig(Section):
     """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """What clients call the model; default: `model.name`."""
+    generation_config: Literal["auto", "ignore"] = "auto"
+    """Sampling of requests that say nothing of it. auto: by `temperature`, `top_p`, `top_k`, `min_p` and
+    `max_new_tokens` of the model's generation_config.json, as vLLM does; ignore: from all tokens at temperature 1."""
     max_connections: int = Field(default=1024, ge=1)
     """Connections that are open at a time. One more takes the place of the connection that has waited longest without a
     whole request."""
