@@ -203,7 +203,8 @@ def _refuse_foreign(folder: Path, backend: tokenizers.Tokenizer) -> None:
     if isinstance(model_size, int) and highest >= model_size:
         raise TokenizerError(
             f"{folder / 'tokenizer.json'}, with the special tokens of the files beside it, has token ids up to "
-            f"{highest} ({text!r}), but vocab_size in config.json is {model_size}; take the tokenizer that belongs to this model"
+            f"{highest} ({text!r}), but vocab_size in config.json is {model_size}; take the tokenizer that belongs to "
+            "this model"
         )
 
 

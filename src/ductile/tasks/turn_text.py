@@ -11,6 +11,8 @@ included. Only what ended the turn is no part of it.
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from ductile.records import Generation, Sampling
 from ductile.tasks.conversation import ChatTokenizer, Messages
@@ -29,12 +31,12 @@ class TurnText:
         self._opened: dict[str, str] = {}
         """What is opened, by generation prompt."""
 
-    def opened(self, messages: Messages) -> str:
+    def opened(self, messages: Messages, **variables: Any) -> str:
         r"""Return what the chat template has written of the policy's turn behind `messages`, before its first token:
         "<think>\n". It is "" where that is nothing, or is closed again ("<think>\n\n</think>\n\n")."""
         if self._tokenizer.chat_template is None:
             return ""
-        render = self._tokenizer.render_chat
+        render = partial(self._tokenizer.render_chat, **variables)
         prompt = render(messages, True)
         start = _num_common(render(messages, False), prompt)
         generation_prompt = prompt[start:]
