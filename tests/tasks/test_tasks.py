@@ -5,7 +5,7 @@ import pytest
 from ductile.config.schema.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask
 from ductile.records import Completion
 from ductile.tasks.build import build_task
-from ductile.tasks.rows import conversation, read_rows
+from ductile.tasks.rows import conversation_of, read_rows
 from ductile.tasks.task import TaskError, score, takes_turns
 
 EXACT = "tests.tasks.rewards.exact"
@@ -56,16 +56,23 @@ BAD_ROWS = [
     ("[1, 2]\n", "rows.jsonl:1: is a list; each line must be an object"),
     ('{"prompt": "a"}\n{"prompt": \n', "rows.jsonl:2: is not JSON: Expecting value at column"),
     ('{"prompt": "a"}\nhello\n', "rows.jsonl:2: is not JSON"),
-    ('{"question": "a"}\n', "rows.jsonl:1: has neither messages nor prompt; its keys are question"),
+    (
+        '{"question": "a"}\n',
+        "rows.jsonl:1: has neither messages nor prompt, conversations or instruction; its keys are question",
+    ),
     ('{"prompt": 3}\n', "rows.jsonl:1: prompt is a number, not text"),
     ('{"prompt": ""}\n', "rows.jsonl:1: prompt is empty"),
     ('{"prompt": null}\n', "rows.jsonl:1: prompt is null, not text"),
     ('{"prompt": "a", "messages": []}\n', "rows.jsonl:1: has both messages and prompt; keep one"),
     ('{"messages": []}\n', "rows.jsonl:1: messages must be a list of at least one message, not empty"),
     ('{"messages": "hi"}\n', "messages must be a list of at least one message, not text"),
-    ('{"messages": [{"role": "user"}]}\n', 'message 1 must be {"role": ..., "content": ...}'),
-    ('{"messages": [{"role": "human", "content": "a"}]}\n', "message 1 has role 'human'; roles are system, user"),
-    ('{"messages": [{"role": "user", "content": ["a"]}]}\n', "the content of message 1 is a list, not text"),
+    ('{"messages": [{"role": "user"}]}\n', "message 1 has no content"),
+    ('{"messages": ["hi"]}\n', 'message 1 must be {"role": ..., "content": ...}'),
+    (
+        '{"messages": [{"role": "human", "content": "a"}]}\n',
+        "message 1 has role 'human'; roles are system, developer, user",
+    ),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}\n', "message 1 has a part 1 without text; parts are"),
     (
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         "rows.jsonl:1: the last message is the assistant's; a prompt ends with another role's",
@@ -83,8 +90,11 @@ def test_bad_rows(tmp_path, text, message):
 
 BAD_SFT_ROWS = [
     ({"prompt": "a"}, "rows.jsonl:1: has a prompt and no completion"),
-    ({"prompt": "a", "completion": ["b"]}, "rows.jsonl:1: completion is a list, not text"),
-    ({"completion": "b"}, "rows.jsonl:1: has neither messages nor prompt and completion; its keys are completion"),
+    ({"prompt": "a", "completion": ["b"]}, 'rows.jsonl:1: message 2 must be {"role": ..., "content": ...}'),
+    (
+        {"completion": "b"},
+        "rows.jsonl:1: has neither messages, prompt and completion, conversations or instruction; its",
+    ),
     ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's, so there is nothing to train"),
 ]
 
@@ -94,7 +104,7 @@ def test_bad_rows_for_sft(tmp_path, row, message):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(TaskError) as error:
-        conversation(*read_rows(file)[0], ends_with="completion")
+        conversation_of(*read_rows(file)[0])
     assert message in str(error.value)
 
 

@@ -1,7 +1,6 @@
 """Prompts and rewards without words: what the real loop needs of a task, a tokenizer and graders, at no cost."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from ductile.records import Completion
 from ductile.roles import Task
@@ -14,9 +13,6 @@ class Blocks:
 
     chat_template = None
     eos_token_ids: tuple[int, ...] = (0,)
-
-    def render_chat(self, messages: Messages, add_generation_prompt: bool = True, **variables: Any) -> str:
-        return ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * len(text)

@@ -17,7 +17,8 @@ from ductile.config.schema.model import ChatModelConfig
 from ductile.records import ChatFormat
 from ductile.surrogates import mended
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError, TextSpan
-from ductile.tasks.conversation import ApplyTemplate, after_completion
+from ductile.tasks.conversation import after_completion
+from ductile.tasks.messages import as_given_to_templates
 from ductile.tasks.special_tokens import SpecialTokens, TokenizerError, read_object
 from ductile.tasks.template_files import read_template, with_defaults
 
@@ -120,10 +121,9 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> T:
-        """Return what `render` makes of the messages: without nulls, as transformers gives them to a template, and with
-        an empty content in their place for a template that counts on one. A developer is a system to a template that
-        does not name developers."""
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        """Return what `render` makes of the messages, with an empty content where there is none for a template that
+        counts on one. A developer is a system to a template that does not name developers."""
+        given = [as_given_to_templates(message) for message in messages]
         if self._chat_template and "developer" not in self._chat_template.text:
             given = [each | {"role": "system"} if each.get("role") == "developer" else each for each in given]
         everything = {
@@ -145,9 +145,9 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
     @property
-    def chat_template(self) -> ApplyTemplate | None:
-        """`apply_chat_template`, where the folder has a template."""
-        return None if self._chat_template is None else self.apply_chat_template
+    def chat_template(self) -> "Tokenizer | None":
+        """The tokenizer itself, where the folder has a template."""
+        return None if self._chat_template is None else self
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -167,7 +167,7 @@ class Tokenizer:
             return []
         prompt = [{"role": "user", "content": "0"}]
         try:
-            after = after_completion(self.apply_chat_template, prompt, [], add_generation_prompt=False)
+            after = after_completion(self, prompt, [], add_generation_prompt=False)
         except TokenizerError:  # a template that wants other messages
             return []
         added = self._backend.get_added_tokens_decoder()

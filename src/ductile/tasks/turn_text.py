@@ -34,9 +34,10 @@ class TurnText:
     def opened(self, messages: Messages, **variables: Any) -> str:
         r"""Return what the chat template has written of the policy's turn behind `messages`, before its first token:
         "<think>\n". It is "" where that is nothing, or is closed again ("<think>\n\n</think>\n\n")."""
-        if self._tokenizer.chat_template is None:
+        template = self._tokenizer.chat_template
+        if template is None:
             return ""
-        render = partial(self._tokenizer.render_chat, **variables)
+        render = partial(template.render_chat, **variables)
         prompt = render(messages, True)
         start = _num_common(render(messages, False), prompt)
         generation_prompt = prompt[start:]

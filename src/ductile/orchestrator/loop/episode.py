@@ -22,7 +22,7 @@ from ductile.records import (
 from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
 from ductile.tasks.grader import Graded, Graders
-from ductile.tasks.task import takes_turns
+from ductile.tasks.task import takes_turns, variables_of
 from ductile.tasks.turn_text import TurnText
 
 ABOVE_TURNS = 1_000_000
@@ -105,10 +105,10 @@ class Episodes:
     ) -> Rollout:
         task, tokens = self.tasks[prompt.task], Tokens()
         first = task.messages(prompt.example)
-        messages = list(first)
+        messages, variables = list(first), variables_of(task, prompt.example)
         num_turns, verdict = 0, None
         while True:
-            opened = self._turn_text.opened(messages)
+            opened = self._turn_text.opened(messages, **variables)
             room = self._max_len_tokens - len(prompt.token_ids) - len(tokens.ids)
             generation = await self._generators.generate(
                 GenerateRequest(
@@ -132,7 +132,7 @@ class Episodes:
                 verdict = Graded(error=reply.error, failure=reply.failure)
             if not reply.messages:
                 break
-            between = next_turn(self.tokenizer, first, generation.token_ids, reply.messages)
+            between = next_turn(self.tokenizer, first, generation.token_ids, reply.messages, **variables)
             if len(between) >= room - len(generation.token_ids):
                 finish = "length"  # no room for another word of the policy's
                 break
