@@ -103,7 +103,20 @@ def warnings(config: Section) -> list[str]:
         )
     said += _deadline_warnings(config.cluster)
     said += generation_config_notes(config.orchestrator.sampling, config.inference.model.name)
+    said += _system_prompts(config.orchestrator)
     return [*said, *sampling_warnings("orchestrator.sampling", config.orchestrator.sampling)]
+
+
+def _system_prompts(config: OrchestratorConfig) -> Iterator[str]:
+    """A note where a task of the evaluation's own asks without the system prompt that is trained with."""
+    train, evaluated = config.task, config.eval.task
+    if not isinstance(train, JsonlTask | ReasoningGymTask) or not isinstance(evaluated, JsonlTask | ReasoningGymTask):
+        return
+    if config.eval.enabled and train.system_prompt and not evaluated.system_prompt:
+        yield (
+            "orchestrator.task.system_prompt is not for orchestrator.eval.task, which has a key of its own: evaluation "
+            "asks without a system prompt"
+        )
 
 
 def _rl(config: RLConfig) -> Iterator[Finding]:
