@@ -5,8 +5,11 @@ import pytest
 from ductile.config.schema.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask
 from ductile.records import Completion
 from ductile.tasks.build import build_task
+from ductile.tasks.prompts import check_prompts, prompt_ids
 from ductile.tasks.rows import conversation_of, read_rows
 from ductile.tasks.task import TaskError, score, takes_turns
+from ductile.tasks.tokenizer import Tokenizer
+from tests.tiny import make_tokenizer_files
 
 EXACT = "tests.tasks.rewards.exact"
 
@@ -45,6 +48,38 @@ def test_a_reward_in_a_file_beside_the_data(tmp_path):
     (tmp_path / "mine.py").write_text("def reward(row, completion):\n    return len(completion)\n")
     task = build_task(jsonl(tmp_path, {"prompt": "1+1="}, reward=f"{tmp_path}/mine.py:reward"))
     assert score(task, 0, Completion("two")) == (3.0, {})
+
+
+def test_a_prompt_is_rendered_with_the_row_s_tools(tmp_path):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    row = {"messages": [*said, {"role": "tool", "content": "2"}], "tools": tools, "solution": "2"}
+    task, template = build_task(jsonl(tmp_path, row)), tmp_path / "tools.jinja"
+    template.write_text(
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
+    text = tokenizer.decode(prompt_ids(task, tokenizer, 0), skip_special_tokens=False)
+    assert text == (
+        '[{"type": "function", "function": {"name": "add"}}]<|im_start|>user\n1+1<|im_end|>'
+        '<|im_start|>assistant\n{"name": "add", "arguments": {"a": 1}}<|im_end|><|im_start|>tool\n2<|im_end|>'
+    )
+    assert score(task, 0, Completion("2")) == (1.0, {})
+    without = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "n"))
+    with pytest.raises(TaskError, match=r"rows\.jsonl:1: the chat template leaves out the tool add"):
+        check_prompts(task, without, range(1))
+
+
+def test_a_prompt_of_another_shape_is_looked_at_before_a_run(tmp_path):
+    template = tmp_path / "user.jinja"
+    template.write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1"}]
+    task = build_task(jsonl(tmp_path, {"prompt": "1"}, {"prompt": "2"}, {"messages": messages}))
+    with pytest.raises(TaskError, match=r"rows\.jsonl:3: the chat template leaves out the content of message 1"):
+        check_prompts(task, tokenizer, range(3))
 
 
 def test_a_line_separator_inside_text_is_no_end_of_line(tmp_path):
