@@ -399,3 +399,22 @@ def test_a_response_that_ends_with_the_end_token_does_not_show_it(qwen3: Family)
     assert tuple(choice["token_ids"]) == plain[: end + 1]
     assert choice["text"] == qwen3.tokenizer.decode(list(plain[:end]))
     assert choice["finish_reason"] == "stop"
+
+
+def test_requests_that_say_nothing_are_sampled_by_the_models_own_defaults(qwen3: Family) -> None:
+    said = {"prompt": "hello", "return_token_ids": True, "ignore_eos": True}
+    chat = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+    defaults = {"temperature": 0.0, "max_new_tokens": 7}
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", defaults=defaults)) as client:
+
+        def drawn(**more: object) -> set[tuple[int, ...]]:
+            answers = [client.post("/v1/completions", json=said | more).json() for _ in range(3)]
+            return {tuple(answer["choices"][0]["token_ids"]) for answer in answers}
+
+        assert drawn() == drawn(temperature=0)
+        assert len(drawn(temperature=1)) == 3
+        lengths = [
+            client.post("/v1/chat/completions", json=chat | more).json()["usage"]["completion_tokens"]
+            for more in ({}, {"max_tokens": 9})
+        ]
+    assert lengths == [7, 9]

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.model.checkpoint import load_model, read_spec, read_tensors, save_model, stored_dtype
 from ductile.model.transformer import Transformer
+from ductile.records import ChatFormat
 from tests.model.test_parity import documents, packed_logits
-from tests.tiny import IM_END, PAD, make_hf_model, make_model_folder, make_tokenizer_files
+from tests.tiny import BOS, IM_END, PAD, make_hf_model, make_model_folder, make_tokenizer_files
 
 
 def tensors_of(model: Transformer) -> dict[str, Tensor]:
@@ -112,7 +113,8 @@ def test_config_of_transformers_4_keeps_its_spelling(tmp_path: Path) -> None:
         ({"eos_token_id": PAD, "top_k": 20}, (PAD, IM_END), {"eos_token_id": [PAD, IM_END], "top_k": 20}),
         ({"eos_token_id": [PAD, IM_END]}, (IM_END, PAD), {"eos_token_id": [PAD, IM_END]}),
         (None, (IM_END,), None),  # config.json says so
-        (None, (IM_END, PAD), {"eos_token_id": [IM_END, PAD]}),
+        # Beside such a file nobody looks for the others in config.json any more.
+        (None, (IM_END, PAD), {"bos_token_id": BOS, "pad_token_id": PAD, "eos_token_id": [IM_END, PAD]}),
     ],
 )
 def test_what_ends_a_turn_is_written_where_others_look_for_it(
@@ -122,7 +124,7 @@ def test_what_ends_a_turn_is_written_where_others_look_for_it(
     settings = source / "generation_config.json"
     settings.unlink() if said is None else settings.write_text(json.dumps(said))
     model = load_model(source)
-    save_model(tmp_path / "saved", model.spec, tensors_of(model), source, eos_token_ids=trained)
+    save_model(tmp_path / "saved", model.spec, tensors_of(model), source, chat_format=ChatFormat(eos_token_ids=trained))
     written = tmp_path / "saved/generation_config.json"
     assert (json.loads(written.read_text()) if written.exists() else None) == expected
 

@@ -17,7 +17,7 @@ from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.ending.progress import CheckpointError
 from ductile.orchestrator.ending.run_until import SlotDied
 from ductile.orchestrator.ending.saving import ExportFailed
-from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, Sampling, StepReport
+from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, StepReport
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.orchestrator.doubles import read, write
@@ -312,8 +312,8 @@ def test_a_custom_advantage(tmp_path, folder):
 @pytest.mark.parametrize(("variables", "thinks"), [({}, True), ({"enable_thinking": False}, False)])
 def test_variables_of_the_chat_template_reach_every_prompt(tmp_path, folder, variables, thinks):
     may_think(folder)
-    rl = prepare(config(tmp_path, folder, orchestrator__chat_template_kwargs=variables))
-    tree = BASE["orchestrator"] | {"model": {"name": str(folder)}, "chat_template_kwargs": variables}
+    rl = prepare(config(tmp_path, folder, inference__model__chat_template_kwargs=variables))
+    tree = BASE["orchestrator"] | {"model": {"name": str(folder), "chat_template_kwargs": variables}}
     alone = prepare_rollout_only(OrchestratorRunConfig.model_validate(tree | {"output_dir": str(tmp_path / "alone")}))
     prompt = [{"role": "user", "content": "1+1="}]
     prompts = [prompt.token_ids for prompt in rl.eval_prompts]
@@ -362,6 +362,8 @@ def test_every_key_of_sampling_reaches_the_generator():
         stop=["x"],
         stop_token_ids=[4],
         ignore_eos=True,
+        skip_special_tokens=True,
+        include_stop_str_in_output=True,
     )
     sampling = to_sampling(given)
     assert given.model_dump() == {name: getattr(sampling, name) for name in SamplingConfig.model_fields} | {
@@ -371,4 +373,5 @@ def test_every_key_of_sampling_reaches_the_generator():
 
 
 def test_top_k_0_keeps_all_tokens():
-    assert to_sampling(SamplingConfig(top_k=0)) == Sampling()
+    assert to_sampling(SamplingConfig(top_k=0)) == to_sampling(SamplingConfig())
+    assert to_sampling(SamplingConfig()).top_k == -1

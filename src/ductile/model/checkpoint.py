@@ -32,6 +32,7 @@ from ductile.core.layout.model.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import exchange, named, sync, sync_tree
 from ductile.model.safetensors_writer import DTYPES, write_safetensors
 from ductile.model.transformer import Transformer
+from ductile.records import AS_IN_SOURCE, ChatFormat
 
 GENERATION_CONFIG = "generation_config.json"
 COPIED = (
@@ -40,13 +41,15 @@ COPIED = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
     "LICENSE",
 )
 """Files that a saved folder takes over from its source, where they are there."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+"""Files of chat templates, besides that of tokenizer_config.json: taken over, too, unless another takes their place."""
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Most bytes of weights in one file, as `transformers` writes them."""
@@ -170,10 +173,9 @@ def save_model(
     source: str | Path,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    eos_token_ids: Sequence[int] = (),
+    chat_format: ChatFormat = AS_IN_SOURCE,
 ) -> None:
-    """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files.
-    `eos_token_ids`: what ends generation; where `source` does not say all of them, the new folder does.
+    """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files, which say the `chat_format`.
 
     `tensors` are full, under our names; each is asked for once, in the order of `parameters(spec)`, and let go before
     the next, so a mapping that gathers on demand is enough. The folder appears whole or not at all; one that was there
@@ -181,7 +183,7 @@ def save_model(
     no room for a number.
     """
     in_order = (tensors[parameter.name] for parameter in parameters(spec))
-    begin_folder(folder, spec, source, dtype, max_shard_bytes, eos_token_ids)
+    begin_folder(folder, spec, source, dtype, max_shard_bytes, chat_format)
     try:
         write_weights(folder, spec, in_order, dtype, max_shard_bytes)
         finish_folder(folder)
@@ -195,7 +197,7 @@ def begin_folder(
     source: str | Path,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    eos_token_ids: Sequence[int] = (),
+    chat_format: ChatFormat = AS_IN_SOURCE,
 ) -> None:
     """Write all of a folder but the weights, under another name: `write_weights` goes on there, then `finish_folder`
     gives it its name, or `discard_folder` deletes it. Raises DiskError."""
@@ -207,7 +209,8 @@ def begin_folder(
             old.rename(folder)  # the writer was killed between two renames
         building.mkdir()
         _write_config(building, spec, Path(source), dtype)
-        _write_eos(building, eos_token_ids)
+        _copy_others(building, Path(source), COPIED if chat_format.templates else (*COPIED, *CHAT_TEMPLATES))
+        _write_chat_format(building, chat_format)
         _write_index(building, spec, dtype, max_shard_bytes)
     except OSError as error:
         discard_folder(folder)
@@ -249,21 +252,39 @@ def _write_config(building: Path, spec: ModelSpec, source: Path, dtype: torch.dt
     for key in config.keys() & {"torch_dtype", "dtype"} or {"dtype"}:
         config[key] = str(dtype).removeprefix("torch.")
     (building / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in COPIED:
-        if (source / name).is_file():
-            if target := stranger(source / name, source):
-                raise ModelFolderError(f"{source / name} is a link to {target}, which is not copied into a model")
-            shutil.copyfile(source / name, building / name)
 
 
-def _write_eos(building: Path, eos_token_ids: Sequence[int]) -> None:
-    """A policy that was trained to end its turns with the chat template's token must be stopped there by others too."""
-    path = building / GENERATION_CONFIG
-    settings = read_json(path) if path.is_file() else {}
-    known = settings.get("eos_token_id", read_json(building / CONFIG).get("eos_token_id"))
-    if not set(eos_token_ids) <= set(known if isinstance(known, list) else [known]):
-        settings["eos_token_id"] = list(eos_token_ids)
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+def _copy_others(building: Path, source: Path, patterns: Sequence[str]) -> None:
+    for file in (file for pattern in patterns for file in sorted(source.glob(pattern)) if file.is_file()):
+        if target := stranger(file, source):
+            raise ModelFolderError(f"{file} is a link to {target}, which is not copied into a model")
+        copy = building / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def _write_chat_format(building: Path, chat_format: ChatFormat) -> None:
+    """Have others write conversations as the policy was trained on them, and stop it where it ends its turns."""
+    for name, text in chat_format.templates.items():
+        file = building / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8", newline="")
+    if chat_format.templates:
+        path = building / TOKENIZER_CONFIG
+        if path.is_file() and "chat_template" in (settings := read_json(path)):
+            del settings["chat_template"]
+            _write_json(path, settings)
+    path, config = building / GENERATION_CONFIG, read_json(building / CONFIG)
+    # Without that file transformers take these keys from config.json, and with it they do not.
+    of_config = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    settings = read_json(path) if path.is_file() else of_config
+    known = settings.get("eos_token_id", config.get("eos_token_id"))
+    if not set(chat_format.eos_token_ids) <= set(known if isinstance(known, list) else [known]):
+        _write_json(path, settings | {"eos_token_id": list(chat_format.eos_token_ids)})
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_weights(

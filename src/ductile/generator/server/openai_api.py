@@ -4,7 +4,8 @@ A field that we do not offer is accepted at the value that changes nothing and r
 is refused. Nothing that would change a response is ignored.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -122,6 +123,11 @@ class SamplingFields(Body):
                 raise ValueError(f"stop may hold at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters each")
             return stops
         raise ValueError(f"stop is {show(stop)}; it must be a text or a list of texts")
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """Return the body with these values in the place of those that it does not say."""
+        said = self.model_dump(include=set(defaults), exclude_none=True)
+        return self.model_copy(update={name: value for name, value in defaults.items() if name not in said})
 
     def sampling(self, default_max_tokens: int) -> Sampling:
         """The sampling of choice 0 of a prompt."""

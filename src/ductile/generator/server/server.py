@@ -14,7 +14,7 @@ the middleware (`ductile.generator.server.middleware`), before a body is read.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated
 
@@ -42,16 +42,20 @@ def create_app(
     config: ServerConfig | None = None,
     on_failure: Callable[[EngineFailed], None] = lambda failure: None,
     health_deadline_s: float = 10.0,
+    defaults: Mapping[str, float] | None = None,
 ) -> FastAPI:
     """The engine belongs to the app from its start to its end: no other code may touch it. `on_failure` is called when
-    it is dead: by then every client has been told, and nothing but a new process can help."""
+    it is dead: by then every client has been told, and nothing but a new process can help. `defaults` are the values of
+    the model's generation_config.json that count for requests which say nothing of them."""
     config = config or ServerConfig()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         model_id = config.served_model_name or model_name
         max_waiting_chars = BODIES_AT_ONCE * config.max_body_bytes
-        app.state.service = Service(engine, tokenizer, model_id, config.max_sequences, max_waiting_chars, on_failure)
+        app.state.service = Service(
+            engine, tokenizer, model_id, config.max_sequences, max_waiting_chars, on_failure, defaults or {}
+        )
         app.state.health_deadline_s = health_deadline_s
         app.state.service.runner.start()
         yield
@@ -116,7 +120,7 @@ def _model(service: Service) -> Json:
 
 @_routes.post("/v1/completions")
 async def completions(service: SharedService, http: Request) -> Response:
-    body = read_body(CompletionRequest, _take_body(http))
+    body = read_body(CompletionRequest, _take_body(http)).with_defaults(service.sampling_defaults)
     service.admit(len(body.prompt), body.n)
     texts = [one for one in body.prompt if isinstance(one, str)]
     encoded = iter(await service.encode(texts, body.add_special_tokens is not False, http))
@@ -129,7 +133,7 @@ async def completions(service: SharedService, http: Request) -> Response:
 
 @_routes.post("/v1/chat/completions")
 async def chat(service: SharedService, http: Request) -> Response:
-    body = read_body(ChatRequest, _take_body(http))
+    body = read_body(ChatRequest, _take_body(http)).with_defaults(service.sampling_defaults)
     service.admit(1, body.n)
     text = await asyncio.to_thread(
         service.tokenizer.render_chat,
@@ -142,7 +146,7 @@ async def chat(service: SharedService, http: Request) -> Response:
     # A response may take minutes: what is not needed any more goes.
     body, text = body.model_copy(update={"messages": [], "chat_template_kwargs": None}), ""
     form = Chat(body, service.tokenizer)
-    return await service.complete_text(body, form, prompts, None, http)
+    return await service.complete_text(body, form, prompts, service.chat_max_tokens, http)
 
 
 @_routes.post("/inference/v1/generate")

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -51,9 +51,10 @@ class Service:
         max_sequences: int,
         max_waiting_chars: int,
         on_failure: Callable[[EngineFailed], None],
+        defaults: Mapping[str, float],
     ) -> None:
         """max_waiting_chars: of large texts that wait to be tokenised. `on_failure` is called when the engine is
-        dead."""
+        dead. defaults: as `create_app`'s."""
         self.model_id = model_id
         self.limits = engine.limits
         self.tokenizer = tokenizer
@@ -61,6 +62,9 @@ class Service:
         self.runner = EngineRunner(engine, on_failure)
         self.metrics = ServerMetrics(engine.stats, lambda: peak_memory(engine.device).used_bytes)
         self._max_sequences, self._num_sequences = max_sequences, 0
+        self.sampling_defaults = {name: value for name, value in defaults.items() if name != "max_new_tokens"}
+        self.chat_max_tokens = None if "max_new_tokens" not in defaults else int(defaults["max_new_tokens"])
+        """Most tokens of a chat's response that says none; None: as many as there is room for."""
         self._prompts = PromptEncoder(tokenizer, engine.limits, max_waiting_chars)
 
     def admit(self, num_prompts: int, n: int | None) -> None:

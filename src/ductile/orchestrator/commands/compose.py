@@ -88,8 +88,7 @@ def prepare(config: RLConfig) -> Prepared:
     Raises TaskError, TokenizerError, ImportPathError or CheckpointError, each with a sentence.
     """
     orchestrator, bench = config.orchestrator, config.bench is not None
-    model = config.inference.model
-    tokenizer = Tokenizer.from_folder(str(model.name), model.chat_template, orchestrator.chat_template_kwargs)
+    tokenizer = Tokenizer.of(config.inference.model)
     assert orchestrator.task is not None, "preflight asks for a task"
     tasks = {"train": build_task(orchestrator.task)}
     train_examples: Sequence[int] = range(len(tasks["train"]))

@@ -15,7 +15,9 @@ from ductile.orchestrator.commands.sinks import need
 from ductile.orchestrator.ending.progress import Checkpoints
 from ductile.roles import Task
 from ductile.tasks.prompts import prompt_ids
+from ductile.tasks.task import messages_of, variables_of
 from ductile.tasks.tokenizer import Tokenizer
+from ductile.tasks.turn_text import TurnText
 
 
 def rehearse(config: RunConfig) -> AboutData:
@@ -26,14 +28,14 @@ def rehearse(config: RunConfig) -> AboutData:
     """
     if isinstance(config, OrchestratorRunConfig):
         alone = prepare_rollout_only(config)
-        return AboutData(first=_first_prompt(alone.tokenizer, alone.task, 0))
+        return _first_prompt(alone.tokenizer, alone.task, 0)
     if isinstance(config, RLConfig):
         prepared = prepare(config)
-        about = AboutData(first=_first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0]))
+        about = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
     elif isinstance(config, SFTConfig):
         about = prepare_sft(config).data
     elif isinstance(config, InferenceRunConfig):
-        Tokenizer.from_folder(str(config.model.name), config.model.chat_template)
+        Tokenizer.of(config.model)
         about = AboutData()
     else:
         about = prepare_fake(config).data
@@ -44,8 +46,11 @@ def rehearse(config: RunConfig) -> AboutData:
     return about
 
 
-def _first_prompt(tokenizer: Tokenizer, task: Task, example: int) -> str:
-    return tokenizer.decode(prompt_ids(task, tokenizer, example), skip_special_tokens=False)
+def _first_prompt(tokenizer: Tokenizer, task: Task, example: int) -> AboutData:
+    """Return the prompt, and how the policy's turn begins for a reward, where the prompt has begun it."""
+    opened = TurnText(tokenizer).opened(messages_of(task, example), **variables_of(task, example))
+    sentence = f"Rewards are given completions that begin with {opened!r}, as prompts end." if opened else ""
+    return AboutData(sentence, first=tokenizer.decode(prompt_ids(task, tokenizer, example), skip_special_tokens=False))
 
 
 def resumes(config: RunConfig) -> str:

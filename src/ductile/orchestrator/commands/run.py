@@ -126,7 +126,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(placement.train, rules)
         taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.graceful, cluster.death())
-        trainer = RemoteTrainer(cluster.mailbox, layout, deadlines)
+        trainer = RemoteTrainer(cluster.mailbox, layout, deadlines, prepared.chat_format)
         async with _live(config, prepared.trainer, cluster, trainer, activity, session, rules) as resizer:
             context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
             summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
@@ -257,7 +257,7 @@ async def _take_roles(
         begin_instances(mailbox, generators, generate, timeout_s),
         begin_instances(mailbox, scorers, score, timeout_s, cluster.rendezvous),
     )
-    trainer = RemoteTrainer(mailbox, layout, deadlines)
+    trainer = RemoteTrainer(mailbox, layout, deadlines, prepared.tokenizer.chat_format)
     leases = WeightLeases(mailbox, trainer, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
 

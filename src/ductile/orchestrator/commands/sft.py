@@ -25,7 +25,7 @@ from ductile.orchestrator.ending.save_once import SaveOncePerStep, saved_in_the_
 from ductile.orchestrator.ending.saving import Saver, where_to_begin
 from ductile.orchestrator.loop.skipped_steps import SkippedSteps
 from ductile.orchestrator.loop.step_metrics import utilisation
-from ductile.records import Sample, StepReport
+from ductile.records import AS_IN_SOURCE, ChatFormat, Sample, StepReport
 from ductile.roles import TrainerClient
 from ductile.tasks.prompts import ExampleOrder
 from ductile.tasks.tokenizer import Tokenizer
@@ -56,19 +56,20 @@ class PreparedBatches:
     """Checkpoints of the run; None saves nothing."""
     progress: Progress = field(default_factory=Progress)
     model_folder: Path | None = None
+    chat_format: ChatFormat = AS_IN_SOURCE
+    """What the models that are saved say of conversations."""
 
 
 def prepare_sft(config: SFTConfig) -> PreparedBatches:
     """Raises TaskError, TokenizerError or CheckpointError, each with a sentence."""
     data, bench = config.data, config.bench is not None
+    tokenizer = Tokenizer.of(config.model)
     if bench or isinstance(data, FakeData):
         fake = data if isinstance(data, FakeData) else FakeData(batch_size=data.batch_size, seq_len=data.seq_len)
         batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
         unread = "" if fake is data else "; --bench does not read data.path"
         one_epoch, about = 1, AboutData(f"Made-up data, {fake.batch_size} samples a step{unread}.")
     else:
-        folder = str(config.model.name)
-        tokenizer = Tokenizer.from_folder(folder, chat_template_kwargs=data.chat_template_kwargs)
         read = read_conversations(str(data.path), tokenizer, data.seq_len, data.loss_on)
         order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
         batch = _batch_of(read.samples, order, data.batch_size)
@@ -97,6 +98,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         checkpoints=checkpoints,
         progress=progress,
         model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
+        chat_format=tokenizer.chat_format,
         data=about,
     )
 
