@@ -12,6 +12,7 @@ from ductile.config.schema.orchestrator import SamplingConfig, to_sampling
 from ductile.config.schema.run import OrchestratorRunConfig, RLConfig
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.commands.compose import prepare, run_loop
+from ductile.orchestrator.commands.rehearse import rehearse
 from ductile.orchestrator.commands.rollout_only import prepare_rollout_only, run_rollout_only, write_rollouts
 from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.ending.progress import CheckpointError
@@ -375,3 +376,13 @@ def test_every_key_of_sampling_reaches_the_generator():
 def test_top_k_0_keeps_all_tokens():
     assert to_sampling(SamplingConfig(top_k=0)) == to_sampling(SamplingConfig())
     assert to_sampling(SamplingConfig()).top_k == -1
+
+
+def test_a_rehearsal_tells_what_the_template_opens_for_the_policy(tmp_path, folder):
+    template = tmp_path / "opens.jinja"
+    turns = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    template.write_text(turns + "{% if add_generation_prompt %}<|im_start|><think>\n{% endif %}")
+    assert rehearse(config(tmp_path, folder)).sentence == ""
+    about = rehearse(config(tmp_path, folder, inference__model__chat_template=str(template)))
+    assert about.sentence == "Rewards are given completions that begin with '<think>\\n', as prompts end."
+    assert about.first.endswith("<|im_start|><think>\n")
