@@ -1,10 +1,12 @@
 """Chat templates as model folders have them: Jinja, in a sandbox, with the few extras that their authors count on."""
 
 import json
+import re
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -16,36 +18,81 @@ class ChatTemplateError(Exception):
     """A template that does not parse, or that refuses its messages (`raise_exception`)."""
 
 
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Two of the characters that Unicode keeps for a program's own use: no text has them."""
+
+Span = tuple[int, int]
+"""Characters of a text: the first, and the one behind the last."""
+
+
 class GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for others; here it leaves them as they are."""
+    """The tag `{% generation %}` around an assistant's words, which leaves them as they are."""
 
     tags = {"generation"}  # noqa: RUF012 (how Jinja declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return nodes.Scope(self.around(parser.parse_statements(("name:endgeneration",), drop_needle=True)), lineno=line)
+
+    def around(self, words: list[nodes.Node]) -> list[nodes.Node]:
+        return words
+
+
+class MarkingTag(GenerationTag):
+    """The same tag, which writes OPEN and CLOSE around the words."""
+
+    def around(self, words: list[nodes.Node]) -> list[nodes.Node]:
+        return [nodes.Output([nodes.TemplateData(OPEN)]), *words, nodes.Output([nodes.TemplateData(CLOSE)])]
 
 
 class ChatTemplate:
     def __init__(self, text: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-        try:
-            self._template = environment.from_string(text)
-        except TemplateError as error:
-            raise ChatTemplateError(str(error)) from error
+        self.text = text
+        self._template = _parsed(text, GenerationTag)
+        self._marking = _parsed(text, MarkingTag) if _GENERATION.search(text) else None
 
     def render(self, **variables: Any) -> str:
-        try:
-            return self._template.render(**variables)
-        except ChatTemplateError:
-            raise
-        except Exception as error:  # a template is a program: messages of the wrong shape make it fail in any way
-            raise ChatTemplateError(error_text(error)) from error
+        return _render(self._template, variables)
+
+    def generations(self, **variables: Any) -> tuple[str, list[Span]] | None:
+        """Return the text and those parts of it that the template says are generated; None where it never says so.
+
+        The text is the rendered one, but where the template goes on to work with what the tag is around.
+        """
+        if self._marking is None:
+            return None
+        text, spans, start = "", list[Span](), 0
+        for piece in re.split(f"([{OPEN}{CLOSE}])", _render(self._marking, variables)):
+            if piece == OPEN:
+                start = len(text)
+            elif piece == CLOSE:
+                spans.append((start, len(text)))
+            else:
+                text += piece
+        return text, spans
+
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+def _parsed(text: str, tag: type[GenerationTag]) -> Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[tag, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    try:
+        return environment.from_string(text)
+    except TemplateError as error:
+        raise ChatTemplateError(str(error)) from error
+
+
+def _render(template: Template, variables: Mapping[str, Any]) -> str:
+    try:
+        return template.render(**variables)
+    except ChatTemplateError:
+        raise
+    except Exception as error:  # a template is a program: messages of the wrong shape make it fail in any way
+        raise ChatTemplateError(error_text(error)) from error
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -5,17 +5,20 @@ plane does without it, and without torch.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
 from ductile.surrogates import mended
-from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError
+from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError, Span
 from ductile.tasks.conversation import ApplyTemplate, after_completion
 
 ChatTurn = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class TokenizerError(Exception):
@@ -67,6 +70,17 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids
 
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a rendered text, and for each whether any of its characters is in one of the spans,
+        which are in order: the rule of transformers' assistant masks."""
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        inside, remaining = list[bool](), deque(spans)
+        for start, end in encoded.offsets:
+            while remaining and start >= remaining[0][1]:
+                remaining.popleft()
+            inside.append(bool(remaining) and end > remaining[0][0])
+        return encoded.ids, inside
+
     def encode_beside(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`encode` for a long text in a thread: other threads run meanwhile, which `encode` does not allow."""
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -82,13 +96,38 @@ class Tokenizer:
                 f"{self._source} has no chat template; add chat_template.jinja to it, or name a file with "
                 "--inference.model.chat-template"
             )
+        return mended(self._with_template(self._chat_template.render, messages, add_generation_prompt, variables))
+
+    def generations(self, messages: Sequence[ChatTurn], **variables: Any) -> tuple[str, list[Span]] | None:
+        """Return the text of a conversation with the parts that its chat template marks as the assistant's; None where
+        it marks none."""
+        if self._chat_template is None:
+            return None
+        return self._with_template(self._chat_template.generations, messages, False, variables)
+
+    def _with_template(
+        self,
+        render: Callable[..., T],
+        messages: Sequence[ChatTurn],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> T:
+        """Return what `render` makes of the messages: without nulls, as transformers gives them to a template, and with
+        an empty content in their place for a template that counts on one. A developer is a system to a template that
+        does not name developers."""
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        if self._chat_template and "developer" not in self._chat_template.text:
+            given = [each | {"role": "system"} if each.get("role") == "developer" else each for each in given]
+        everything = {
+            **{"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs, **variables},
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._chat_template.render(
-                **{"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs, **variables},
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-            )
+            return render(messages=given, **everything)
         except ChatTemplateError as error:
+            if any("content" not in message for message in given):
+                with suppress(ChatTemplateError):
+                    return render(messages=[{"content": "", **message} for message in given], **everything)
             raise TokenizerError(f"the chat template of {self._source} refuses the messages: {error}") from error
 
     def apply_chat_template(
@@ -101,6 +140,11 @@ class Tokenizer:
     def chat_template(self) -> ApplyTemplate | None:
         """`apply_chat_template`, where the folder has a template."""
         return None if self._chat_template is None else self.apply_chat_template
+
+    @property
+    def end_texts(self) -> list[str]:
+        """Texts of the tokens that end generation."""
+        return [self.decode([token], skip_special_tokens=False) for token in self.eos_token_ids]
 
     def _end_of_turn(self) -> list[int]:
         """The special token that the chat template writes behind a completion, if there is one."""

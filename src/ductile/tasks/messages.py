@@ -1,0 +1,96 @@
+"""Messages of a conversation: from the forms that people and APIs write to the one that chat templates take.
+
+{"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "add", "arguments": "{\"a\": 1}"}}]}
+{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of a message. A `developer` is a `system` to templates that do not name it."""
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names that templates have for an assistant's thoughts."""
+
+FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS)
+"""Fields of a message that templates read."""
+
+
+class BadMessage(Exception):
+    """A message that no template can render. The text goes on after "message 3"."""
+
+
+def for_template(message: Mapping[str, Any]) -> Message:
+    """Return the message as templates take it: without nulls, its content as text, the arguments of its tool calls as
+    objects. Raises BadMessage."""
+    given = {name: value for name, value in message.items() if value is not None}
+    if given.get("role") not in ROLES:
+        raise BadMessage(f"has role {given.get('role')!r}; roles are {', '.join(ROLES)}")
+    if "content" in given:
+        given["content"] = _text_of(given["content"])
+    for name in given.keys() & {*THOUGHTS, "name", "tool_call_id"}:
+        if not isinstance(given[name], str):
+            raise BadMessage(f"has a {name} that is not text")
+    if "tool_calls" in given:
+        given["tool_calls"] = _tool_calls(given["tool_calls"])
+    if given.get("tool_calls") and given["role"] != "assistant":
+        raise BadMessage("has tool_calls, which only the assistant makes")
+    if "content" not in given and not (given["role"] == "assistant" and given.keys() & {"tool_calls", *THOUGHTS}):
+        raise BadMessage("has no content")
+    return given
+
+
+def _text_of(content: Any) -> str:
+    """Return a content that is text or a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadMessage(f"has a content that is {type_of(content)}, not text")
+    for number, part in enumerate(content, 1):
+        if not (isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            raise BadMessage(
+                f"has a part {number} {f'of type {kind!r}' if kind not in (None, 'text') else 'without text'}; "
+                'parts are {"type": "text", "text": ...}'
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _tool_calls(calls: Any) -> list[Message]:
+    if not isinstance(calls, list):
+        raise BadMessage(f"has tool_calls that are {type_of(calls)}, not a list")
+    return [_tool_call(f"has a tool call {number}", call) for number, call in enumerate(calls, 1)]
+
+
+def _tool_call(which: str, call: Any) -> Message:
+    """Return {"type": "function", "function": {"name": ..., "arguments": {...}}} and the call's id."""
+    nested = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
+    function = dict(call["function"]) if nested else call
+    if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+        raise BadMessage(f'{which} that is not {{"function": {{"name": ..., "arguments": ...}}}}')
+    if nested and call.get("type", "function") != "function":
+        raise BadMessage(f"{which} of type {call['type']!r}; calls are of functions")
+    arguments = function.get("arguments")
+    parsed = {**function, "arguments": _parsed(arguments) if isinstance(arguments, str) else arguments or {}}
+    return {**call, "function": parsed} if nested else parsed
+
+
+def _parsed(arguments: str) -> Any:
+    """Return the object that an API's text is of; text that is of none stays, for the model may have written it."""
+    try:
+        value = json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def type_of(value: Any) -> str:
+    """Return what JSON calls a value: `a number`."""
+    if value in ("", [], {}) and not isinstance(value, bool | int | float):
+        return "empty"
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
