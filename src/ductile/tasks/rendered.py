@@ -5,6 +5,7 @@ later one follows. So nothing is pieced together here: the whole conversation is
 is found by rendering it again with other words in that message's place.
 """
 
+import re
 from bisect import bisect_left
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,8 +65,9 @@ def refuse_left_out(
     marked = [marks.in_message(place, message) for place, message in enumerate(messages)]
     with_marks = variables | ({"tools": tools} if tools else {})
     text = tokenizer.render_chat(marked, add_generation_prompt, **with_marks)
+    found = set(_MARK.findall(text))
     for mark, (place, part) in marks.parts.items():
-        if mark in text:
+        if mark in found or mark in text:  # digits before a mark may hide it from a single pass
             continue
         if part in THOUGHTS and mark in tokenizer.render_chat(marked[: place + 1], False, **with_marks):
             continue
@@ -83,6 +85,9 @@ def _known_thoughts(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str |
         if "thought" in tokenizer.render_chat([{"role": "user", "content": "0"}, message], False, **variables):
             return name
     return None
+
+
+_MARK, _MARK_OF = re.compile(r"904\d{6}173"), "904{:06d}173"
 
 
 class _Marks:
@@ -117,7 +122,7 @@ class _Marks:
         return {**call, "function": marked} if "function" in call else marked
 
     def _new(self, place: int, part: str) -> str:
-        mark = f"904{len(self.parts):06d}173"
+        mark = _MARK_OF.format(len(self.parts))
         self.parts[mark] = place, part
         return mark
 

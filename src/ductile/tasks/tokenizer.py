@@ -5,9 +5,11 @@ plane does without it, and without torch.
 """
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ import tokenizers
 from ductile.surrogates import mended
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError, Span
 from ductile.tasks.conversation import ApplyTemplate, after_completion
+from ductile.tasks.token_bytes import TokenBytes
 
 ChatTurn = Mapping[str, Any]
 T = TypeVar("T")
@@ -23,6 +26,14 @@ T = TypeVar("T")
 
 class TokenizerError(Exception):
     """Tokenizer files that cannot be used, or a chat that they cannot express. The text says which file and why."""
+
+
+class ChatRefused(TokenizerError):
+    """A conversation that cannot be rendered. `reason` says why to those who see a model and no folder."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Tokenizer:
@@ -92,9 +103,10 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation. `variables` are further template variables: `enable_thinking=False`."""
         if self._chat_template is None:
-            raise TokenizerError(
+            raise ChatRefused(
                 f"{self._source} has no chat template; add chat_template.jinja to it, or name a file with "
-                "--inference.model.chat-template"
+                "--inference.model.chat-template",
+                "this model has no chat template, so it completes texts only",
             )
         return mended(self._with_template(self._chat_template.render, messages, add_generation_prompt, variables))
 
@@ -113,8 +125,8 @@ class Tokenizer:
         variables: Mapping[str, Any],
     ) -> T:
         """Return what `render` makes of the messages: without nulls, as transformers gives them to a template, and with
-        an empty content in their place for a template that counts on one. A developer is a system to a template that
-        does not name developers."""
+        an empty content in their place, or arguments of tool calls in JSON, for a template that wants them. A developer
+        is a system to a template that does not name developers."""
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         if self._chat_template and "developer" not in self._chat_template.text:
             given = [each | {"role": "system"} if each.get("role") == "developer" else each for each in given]
@@ -125,10 +137,13 @@ class Tokenizer:
         try:
             return render(messages=given, **everything)
         except ChatTemplateError as error:
-            if any("content" not in message for message in given):
-                with suppress(ChatTemplateError):
-                    return render(messages=[{"content": "", **message} for message in given], **everything)
-            raise TokenizerError(f"the chat template of {self._source} refuses the messages: {error}") from error
+            for change in _WANTED:
+                changed = [change(message) for message in given]
+                if changed != given:
+                    with suppress(ChatTemplateError):
+                        return render(messages=changed, **everything)
+            what = f"refuses the messages: {error}"
+            raise ChatRefused(f"the chat template of {self._source} {what}", f"the chat template {what}") from error
 
     def apply_chat_template(
         self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any
@@ -140,6 +155,14 @@ class Tokenizer:
     def chat_template(self) -> ApplyTemplate | None:
         """`apply_chat_template`, where the folder has a template."""
         return None if self._chat_template is None else self.apply_chat_template
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template names this field of a message, or this variable."""
+        return self._chat_template is not None and bool(re.search(rf"\b{re.escape(name)}\b", self._chat_template.text))
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._backend)
 
     @property
     def end_texts(self) -> list[str]:
@@ -167,6 +190,31 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Most characters of a text that become one token."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+def _with_content(message: ChatTurn) -> ChatTurn:
+    return {"content": "", **message}
+
+
+def _with_json(message: ChatTurn) -> ChatTurn:
+    """The message with the arguments of its tool calls in JSON."""
+    if "tool_calls" not in message:
+        return message
+    calls: list[Any] = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        written = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+        calls.append({**call, "function": {**function, "arguments": written}} if "function" in call else call)
+    return {**message, "tool_calls": calls}
+
+
+_WANTED: tuple[Callable[[ChatTurn], ChatTurn], ...] = (
+    _with_content,
+    _with_json,
+    lambda message: _with_content(_with_json(message)),
+)
+"""What some templates want of a message, and fail without."""
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -1,5 +1,6 @@
 """Which values of `Sampling` make sense: asked by `ductile check`, and by the engine at each request."""
 
+import json
 import math
 from collections.abc import Iterator
 
@@ -37,4 +38,6 @@ def wrong_values(sampling: Sampling) -> Iterator[tuple[str, object, str]]:
 
 def wrong_sampling(sampling: Sampling) -> str:
     """The first value that makes no sense, in a sentence; "" when all make sense."""
-    return next((f"{name} is {value!r}; it must be {rule}" for name, value, rule in wrong_values(sampling)), "")
+    for name, value, rule in wrong_values(sampling):
+        return f"{name} is {json.dumps(value) if isinstance(value, tuple) else value}; it must be {rule}"
+    return ""
