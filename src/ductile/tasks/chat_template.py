@@ -21,7 +21,7 @@ class ChatTemplateError(Exception):
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Two of the characters that Unicode keeps for a program's own use: no text has them."""
 
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 """Characters of a text: the first, and the one behind the last."""
 
 
@@ -54,14 +54,14 @@ class ChatTemplate:
     def render(self, **variables: Any) -> str:
         return _render(self._template, variables)
 
-    def generations(self, **variables: Any) -> tuple[str, list[Span]] | None:
+    def generations(self, **variables: Any) -> tuple[str, list[TextSpan]] | None:
         """Return the text and those parts of it that the template says are generated; None where it never says so.
 
         The text is the rendered one, but where the template goes on to work with what the tag is around.
         """
         if self._marking is None:
             return None
-        text, spans, start = "", list[Span](), 0
+        text, spans, start = "", list[TextSpan](), 0
         for piece in re.split(f"([{OPEN}{CLOSE}])", _render(self._marking, variables)):
             if piece == OPEN:
                 start = len(text)

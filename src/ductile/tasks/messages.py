@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-Message = dict[str, Any]
+TemplateMessage = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of a message. A `developer` is a `system` to templates that do not name it."""
@@ -24,7 +24,7 @@ class BadMessage(Exception):
     """A message that no template can render. The text goes on after "message 3"."""
 
 
-def for_template(message: Mapping[str, Any]) -> Message:
+def for_template(message: Mapping[str, Any]) -> TemplateMessage:
     """Return the message as templates take it: without nulls, its content as text, the arguments of its tool calls as
     objects. Raises BadMessage."""
     given = {name: value for name, value in message.items() if value is not None}
@@ -60,13 +60,13 @@ def _text_of(content: Any) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _tool_calls(calls: Any) -> list[Message]:
+def _tool_calls(calls: Any) -> list[TemplateMessage]:
     if not isinstance(calls, list):
         raise BadMessage(f"has tool_calls that are {type_of(calls)}, not a list")
     return [_tool_call(f"has a tool call {number}", call) for number, call in enumerate(calls, 1)]
 
 
-def _tool_call(which: str, call: Any) -> Message:
+def _tool_call(which: str, call: Any) -> TemplateMessage:
     """Return {"type": "function", "function": {"name": ..., "arguments": {...}}} and the call's id."""
     nested = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
     function = dict(call["function"]) if nested else call

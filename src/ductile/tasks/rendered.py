@@ -11,8 +11,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ductile.tasks.chat_template import Span
-from ductile.tasks.messages import THOUGHTS, Message
+from ductile.tasks.chat_template import TextSpan
+from ductile.tasks.messages import THOUGHTS, TemplateMessage
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 
@@ -29,11 +29,11 @@ class Rendered:
     """
 
     text: str
-    assistant: tuple[Span, ...]
+    assistant: tuple[TextSpan, ...]
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[Message], untrained: Container[int] = (), **variables: Any
+    tokenizer: Tokenizer, messages: Sequence[TemplateMessage], untrained: Container[int] = (), **variables: Any
 ) -> Rendered:
     """Return the whole conversation. untrained: places of assistant's messages that are no part of `assistant`.
 
@@ -53,7 +53,7 @@ def render(
 
 
 def refuse_left_out(
-    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
+    tokenizer: Tokenizer, messages: Sequence[TemplateMessage], add_generation_prompt: bool = False, **variables: Any
 ) -> None:
     """Raise LeftOut when the rendered conversation lacks a message, a part of one, or a tool of `variables["tools"]`.
 
@@ -97,7 +97,7 @@ class _Marks:
         self.parts: dict[str, tuple[int, str]] = {}
         """What each number stands behind: a message's place, or -1, and the name of its part."""
 
-    def in_message(self, place: int, message: Message) -> Message:
+    def in_message(self, place: int, message: TemplateMessage) -> TemplateMessage:
         marked = dict(message)
         for part in ("content", *THOUGHTS):
             if str(message.get(part) or "").strip():
@@ -113,7 +113,7 @@ class _Marks:
         marked = {**function, "name": function["name"] + self._new(-1, f"the tool {function['name']}")}
         return {**tool, "function": marked} if "function" in tool else marked
 
-    def _in_call(self, place: int, call: Message) -> Message:
+    def _in_call(self, place: int, call: TemplateMessage) -> TemplateMessage:
         function = call.get("function", call)
         marked = {**function, "name": function["name"] + self._new(place, f"tool call {function['name']}")}
         if function["arguments"]:
@@ -134,15 +134,15 @@ def _with_argument(arguments: Any, word: str) -> Any:
 class _Drafts:
     """A conversation's text, and texts of it with other words in one message's place."""
 
-    def __init__(self, tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, messages: Sequence[TemplateMessage], variables: Mapping[str, Any]) -> None:
         self.tokenizer, self.messages, self._variables = tokenizer, messages, variables
         self.text = self.of(messages)
-        self._words: dict[int, Span] = {}
+        self._words: dict[int, TextSpan] = {}
 
-    def of(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def of(self, messages: Sequence[TemplateMessage], add_generation_prompt: bool = False) -> str:
         return self.tokenizer.render_chat(messages, add_generation_prompt, **self._variables)
 
-    def words(self, place: int) -> Span:
+    def words(self, place: int) -> TextSpan:
         """Return where the text differs with other words in the place of this message's, first to last."""
         if place not in self._words:
             messages = [*self.messages[:place], _reworded(self.messages[place]), *self.messages[place + 1 :]]
@@ -167,30 +167,34 @@ def _num_common(a: str, b: str) -> int:
     return bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda length: a[:length] != b[:length])
 
 
-def _reworded(message: Message) -> Message:
+def _reworded(message: TemplateMessage) -> TemplateMessage:
     """Return the message with words that begin and end otherwise."""
     said = [text.strip() for part in ("content", *THOUGHTS) if (text := message.get(part))]
     edges = {edge for text in said for edge in (text[:1], text[-1:])}
     other = next(digit for digit in "0123456789" if digit not in edges)
-    reworded = message | {part: other for part in ("content", *THOUGHTS) if part in message or part == "content"}
-    if "tool_calls" in message:
-        reworded["tool_calls"] = [_with_other_arguments(call, other) for call in message["tool_calls"]]
-    return reworded
+    calls = message.get("tool_calls", [])
+    reworded = message | {part: other for part in ("content", *THOUGHTS) if message.get(part)}
+    if calls:
+        reworded["tool_calls"] = [_with_other_arguments(call, other) for call in calls]
+    return reworded if said or calls else reworded | {"content": other}
 
 
-def _with_other_arguments(call: Message, word: str) -> Message:
-    """Return the call with one argument more; its name stays, as templates repeat it beside the tool's answer."""
+def _with_other_arguments(call: TemplateMessage, word: str) -> TemplateMessage:
+    """Return the call with an argument more before and behind the others, sorted or not; its name stays, as templates
+    repeat it beside the tool's answer."""
     function = call.get("function", call)
-    function = {**function, "arguments": _with_argument(function["arguments"], word)}
+    given = function["arguments"]
+    others = {word: word, **given, f"~{word}": word} if isinstance(given, Mapping) else f"{word}{given}{word}"
+    function = {**function, "arguments": others}
     return {**call, "function": function} if "function" in call else function
 
 
-def _turn(drafts: _Drafts, place: int) -> Span:
+def _turn(drafts: _Drafts, place: int) -> TextSpan:
     """Return the part of the text that a policy would sample in this message's place.
 
     It begins behind the generation prompt, or behind as much of it as the template writes where a completion follows:
     some prompts open thoughts that a completion may not have. It ends with the first token behind the words that ends
-    generation.
+    generation, or with what the template writes behind a last message.
     """
     text, (start, end) = drafts.text, drafts.words(place)
     before = drafts.words(place - 1)[1] if place else 0
@@ -202,7 +206,7 @@ def _turn(drafts: _Drafts, place: int) -> Span:
             break
     after = drafts.words(place + 1)[0] if place + 1 < len(drafts.messages) else len(text)
     high = after if after >= end else len(text)
-    ends = [
-        (found, found + len(each)) for each in drafts.tokenizer.end_texts if (found := text.find(each, end, high)) >= 0
-    ]
-    return start, min(ends, default=(end, end))[1]
+    found = [(text.find(each, end, high), len(each)) for each in drafts.tokenizer.end_texts]
+    if ends := [each for each in found if each[0] >= 0]:
+        return start, sum(min(ends))
+    return start, max(end, min(high, _num_common(text, drafts.of(drafts.messages[: place + 1]))))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from ductile.surrogates import mended
-from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError, Span
+from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError, TextSpan
 from ductile.tasks.conversation import ApplyTemplate, after_completion
 from ductile.tasks.token_bytes import TokenBytes
 
@@ -81,7 +81,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids
 
-    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+    def encode_spans(self, text: str, spans: Sequence[TextSpan]) -> tuple[list[int], list[bool]]:
         """Return the tokens of a rendered text, and for each whether any of its characters is in one of the spans,
         which are in order: the rule of transformers' assistant masks."""
         encoded = self._backend.encode(text, add_special_tokens=False)
@@ -110,7 +110,7 @@ class Tokenizer:
             )
         return mended(self._with_template(self._chat_template.render, messages, add_generation_prompt, variables))
 
-    def generations(self, messages: Sequence[ChatTurn], **variables: Any) -> tuple[str, list[Span]] | None:
+    def generations(self, messages: Sequence[ChatTurn], **variables: Any) -> tuple[str, list[TextSpan]] | None:
         """Return the text of a conversation with the parts that its chat template marks as the assistant's; None where
         it marks none."""
         if self._chat_template is None:
