@@ -17,7 +17,12 @@ from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 
 class LeftOut(Exception):
-    """Words that a chat template leaves out. The text is a sentence that names them."""
+    """Words that a chat template leaves out. The text is a sentence that names them; `place` is their message's, None
+    for a tool's."""
+
+    def __init__(self, text: str, place: int | None = None) -> None:
+        super().__init__(text)
+        self.place = place
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +74,25 @@ def refuse_left_out(
     for mark, (place, part) in marks.parts.items():
         if mark in found or mark in text:  # digits before a mark may hide it from a single pass
             continue
-        if part in THOUGHTS and mark in tokenizer.render_chat(marked[: place + 1], False, **with_marks):
+        if part in THOUGHTS and mark in tokenizer.render_chat([_SPOKEN, marked[place]], False, **with_marks):
             continue
         if place < 0:
             raise LeftOut(f"the chat template leaves out {part}")
         which = f"of message {place + 1}, whose role is {messages[place]['role']}"
         known = _known_thoughts(tokenizer, with_marks) if part in THOUGHTS else None
-        raise LeftOut(f"the chat template leaves out the {part} {which}{f'; it reads {known}' if known else ''}")
+        raise LeftOut(f"the chat template leaves out the {part} {which}{f'; it reads {known}' if known else ''}", place)
 
 
 def _known_thoughts(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str | None:
     """Return the name that the chat template has for an assistant's thoughts."""
     for name in THOUGHTS:
         message = {"role": "assistant", "content": "0", name: "thought"}
-        if "thought" in tokenizer.render_chat([{"role": "user", "content": "0"}, message], False, **variables):
+        if "thought" in tokenizer.render_chat([_SPOKEN, message], False, **variables):
             return name
     return None
 
 
+_SPOKEN = {"role": "user", "content": "0"}
 _MARK, _MARK_OF = re.compile(r"904\d{6}173"), "904{:06d}173"
 
 

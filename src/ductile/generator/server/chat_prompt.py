@@ -7,7 +7,7 @@ from ductile.config.reading.errors import listed, show
 from ductile.generator.server.openai_api import ChatRequest
 from ductile.generator.server.request_body import BadBody
 from ductile.tasks.chat_template import OPEN
-from ductile.tasks.messages import FIELDS, Message
+from ductile.tasks.messages import FIELDS, TemplateMessage
 from ductile.tasks.rendered import LeftOut, refuse_left_out
 from ductile.tasks.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ def render_prompt(tokenizer: Tokenizer, body: ChatRequest) -> str:
     try:
         refuse_left_out(tokenizer, messages, with_prompt, **variables)
     except LeftOut as problem:
-        raise BadBody(str(problem), "messages") from None
+        raise BadBody(str(problem), "tools" if problem.place is None else f"messages.{problem.place}") from None
     if body.continue_final_message:
         return _open_end(tokenizer, messages, variables)
     return tokenizer.render_chat(messages, with_prompt, **variables)
@@ -44,7 +44,7 @@ def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any]:
     return variables | (body.chat_template_kwargs or {})
 
 
-def _without_unread(tokenizer: Tokenizer, number: int, message: Message) -> Message:
+def _without_unread(tokenizer: Tokenizer, number: int, message: TemplateMessage) -> TemplateMessage:
     """Return the message without empty fields that no template knows. Raises BadBody for one that says something."""
     unread = [name for name in message if name not in FIELDS and not tokenizer.reads(name)]
     for name in unread:
@@ -58,7 +58,7 @@ def _without_unread(tokenizer: Tokenizer, number: int, message: Message) -> Mess
     return {name: value for name, value in message.items() if name not in unread}
 
 
-def _open_end(tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+def _open_end(tokenizer: Tokenizer, messages: Sequence[TemplateMessage], variables: Mapping[str, Any]) -> str:
     """Return the conversation up to the last word of its last message."""
     *before, last = messages
     marked = {**last, "content": f"{last.get('content', '')}{OPEN}"}

@@ -14,7 +14,7 @@ from ductile.config.checks.generation import RESERVED_VARIABLES
 from ductile.config.reading.errors import did_you_mean, show
 from ductile.core.rollouts.sampling_limits import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from ductile.records import Sampling
-from ductile.tasks.messages import BadMessage, Message, for_template
+from ductile.tasks.messages import BadMessage, TemplateMessage, for_template
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
@@ -293,9 +293,9 @@ class ChatRequest(TextRequest):
             raise ValueError("continue_final_message and add_generation_prompt are both true; keep one of them")
         return self
 
-    def conversation(self) -> list[Message]:
+    def conversation(self) -> list[TemplateMessage]:
         """The messages as templates take them. Raises ValueError, which names the message."""
-        taken: list[Message] = []
+        taken: list[TemplateMessage] = []
         for number, message in enumerate(self.messages):
             try:
                 taken.append(for_template(message.model_dump()))
