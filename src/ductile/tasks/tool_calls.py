@@ -47,8 +47,8 @@ def split_calls(form: ToolForm, text: str, tools: Sequence[Tool]) -> tuple[str, 
         try:
             found, end = form.read(text, opening, tools)
         except (ValueError, RecursionError):  # the model has begun a call, and wrote something else
-            content += text[at : opening.end()]
-            at = max(opening.end(), at + 1)
+            behind = max(opening.end(), opening.start() + 1)
+            content, at = content + text[at:behind], behind
             continue
         content, calls, at = content + text[at : opening.start()], calls + found, end
     return content + text[at:], calls
@@ -84,21 +84,34 @@ class CallStream:
         self._thinking: bool | None = thinking or None
         """Whether it thinks; None before the first word, which may say so."""
         self._held = ""
-        self._opened = False
+        self._opened, self._called = False, False
+        """Whether what is held may be a call, and whether there was one."""
 
     def push(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
         """Take what the model said, and return what of it may be shown now, and the calls that are complete."""
         self._held += text
-        shown = self._thoughts(last)
-        if not self._thinking and self._thinking is not None:
-            if not self._opened:
-                shown += self._before_opening(last)
-            if last or (self._opened and self._form.ending and self._form.ending in self._held):
-                content, calls = split_calls(self._form, self._held, self._tools)
-                if calls or last:
-                    self._held, self._opened = "", False
-                    return shown + (content if content.strip() or not calls else ""), calls
-        return shown, []
+        shown, calls = self._thoughts(last), list[ToolCall]()
+        while self._thinking is False:
+            shown += self._before_opening(last)
+            complete = self._complete(last)
+            content, found = split_calls(self._form, self._held[:complete], self._tools)
+            if not found and not last:
+                break
+            self._held, self._opened = self._held[complete:], False
+            shown, calls = shown + content, calls + found
+            if not self._held:
+                break
+        if self._called and not shown.strip():
+            shown = ""  # what stands between calls
+        self._called |= bool(calls)
+        return shown, calls
+
+    def _complete(self, last: bool) -> int:
+        """Characters of what is held in which each call is complete."""
+        if last:
+            return len(self._held)
+        end = self._held.rfind(self._form.ending) if self._opened and self._form.ending else -1
+        return 0 if end < 0 else end + len(self._form.ending)
 
     def _thoughts(self, last: bool) -> str:
         if self._thinking is None:
@@ -117,6 +130,8 @@ class CallStream:
         return shown
 
     def _before_opening(self, last: bool) -> str:
+        if self._opened:
+            return ""
         found = [at for sign in self._form.signs if (at := self._held.find(sign)) >= 0]
         if found:
             self._opened = True
@@ -276,6 +291,8 @@ def _form(name: str, opening: str, read: Read, signs: Sequence[str], ending: str
 
 TAGS = ("<tool_call>", "<|tool_call|>", "<|START_ACTION|>", "<TOOLCALL>", "<function_call>")
 _TAG, _END_TAG = "|".join(map(re.escape, TAGS)), r"\s*<(/|\|/|\|END_)(tool_call\|?|ACTION\||TOOLCALL|function_call)>"
+INVOKED = ("", "minimax:", "atem:", "｜DSML｜")
+_INVOKED = "|".join(INVOKED)
 BARE_JSON = _form(
     "JSON alone (Llama 3)", r"(?:\A|<\|python_tag\|>|;)\s*(?=\{)", _json(r"\s*;?\s*"), ("<|python_tag|>", "{")
 )
@@ -286,7 +303,7 @@ FORMS: tuple[ToolForm, ...] = (
         r"(?:<tool_call>\s*)?<function=([^>\n]+)>",
         _tagged(r"</function>(?:\s*</tool_call>)?", r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"),
         ("<tool_call>", "<function="),
-        "</function>",
+        "</tool_call>",
     ),
     _form(
         "tags for keys and values (GLM)",
@@ -297,12 +314,12 @@ FORMS: tuple[ToolForm, ...] = (
     ),
     _form(
         "invoke tags (MiniMax, DeepSeek-V3.2)",
-        r"(?:<[^<>]*(?:function_calls|tool_call)>\s*)?<[^<>]*?invoke name=\"([^\"]+)\">",
+        rf"(?:<(?:{_INVOKED})(?:function_calls|tool_call)>\s*)?<(?:{_INVOKED})invoke name=\"([^\"]+)\">",
         _tagged(
-            r"</[^<>]*?invoke>(?:\s*</[^<>]*(?:function_calls|tool_call)>)?",
-            r"<[^<>]*?parameter name=\"([^\"]+)\"[^>]*>(.*?)</[^<>]*?parameter>",
+            rf"</(?:{_INVOKED})invoke>(?:\s*</(?:{_INVOKED})(?:function_calls|tool_call)>)?",
+            rf"<(?:{_INVOKED})parameter name=\"([^\"]+)\"[^>]*>(.*?)</(?:{_INVOKED})parameter>",
         ),
-        ("invoke name=", "function_calls>", "tool_call>"),
+        tuple(f"<{each}{tag}" for each in INVOKED for tag in ("function_calls>", "tool_call>", "invoke name=")),
     ),
     _form("a list behind [TOOL_CALLS] (Mistral)", r"\[TOOL_CALLS\]\s*(?=\[)", _json(""), ("[TOOL_CALLS]",)),
     _form(
