@@ -156,17 +156,17 @@ def _beginning_at_end(text: str, words: Sequence[str]) -> int:
 # -- Forms in JSON -------------------------------------------------------------------------------------------------
 
 
-def _json(closing: str) -> Read:
+def _json(behind: str) -> Read:
     """Reads one call, or a list of calls, whose names and arguments are in the JSON, or whose names are in the
-    opening's group. `closing` is what may stand behind, a regular expression."""
-    pattern = re.compile(closing)
+    opening's group. `behind` is what may follow them, a regular expression."""
+    pattern = re.compile(behind)
 
     def read(text: str, opening: re.Match[str], tools: Sequence[Tool]) -> tuple[list[ToolCall], int]:
         value, end = json.JSONDecoder().raw_decode(text, opening.end())
         name = opening[1] if opening.re.groups else None
         calls = [ToolCall(name, _object(value))] if name else [_call(one) for one in _several(value)]
-        behind = pattern.match(text, end)
-        return calls, behind.end() if behind else end
+        following = pattern.match(text, end)
+        return calls, following.end() if following else end
 
     return read
 
@@ -193,10 +193,10 @@ def _object(value: Any) -> dict[str, Any]:
 # -- Forms in tags -------------------------------------------------------------------------------------------------
 
 
-def _tagged(closing: str, parameter: str) -> Read:
+def _tagged(ending: str, parameter: str) -> Read:
     """Reads a call whose name is in the opening's group, and whose arguments have a tag each. `parameter` has a group
-    for the name and one for the value, `closing` ends the call; both are regular expressions."""
-    end_of_call, argument = re.compile(closing), re.compile(parameter, re.DOTALL)
+    for the name and one for the value, `ending` ends the call; both are regular expressions."""
+    end_of_call, argument = re.compile(ending), re.compile(parameter, re.DOTALL)
 
     def read(text: str, opening: re.Match[str], tools: Sequence[Tool]) -> tuple[list[ToolCall], int]:
         name = opening[1].strip()

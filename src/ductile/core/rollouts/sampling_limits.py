@@ -10,8 +10,8 @@ COLDEST = 1e-5
 """Lowest temperature besides 0. Logits divided by less may overflow, and one such request would make the whole engine's
 step fail."""
 
-MAX_STOPS = 4
-"""Most stop strings of a request to the server; OpenAI's limit, too."""
+MAX_STOPS = 64
+"""Most stop strings of a request to the server. OpenAI takes four; benchmarks of code send more."""
 
 MAX_STOP_CHARS = 256
 """Most characters of a stop string in a request to the server, which holds back text that may become one and looks at

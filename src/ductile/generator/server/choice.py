@@ -40,7 +40,7 @@ class Called:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ScoredToken:
     """One token of a choice, and those that were likely in its place."""
 
     token_id: int
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChoiceDelta:
     """What a choice has grown by."""
 
     text: str
@@ -83,16 +83,16 @@ class Choice:
         self._stream = TextStream(lambda tokens, _: tokenizer.decode(tokens, False), request.sampling)
         self._echoed: str | None = None
         self._begun, self._offset = False, 0
-        """Whether one of the places so far shows anything, and how many characters they show."""
+        """Whether one of the tokens so far shows anything, and how many characters they show."""
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, delta: Delta) -> Piece:
+    def push(self, delta: Delta) -> ChoiceDelta:
         """Take what was generated."""
         last, start = delta.finish_reason is not None, len(self.token_ids)
         self.text += self.echoed if not start else ""  # the completion goes on from it
         if self.asked.only_echo:
             self.finish_reason = "length" if last else None
-            return Piece("", [], start)
+            return ChoiceDelta("", [], start)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
@@ -110,7 +110,7 @@ class Choice:
         self.calls += calls
         if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-        return Piece(text, calls, start)
+        return ChoiceDelta(text, calls, start)
 
     @property
     def stop_reason(self) -> int | str | None:
@@ -134,33 +134,33 @@ class Choice:
             self._echoed = self._stream.follow(visible) if visible else ""
         return self._echoed
 
-    def prompt_places(self) -> Iterator[Place]:
+    def scored_prompt(self) -> Iterator[ScoredToken]:
         """The prompt's tokens, once all their log-probs are known."""
         assert self.report is not None
         scored: list[tuple[float | None, Likeliest]] = [(None, []), *self.report.prompt]
         num_added = self._num_added()
         for number, (token_id, (logprob, likeliest)) in enumerate(zip(self.prompt, scored, strict=True)):
-            yield self._place(token_id, logprob, likeliest, number < num_added)
+            yield self._score(token_id, logprob, likeliest, number < num_added)
 
-    def places(self, start: int = 0) -> Iterator[Place]:
+    def scored(self, start: int = 0) -> Iterator[ScoredToken]:
         """The completion's tokens from `start` on; each is asked for once, and in order."""
         assert self.report is not None
         for number in range(start, len(self.token_ids)):
             hidden = self.token_ids[number] in self._hidden
             hidden |= number == len(self.token_ids) - 1 and self._ends_with_its_token
-            yield self._place(self.token_ids[number], self.logprobs[number], self.report.completion[number], hidden)
+            yield self._score(self.token_ids[number], self.logprobs[number], self.report.completion[number], hidden)
 
     def shown(self, token_id: int, first: bool) -> bytes:
         """What another token would have added."""
         return b"" if token_id in self._hidden else self._tokenizer.token_bytes.of(token_id, first)
 
-    def _place(self, token_id: int, logprob: float | None, likeliest: Likeliest, hidden: bool) -> Place:
+    def _score(self, token_id: int, logprob: float | None, likeliest: Likeliest, hidden: bool) -> ScoredToken:
         first = not self._begun
         shown = b"" if hidden else self._tokenizer.token_bytes.of(token_id, first)
         offset = self._offset
         self._begun |= not hidden
         self._offset += len(self._characters.decode(shown))
-        return Place(token_id, logprob, shown, likeliest, offset, first)
+        return ScoredToken(token_id, logprob, shown, likeliest, offset, first)
 
     @property
     def _hidden(self) -> frozenset[int]:

@@ -96,7 +96,7 @@ MAX_LOGPROBS = 20
 MAX_TOOLS = 1024
 """Most tools of a request."""
 
-Likeliest = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+NumLikeliest = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 def _sampled_only(logprobs: Any) -> Any:
@@ -195,7 +195,7 @@ class TextRequest(SamplingFields):
 class CompletionRequest(TextRequest):
     prompt: list[str | list[int]]
     """Prompts, each a text or a list of token ids. The body may also give a single one."""
-    logprobs: Likeliest | None = None
+    logprobs: NumLikeliest | None = None
     """Asks for the sampled tokens' log-probs, and those of so many of the likeliest."""
     echo: bool | None = None
     """Put the prompt before each completion, with its log-probs if these are asked for."""
@@ -237,7 +237,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class ToolFunction(BaseModel):
+class OfferedFunction(BaseModel):
     """A function that the model may call. All of it goes to the template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -245,18 +245,18 @@ class ToolFunction(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class OfferedTool(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     type: Literal["function"]
-    function: ToolFunction
+    function: OfferedFunction
 
 
 class ChatRequest(TextRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: Likeliest | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    top_logprobs: NumLikeliest | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     """What the model may do with the tools; "none": it is not shown them."""
     parallel_tool_calls: bool | None = None

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ductile.generator.server.choice import Called, Choice, Piece, Place
+from ductile.generator.server.choice import Called, Choice, ChoiceDelta, ScoredToken
 from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TextRequest
 from ductile.tasks.token_bytes import token_text
 from ductile.tasks.tokenizer import Tokenizer
@@ -41,15 +41,15 @@ class Chat(_Spelling):
         message: Json = {"role": "assistant", "content": choice.text}
         if choice.calls:
             message |= {"content": choice.text.strip() or None, "tool_calls": [_call(each) for each in choice.calls]}
-        logprobs = self._logprobs(choice, choice.places()) if choice.report else None
+        logprobs = self._logprobs(choice, choice.scored()) if choice.report else None
         return self._entry(choice, {"message": message}, logprobs, token_ids=choice.token_ids)
 
-    def piece(self, choice: Choice, piece: Piece) -> Json:
+    def piece(self, choice: Choice, piece: ChoiceDelta) -> Json:
         """The entry of a streamed chunk."""
         delta: Json = {"content": piece.text}
         if piece.calls:
             delta["tool_calls"] = [{"index": each.index, **_call(each)} for each in piece.calls]
-        logprobs = self._logprobs(choice, choice.places(piece.start)) if choice.report else None
+        logprobs = self._logprobs(choice, choice.scored(piece.start)) if choice.report else None
         return self._entry(choice, {"delta": delta}, logprobs, token_ids=choice.token_ids[piece.start :])
 
     def opening(self, choice: Choice) -> Json:
@@ -57,21 +57,21 @@ class Chat(_Spelling):
         said: Json = {"delta": {"role": "assistant", "content": ""}}
         return {"index": choice.index, **said, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, choice: Choice, places: Iterable[Place]) -> Json:
+    def _logprobs(self, choice: Choice, scored: Iterable[ScoredToken]) -> Json:
         return {
             "content": [
-                self._scored(place.token_id, place.logprob, place.shown)
+                self._entry_of(token.token_id, token.logprob, token.shown)
                 | {
                     "top_logprobs": [
-                        self._scored(token_id, logprob, choice.shown(token_id, place.first))
-                        for token_id, logprob in place.likeliest
+                        self._entry_of(token_id, logprob, choice.shown(token_id, token.first))
+                        for token_id, logprob in token.likeliest
                     ]
                 }
-                for place in places
+                for token in scored
             ]
         }
 
-    def _scored(self, token_id: int, logprob: float | None, shown: bytes) -> Json:
+    def _entry_of(self, token_id: int, logprob: float | None, shown: bytes) -> Json:
         return {"token": self._token(token_id), "logprob": logprob, "bytes": list(shown)}
 
 
@@ -85,37 +85,37 @@ class TextCompletion(_Spelling):
     def whole(self, choice: Choice) -> Json:
         logprobs = None
         if choice.report:
-            prompt = choice.prompt_places() if self._echo else ()
-            logprobs = self._logprobs([*prompt, *choice.places()])
+            prompt = choice.scored_prompt() if self._echo else ()
+            logprobs = self._logprobs([*prompt, *choice.scored()])
         ids = {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
         return self._entry(choice, {"text": choice.text}, logprobs, **ids)
 
-    def piece(self, choice: Choice, piece: Piece) -> Json:
-        logprobs = self._logprobs(list(choice.places(piece.start))) if choice.report else None
+    def piece(self, choice: Choice, piece: ChoiceDelta) -> Json:
+        logprobs = self._logprobs(list(choice.scored(piece.start))) if choice.report else None
         return self._entry(choice, {"text": piece.text}, logprobs, token_ids=choice.token_ids[piece.start :])
 
     def opening(self, choice: Choice) -> Json | None:
         """The echo, where one is asked for; else there is none: the first chunk has the first token."""
         if not self._echo:
             return None
-        logprobs = self._logprobs(list(choice.prompt_places())) if choice.report else None
+        logprobs = self._logprobs(list(choice.scored_prompt())) if choice.report else None
         return {"index": choice.index, "text": choice.echoed, "logprobs": logprobs, "finish_reason": None}
 
-    def _logprobs(self, places: Sequence[Place]) -> Json:
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json:
         return {
-            "tokens": [self._token(place.token_id) for place in places],
-            "token_logprobs": [place.logprob for place in places],
-            "top_logprobs": [self._top(place) for place in places] if self._with_top else None,
-            "text_offset": [place.offset for place in places],
+            "tokens": [self._token(token.token_id) for token in scored],
+            "token_logprobs": [token.logprob for token in scored],
+            "top_logprobs": [self._top(token) for token in scored] if self._with_top else None,
+            "text_offset": [token.offset for token in scored],
         }
 
-    def _top(self, place: Place) -> dict[str, float] | None:
+    def _top(self, token: ScoredToken) -> dict[str, float] | None:
         """The likeliest tokens and the one in their place, as vLLM has them. Of two that are spelled alike the likelier
         counts."""
-        if place.logprob is None:
+        if token.logprob is None:
             return None
         top: dict[str, float] = {}
-        for token_id, logprob in (*place.likeliest, (place.token_id, place.logprob)):
+        for token_id, logprob in (*token.likeliest, (token.token_id, token.logprob)):
             top.setdefault(self._token(token_id), logprob)
         return top
 
