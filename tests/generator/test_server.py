@@ -51,6 +51,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "x", "stop": ""}, 'stop is ""; each of its texts must have at least one character'),
     ("completions", {"prompt": "x", "stop": ["a", ""]}, 'stop is ["a", ""]; each of its texts must have'),
     ("completions", {"prompt": "x", "logprobs": 21}, "logprobs is 21; it must be 20 or less"),
+    (
+        "completions",
+        {"prompt": ["x"] * 4, "n": 1000, "max_tokens": 100, "logprobs": 20},
+        "4000 sequences have up to 400000 tokens, and 20 likely ones each are more than 2097152; lower max_tokens, n,",
+    ),
     ("completions", {"prompt": "x", "logprobs": -1}, "logprobs is -1; it must be 0 or more"),
     ("completions", {"prompt": "x", "echo": "yes"}, 'echo is "yes"; it must be true or false'),
     ("completions", {"prompt": "x", "suffix": "end"}, 'suffix = "end" is not offered by this server; leave it out'),

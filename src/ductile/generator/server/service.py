@@ -36,6 +36,10 @@ TOKEN_MAX_TOKENS = 16
 """The default of OpenAI's completions and of vLLM's `SamplingParams`."""
 
 
+MAX_REPORTED = 2**21
+"""Most likeliest tokens in a response, over all places of its sequences: each takes some two hundred bytes."""
+
+
 class ClientGone(Exception):
     """The client went away, so its response is not needed any more."""
 
@@ -110,6 +114,7 @@ class Service:
         """`max_tokens` is for a request that says none; None: as many as there is room for."""
         head = self.head(body.model, form.prefix)
         requests = self.make_requests(head["id"], body, prompts, max_tokens, body.priority)
+        _refuse_long_report(requests, asked)
         choices = [Choice(index, request, self.tokenizer, asked) for index, request in enumerate(requests)]
         ids: Json = {"prompt_token_ids": list(prompts[0])} if body.return_token_ids and len(prompts) == 1 else {}
         if body.stream:
@@ -224,6 +229,17 @@ class Service:
                 await asyncio.sleep(0)  # a step may end a thousand of them, and others are waiting
 
 
+def _refuse_long_report(requests: Sequence[GenerateRequest], asked: Asked) -> None:
+    """Raise `RequestRefused` where the likeliest tokens may be too many."""
+    places = sum(request.sampling.max_tokens + asked.echo * len(request.prompt) for request in requests)
+    if places * (asked.num_likeliest or 0) > MAX_REPORTED:
+        raise RequestRefused(
+            "",
+            f"{len(requests)} sequences have up to {places} tokens, and {asked.num_likeliest} likely ones each are "
+            f"more than {MAX_REPORTED}; lower max_tokens, n, or the number of log-probs",
+        )
+
+
 def _whole(around: Json, entry: Callable[[Choice], Json], choices: Sequence[Choice]) -> Response:
     """A response's JSON, for a thread: with many choices it takes a while. One piece a choice, as none of them may hold
     the interpreter for long."""
@@ -258,7 +274,8 @@ async def _chunks(
         delta: Delta | None = first
         while delta is not None:
             choice = choices[delta.index]
-            opening = None if choice.index in opened else form.opening(choice)
+            # In a thread: an echo may have a long prompt's log-probs.
+            opening = None if choice.index in opened else await asyncio.to_thread(form.opening, choice)
             opened.add(choice.index)
             for entry in (opening, form.piece(choice, choice.push(delta))):
                 if entry is not None:
