@@ -9,6 +9,9 @@ TORCH_CPU ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
+# Its chat templates are what the tests render; none of it runs, so it comes without what it needs to run.
+TRL := trl==1.16.0
+
 .PHONY: setup quickstart check format test test-fast figures real gpu clean
 
 setup: .venv/.installed
@@ -20,6 +23,7 @@ setup: .venv/.installed
 		|| $(PIP) install --no-deps --retries 1 --timeout 15 --index-url '$(TORCH_INDEX)' '$(TORCH_CPU)' \
 		|| echo "There is no $(TORCH_CPU) at $(TORCH_INDEX) or in the registry; the torch that the registry has is installed."
 	$(PIP) install -e '.[dev]'
+	$(PIP) install --no-deps '$(TRL)'
 	touch $@
 
 quickstart: setup

@@ -139,7 +139,7 @@ def test_ctrl_c_in_a_tool_ends_it_in_a_word(
     monkeypatch.setattr("ductile.sim.recording.read_recording", interrupted)
     monkeypatch.setattr("ductile.dashboard.run_report.read_run_report", interrupted)
     monkeypatch.setattr("ductile.sim.replay.replay_run", interrupted)
-    monkeypatch.setattr("ductile.orchestrator.commands.rehearse.violation", interrupted)
+    monkeypatch.setattr("ductile.orchestrator.commands.rehearse.rehearse", interrupted)
     Path("runs/x").mkdir(parents=True)
     assert main(words) == 130
     assert capsys.readouterr().err.endswith("\nductile: Stopped.\n")
@@ -220,6 +220,10 @@ ductile rl: the config is good.
             inference.parallel.dp = 3: the generate slots, one copy on each
             inference.gpu_memory_utilization = 0.4: slots that generate may train or score as well
             deployment.num_infer_gpus = 3: as component_placement says
+
+  The first example, as the model sees it:
+
+    ?
 """
 
 

@@ -135,13 +135,15 @@ def _check(words: list[str]) -> int:
     if parsed is None:
         return BAD_CONFIG
     from ductile.config.checks.summary import summary
-    from ductile.orchestrator.commands.rehearse import resumes, violation
+    from ductile.orchestrator.commands.rehearse import rehearse, resumes
+    from ductile.orchestrator.ending.supervise import UNFIT
 
-    what = violation(parsed.config)
-    if what:
-        _print_error(f"ductile check: {as_sentence(what)}")
+    try:
+        first = rehearse(parsed.config)
+    except UNFIT as error:
+        _print_error(f"ductile check: {as_sentence(str(error))}")
         return BAD_CONFIG
-    print(summary(parsed, command.name, resumes(parsed.config)))
+    print(summary(parsed, command.name, resumes(parsed.config), first))
     return 0
 
 

@@ -5,7 +5,7 @@ Every call either returns or raises a `Failure` within its deadline: `SlotLost` 
 not reply, `TrainerLost` when an earlier call has ended the trainer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -178,7 +178,8 @@ class Scorer(Protocol):
 class Task(Protocol):
     """Prompts and rewards. Plain Python without torch; `ductile.tasks` has the built-in ones.
 
-    A task of one turn needs `__len__`, `messages` and `reward`. One of several turns also overrides `reply`.
+    A task of one turn needs `__len__`, `messages` and `reward`. One of several turns also overrides `reply`; the others
+    have a default that a task need not repeat.
     """
 
     name: str
@@ -202,6 +203,14 @@ class Task(Protocol):
     def reply(self, example: int, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
         """The environment's next words after the policy spoke; None ends the rollout."""
         return None
+
+    def template_variables(self, example: int) -> Mapping[str, Any]:
+        """Return variables of the chat template for this example, such as its `tools`."""
+        return {}
+
+    def source(self, example: int) -> str:
+        """Return where the example comes from, for messages: `train.jsonl:3`."""
+        return f"example {example}"
 
 
 class SlotRole(Protocol):

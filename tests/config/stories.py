@@ -63,9 +63,10 @@ MODEL = {
 TOKENIZER = {
     "version": "1.0",
     "added_tokens": [],
+    "pre_tokenizer": {"type": "WhitespaceSplit"},
     "model": {"type": "WordLevel", "vocab": {"<end>": 0, "?": 1}, "unk_token": "?"},
 }
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def weights(config: dict[str, Any]) -> bytes:

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from ductile.orchestrator.ending.progress import CheckpointError
 from ductile.orchestrator.ending.saving import ExportFailed
 from ductile.orchestrator.loop.skipped_steps import Diverged
 from ductile.records import StepReport
+from ductile.tasks.rows import conversation_of
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.orchestrator.doubles import read, write
@@ -32,8 +34,12 @@ def tokenizer(folder):
     return Tokenizer.from_folder(folder)
 
 
-def trained_text(tokenizer, token_ids, mask):
-    kept = [token for token, trained in zip(token_ids, mask, strict=True) if trained]
+def tokens_of(tokenizer, *messages, loss_on="assistant", **fields):
+    return tokenise("rows.jsonl:1", {"messages": list(messages), **fields}, tokenizer, loss_on)
+
+
+def trained_text(tokenizer, tokens):
+    kept = [token for token, trained in zip(tokens.ids, tokens.trained, strict=True) if trained]
     return tokenizer.decode(kept, skip_special_tokens=False)
 
 
@@ -47,18 +53,16 @@ CHAT = [
 
 
 def test_completions_are_trained_and_nothing_else(tokenizer):
-    token_ids, mask = tokenise(tokenizer, CHAT)
-    assert token_ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)[:-1]  # without the last "\n"
-    assert trained_text(tokenizer, token_ids, mask) == "yo<|im_end|>me<|im_end|>"
+    tokens = tokens_of(tokenizer, *CHAT)
+    assert tokens.ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
+    assert trained_text(tokenizer, tokens) == "yo<|im_end|>me<|im_end|>"
 
 
 def test_a_base_model_learns_to_end_its_turns_as_the_template_does(folder):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|pad|>"}))
     base = Tokenizer.from_folder(folder)
-    token_ids, mask = tokenise(base, CHAT)
-    assert token_ids == base.apply_chat_template(CHAT, add_generation_prompt=False)[:-1]
-    assert trained_text(base, token_ids, mask) == "yo<|im_end|>me<|im_end|>"
+    assert trained_text(base, tokens_of(base, *CHAT)) == "yo<|im_end|>me<|im_end|>"
 
 
 def test_white_space_that_the_template_cuts_is_not_trained(folder):
@@ -66,25 +70,109 @@ def test_white_space_that_the_template_cuts_is_not_trained(folder):
     template = settings["chat_template"].replace("message['content']", "message['content'] | trim")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
     chat = [*CHAT[:2], {"role": "assistant", "content": "\nyo  "}]
-    token_ids, mask = tokenise(Tokenizer.from_folder(folder), chat)
-    assert trained_text(Tokenizer.from_folder(folder), token_ids, mask) == "yo<|im_end|>"
+    tokenizer = Tokenizer.from_folder(folder)
+    assert trained_text(tokenizer, tokens_of(tokenizer, *chat)) == "yo<|im_end|>"
 
 
 def test_variables_of_the_chat_template_reach_every_sample(tmp_path, folder):
     data = {"type": "sft", "path": str(tmp_path / "rows.jsonl"), "batch_size": 1, "seq_len": 64}
     data["chat_template_kwargs"] = {"enable_thinking": False}
-    (sample,) = prepare_sft(config(tmp_path, may_think(folder), data=data)).batch(0)
+    settings = json.loads((may_think(folder) / "tokenizer_config.json").read_text())
+    template = settings["chat_template"].replace("'<|im_end|>'", "('' if enable_thinking else '!') + '<|im_end|>'")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    (sample,) = prepare_sft(config(tmp_path, folder, data=data)).batch(0)
     said = Tokenizer.from_folder(folder).decode(sample.token_ids)
-    assert said.count("assistant\n<think></think>") == 1
+    assert said.count("!") == 3  # the completion's own, and one at the end of each message
 
 
 def test_everything_is_trained_when_asked_for(tokenizer):
-    token_ids, mask = tokenise(tokenizer, CHAT, "all")
-    assert mask == [False] + [True] * (len(token_ids) - 1)
+    tokens = tokens_of(tokenizer, *CHAT, loss_on="all")
+    assert tokens.trained == [False] + [True] * (len(tokens.ids) - 1)
 
 
-def test_what_follows_the_last_completion_is_left_out(tokenizer):
-    assert tokenise(tokenizer, [*CHAT, {"role": "user", "content": "bye"}]) == tokenise(tokenizer, CHAT)
+def test_what_follows_the_last_completion_is_not_trained(tokenizer):
+    longer = tokens_of(tokenizer, *CHAT, {"role": "user", "content": "bye"})
+    assert trained_text(tokenizer, longer) == trained_text(tokenizer, tokens_of(tokenizer, *CHAT))
+
+
+def test_a_message_may_say_that_it_is_not_trained(tokenizer):
+    chat = [*CHAT[:2], CHAT[2] | {"weight": 0}, *CHAT[3:]]
+    assert trained_text(tokenizer, tokens_of(tokenizer, *chat)) == "me<|im_end|>"
+    chat = [*CHAT[:4], CHAT[4] | {"train": False}]
+    assert trained_text(tokenizer, tokens_of(tokenizer, *chat)) == "yo<|im_end|>"
+    assert not any(tokens_of(tokenizer, *CHAT, weight=0).trained)
+
+
+def test_rows_of_every_form_are_one_conversation(tokenizer):
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    user, said = {"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "B"}
+    rows = [
+        {"messages": [SHORT, user, said]},
+        {"prompt": "a\nb", "completion": "B", "system": "S", "id": 7, "metadata": {"x": 1}},
+        {"prompt": [SHORT, user], "completion": [said]},
+        {
+            "conversations": [
+                {"from": "system", "value": "S"},
+                {"from": "human", "value": "a\nb"},
+                {"from": "gpt", "value": "B"},
+            ]
+        },
+        {"instruction": "a", "input": "b", "output": "B", "system": "S", "history": []},
+    ]
+    assert len({str(tokenise("f:1", row, tokenizer)) for row in rows}) == 1
+    sharegpt = {"from": "function_call", "value": '{"name": "add", "arguments": "{\\"a\\": 1}"}'}
+    row = conversation_of("f:1", {"conversations": [{"from": "human", "value": "1+1"}, sharegpt], "tools": "[]"})
+    assert row.messages[1] == {"role": "assistant", "tool_calls": calls}
+
+
+SHORT = {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"input": "more"}, "has a field input, which has no meaning beside messages"),
+        ({"images": ["a.png"]}, "has a field images, which has no meaning"),
+        ({"tools": [{"name": "add"}]}, "the chat template leaves out the tool add"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs may not hold tools"),
+        ({"weight": 0.5}, "its weight is 0.5; it must be 0 or 1"),
+        ({"system": "S"}, "has system beside a system message"),
+        ({"text": "once"}, "has a field text"),
+    ],
+)
+def test_a_field_has_a_meaning_or_is_refused(tokenizer, fields, says):
+    with pytest.raises(TaskError, match=rf"^rows.jsonl:1: {re.escape(says)}"):
+        tokens_of(tokenizer, *CHAT, **fields)
+
+
+def test_plain_text_is_trained_whole(tokenizer):
+    tokens = tokenise("f:1", {"text": "once"}, tokenizer, "all")
+    assert trained_text(tokenizer, tokens) == "nce<|im_end|>"
+    with pytest.raises(TaskError, match=r"set data\.loss_on"):
+        tokenise("f:1", {"text": "once"}, tokenizer)
+
+
+def test_a_prompt_that_opens_what_a_row_does_not_is_told(tmp_path, folder):
+    """DeepSeek-R1's: the generation prompt opens thoughts, and a row without thoughts has none."""
+    file = tmp_path / "thoughts.jsonl"
+    file.write_text("".join(f'{{"prompt": "hi", "completion": "{said}"}}\n' for said in ("yo", "<think></think>yo")))
+    data = {"type": "sft", "path": str(file), "batch_size": 1, "seq_len": 64}
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = settings["chat_template"].replace("assistant\\n", "assistant\\n<think>")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    about = prepare_sft(config(tmp_path, folder, data=data)).data
+    assert "1 do not begin their last turn as the chat template's generation prompt does" in about.sentence
+    assert about.first.endswith("assistant\n[[yo<|im_end|>]]\n")
+
+
+def test_without_a_template_every_turn_begins_alike(folder):
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    base = Tokenizer.from_folder(folder)
+    tokens = tokens_of(base, *CHAT)
+    assert base.decode(tokens.ids, skip_special_tokens=False) == "Short.\nhiyo<|im_end|>\nandme<|im_end|>"
+    assert trained_text(base, tokens) == "yo<|im_end|>me<|im_end|>"
 
 
 def rows(tmp_path, *rows):

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from ductile.tasks.conversation import as_written, end_of_turn, first_turn, next_turn
+from ductile.tasks.conversation import first_turn, next_turn
+from ductile.tasks.left_out import LeftOut
 from ductile.tasks.tokenizer import Tokenizer
 from tests.tiny import IM_END, PAD, make_tokenizer_files
 
@@ -67,15 +68,10 @@ def test_an_environment_that_repeats_the_placeholders_does_not_disturb(tokenizer
     )
 
 
-def test_end_of_turn_comes_from_the_template(tokenizer):
-    assert end_of_turn(tokenizer, [USER]) == [IM_END]
-
-
 def test_a_base_model_s_turn_ends_as_its_template_ends_it(tmp_path):
     """Qwen2.5's base models: a ChatML template, and the end of a text as the only eos."""
     base = base_model(tmp_path)
     assert base.eos_token_ids == (PAD, IM_END)
-    assert end_of_turn(base, [USER]) == [IM_END]
     completion = [*base.encode("yo"), IM_END]
     together = first_turn(base, [USER]) + completion + next_turn(base, [USER], completion, REPLY)
     assert together == base.apply_chat_template([USER, {"role": "assistant", "content": "yo"}, *REPLY])
@@ -89,9 +85,7 @@ def test_what_stands_before_the_last_token_of_a_turn_belongs_to_its_end(tmp_path
         "<|im_end|>{% endif %}{% endfor %}"
     )
     llama = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
-    end = end_of_turn(llama, [USER])
-    assert show(llama, end) == " <|im_end|>"
-    assert show(llama, next_turn(llama, [USER], [*llama.encode("yo"), *end], REPLY)) == "[more]"
+    assert show(llama, next_turn(llama, [USER], llama.encode("yo <|im_end|>"), REPLY)) == "[more]"
 
 
 def test_an_eos_in_the_environment_s_words_does_not_disturb(tmp_path):
@@ -100,19 +94,8 @@ def test_an_eos_in_the_environment_s_words_does_not_disturb(tmp_path):
         "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}<|im_end|>{% endif %}\n{% endfor %}"
     )
     plain = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
-    assert end_of_turn(plain, [USER]) == [IM_END]
     between = next_turn(plain, [USER], [*plain.encode("yo"), IM_END], REPLY)
     assert show(plain, between) == "more<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"), [("m['content'] | trim", "yo\n\nthere"), ("m['content']", "\n yo\n\nthere ")]
-)
-def test_a_completion_is_written_as_the_template_writes_it(tmp_path, written, expected):
-    template = tmp_path / "trim.jinja"
-    template.write_text("{% for m in messages %}<|im_start|>{{ " + written + " }}<|im_end|>{% endfor %}")
-    tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
-    assert as_written(tokenizer, [USER], "\n yo\n\nthere ") == expected
 
 
 def test_without_a_chat_template_texts_are_lines(tmp_path):
@@ -124,6 +107,27 @@ def test_without_a_chat_template_texts_are_lines(tmp_path):
     base = Tokenizer.from_folder(folder)
     assert base.chat_template is None
     assert show(base, first_turn(base, [{"role": "system", "content": "Add."}, USER])) == "Add.\nhi"
-    assert show(base, next_turn(base, [USER], base.encode("yo"), REPLY)) == "\nmore\n"
-    assert end_of_turn(base, [USER]) == [IM_END]
-    assert as_written(base, [USER], " yo ") == " yo "
+    assert show(base, next_turn(base, [USER], base.encode("yo"), REPLY)) == "\nmore"
+    with pytest.raises(LeftOut, match="need a chat template"):
+        first_turn(base, [USER], tools=[{"name": "add"}])
+
+
+NO_TOOLS = (
+    "{% for m in messages %}{% if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_words_that_the_template_drops_are_refused(tmp_path):
+    """A template that knows no tools renders neither their list nor what they answer."""
+    (tmp_path / "no_tools.jinja").write_text(NO_TOOLS)
+    tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=tmp_path / "no_tools.jinja")
+    with pytest.raises(LeftOut, match="leaves out the tool add"):
+        first_turn(tokenizer, [USER], tools=[{"type": "function", "function": {"name": "add"}}])
+    with pytest.raises(LeftOut, match="leaves out the content of message 3, whose role is tool"):
+        next_turn(tokenizer, [USER], [IM_END], [{"role": "tool", "content": "a"}])  # "a" is in "assistant", too
+
+
+def test_a_developer_is_a_system_to_a_template_that_names_none(tokenizer):
+    developer, system = ([{"role": role, "content": "Short."}, USER] for role in ("developer", "system"))
+    assert first_turn(tokenizer, developer) == first_turn(tokenizer, system)

@@ -5,8 +5,11 @@ import pytest
 from ductile.config.schema.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask
 from ductile.records import Completion
 from ductile.tasks.build import build_task
-from ductile.tasks.rows import conversation, read_rows
+from ductile.tasks.prompts import check_prompts, prompt_ids
+from ductile.tasks.rows import conversation_of, read_rows
 from ductile.tasks.task import TaskError, score, takes_turns
+from ductile.tasks.tokenizer import Tokenizer
+from tests.tiny import make_tokenizer_files
 
 EXACT = "tests.tasks.rewards.exact"
 
@@ -47,6 +50,38 @@ def test_a_reward_in_a_file_beside_the_data(tmp_path):
     assert score(task, 0, Completion("two")) == (3.0, {})
 
 
+def test_a_prompt_is_rendered_with_the_row_s_tools(tmp_path):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    row = {"messages": [*said, {"role": "tool", "content": "2"}], "tools": tools, "solution": "2"}
+    task, template = build_task(jsonl(tmp_path, row)), tmp_path / "tools.jinja"
+    template.write_text(
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
+    text = tokenizer.decode(prompt_ids(task, tokenizer, 0), skip_special_tokens=False)
+    assert text == (
+        '[{"type": "function", "function": {"name": "add"}}]<|im_start|>user\n1+1<|im_end|>'
+        '<|im_start|>assistant\n{"name": "add", "arguments": {"a": 1}}<|im_end|><|im_start|>tool\n2<|im_end|>'
+    )
+    assert score(task, 0, Completion("2")) == (1.0, {})
+    without = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "n"))
+    with pytest.raises(TaskError, match=r"rows\.jsonl:1: the chat template .* refuses the messages"):
+        check_prompts(task, without, range(1))
+
+
+def test_a_prompt_of_another_shape_is_looked_at_before_a_run(tmp_path):
+    template = tmp_path / "user.jinja"
+    template.write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1"}]
+    task = build_task(jsonl(tmp_path, {"prompt": "1"}, {"prompt": "2"}, {"messages": messages}))
+    with pytest.raises(TaskError, match=r"rows\.jsonl:3: the chat template leaves out the content of message 1"):
+        check_prompts(task, tokenizer, range(3))
+
+
 def test_a_line_separator_inside_text_is_no_end_of_line(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8")
     assert len(read_rows(tmp_path / "rows.jsonl")) == 1
@@ -56,16 +91,23 @@ BAD_ROWS = [
     ("[1, 2]\n", "rows.jsonl:1: is a list; each line must be an object"),
     ('{"prompt": "a"}\n{"prompt": \n', "rows.jsonl:2: is not JSON: Expecting value at column"),
     ('{"prompt": "a"}\nhello\n', "rows.jsonl:2: is not JSON"),
-    ('{"question": "a"}\n', "rows.jsonl:1: has neither messages nor prompt; its keys are question"),
+    (
+        '{"question": "a"}\n',
+        "rows.jsonl:1: has neither messages nor prompt, conversations or instruction; its keys are question",
+    ),
     ('{"prompt": 3}\n', "rows.jsonl:1: prompt is a number, not text"),
     ('{"prompt": ""}\n', "rows.jsonl:1: prompt is empty"),
     ('{"prompt": null}\n', "rows.jsonl:1: prompt is null, not text"),
     ('{"prompt": "a", "messages": []}\n', "rows.jsonl:1: has both messages and prompt; keep one"),
     ('{"messages": []}\n', "rows.jsonl:1: messages must be a list of at least one message, not empty"),
     ('{"messages": "hi"}\n', "messages must be a list of at least one message, not text"),
-    ('{"messages": [{"role": "user"}]}\n', 'message 1 must be {"role": ..., "content": ...}'),
-    ('{"messages": [{"role": "human", "content": "a"}]}\n', "message 1 has role 'human'; roles are system, user"),
-    ('{"messages": [{"role": "user", "content": ["a"]}]}\n', "the content of message 1 is a list, not text"),
+    ('{"messages": [{"role": "user"}]}\n', "message 1 has no content"),
+    ('{"messages": ["hi"]}\n', 'message 1 must be {"role": ..., "content": ...}'),
+    (
+        '{"messages": [{"role": "human", "content": "a"}]}\n',
+        "message 1 has role 'human'; roles are system, developer, user",
+    ),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}\n', "message 1 has a part 1 without text; parts are"),
     (
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         "rows.jsonl:1: the last message is the assistant's; a prompt ends with another role's",
@@ -83,8 +125,11 @@ def test_bad_rows(tmp_path, text, message):
 
 BAD_SFT_ROWS = [
     ({"prompt": "a"}, "rows.jsonl:1: has a prompt and no completion"),
-    ({"prompt": "a", "completion": ["b"]}, "rows.jsonl:1: completion is a list, not text"),
-    ({"completion": "b"}, "rows.jsonl:1: has neither messages nor prompt and completion; its keys are completion"),
+    ({"prompt": "a", "completion": ["b"]}, 'rows.jsonl:1: message 2 must be {"role": ..., "content": ...}'),
+    (
+        {"completion": "b"},
+        "rows.jsonl:1: has neither messages, prompt and completion, conversations or instruction; its",
+    ),
     ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's, so there is nothing to train"),
 ]
 
@@ -94,7 +139,7 @@ def test_bad_rows_for_sft(tmp_path, row, message):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(TaskError) as error:
-        conversation(*read_rows(file)[0], ends_with="completion")
+        conversation_of(*read_rows(file)[0])
     assert message in str(error.value)
 
 

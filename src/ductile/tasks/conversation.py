@@ -10,18 +10,24 @@ completion, end-of-turn token included.
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ductile.tasks.left_out import LeftOut, RendersChat, refuse_left_out
+
 Messages = Sequence[Mapping[str, Any]]
 
 
-class ApplyTemplate(Protocol):
-    def __call__(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]: ...
+class AppliesTemplate(RendersChat, Protocol):
+    """A chat template with its tokenizer."""
+
+    def apply_chat_template(
+        self, messages: Messages, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]: ...
 
 
 class ChatTokenizer(Protocol):
-    """What is used of `ductile.tasks.tokenizer.Tokenizer`."""
+    """The part of `ductile.tasks.tokenizer.Tokenizer` that plays a conversation."""
 
     @property
-    def chat_template(self) -> ApplyTemplate | None:
+    def chat_template(self) -> AppliesTemplate | None:
         """Turns messages into tokens; None for a base model, which reads plain text."""
         ...
 
@@ -32,56 +38,68 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def first_turn(tokenizer: ChatTokenizer, messages: Messages) -> list[int]:
-    """The prompt. Without a chat template: the messages' texts, a line each, as a base model reads them."""
-    if tokenizer.chat_template is not None:
-        return tokenizer.chat_template(messages)
-    return tokenizer.encode("\n".join(message["content"] for message in messages))
+def first_turn(tokenizer: ChatTokenizer, messages: Messages, **variables: Any) -> list[int]:
+    """Return the prompt. Without a chat template: the messages' texts, a line each, as a base model reads them.
 
-
-def next_turn(tokenizer: ChatTokenizer, first: Messages, completion: Sequence[int], reply: Messages) -> list[int]:
-    """What comes between the sampled `completion` and the policy's next word: its end of turn, where it did not sample
-    one, the environment's words, and the start of the policy's turn.
-
-    first: the conversation's first messages, of which some templates make a preamble.
+    variables: of the chat template, `tools` among them. Raises LeftOut when the template drops a part of the messages.
     """
-    if tokenizer.chat_template is None:
-        text = "".join(f"\n{message['content']}" for message in reply) + "\n"
-        return tokenizer.encode(text, add_special_tokens=False)
-    between = after_completion(tokenizer.chat_template, first, reply, add_generation_prompt=True)
+    template = tokenizer.chat_template
+    if template is None:
+        return tokenizer.encode("\n".join(_texts(messages, variables)))
+    refuse_left_out(template, messages, add_generation_prompt=True, **variables)
+    return template.apply_chat_template(messages, **variables)
+
+
+def next_turn(
+    tokenizer: ChatTokenizer, first: Messages, completion: Sequence[int], reply: Messages, **variables: Any
+) -> list[int]:
+    """Return what comes between the sampled `completion` and the policy's next word: its end of turn, where it did not
+    sample one, the environment's words, and the start of the policy's turn.
+
+    first: the conversation's first messages, of which some templates make a preamble. Raises LeftOut as `first_turn`.
+    """
+    template = tokenizer.chat_template
+    if template is None:
+        return tokenizer.encode("".join(f"\n{text}" for text in _texts(reply, {})), add_special_tokens=False)
+    refuse_left_out(template, [*first, SAID, *reply], add_generation_prompt=True, **variables)
+    between = after_completion(template, first, reply, add_generation_prompt=True, **variables)
     if completion and completion[-1] in tokenizer.eos_token_ids:
-        for end in (end_of_turn(tokenizer, first), between[:1]):
+        for end in (_end_of_turn(template, tokenizer.eos_token_ids, first, variables), between[:1]):
             if end[-1:] == [completion[-1]] and between[: len(end)] == end:
                 return between[len(end) :]
     return between
 
 
-def end_of_turn(tokenizer: ChatTokenizer, first: Messages) -> list[int]:
-    """What the assistant's turn ends with, a token that ends generation last: what SFT teaches to say at its end."""
-    if tokenizer.chat_template is not None:
-        after = after_completion(tokenizer.chat_template, first, [], add_generation_prompt=False)
-        for index, token in enumerate(after):
-            if token in tokenizer.eos_token_ids:
-                return after[: index + 1]
-    return list(tokenizer.eos_token_ids[:1])
+SAID = {"role": "assistant", "content": "0"}
+"""A completion, whichever."""
 
 
-def as_written(tokenizer: ChatTokenizer, first: Messages, content: str) -> str:
-    """An assistant's content as the chat template writes it: many templates cut the white space around it."""
-    if tokenizer.chat_template is None or content == content.strip():
-        return content
-    bare, spaced = (
-        tokenizer.chat_template([*first, {"role": "assistant", "content": text}], False) for text in ("0", " \n0\n ")
-    )
-    return content.strip() if spaced == bare else content
+def _end_of_turn(
+    template: AppliesTemplate, eos_token_ids: Sequence[int], first: Messages, variables: Mapping[str, Any]
+) -> list[int]:
+    """Return what the assistant's turn ends with, a token that ends generation last."""
+    after = after_completion(template, first, [], add_generation_prompt=False, **variables)
+    for index, token in enumerate(after):
+        if token in eos_token_ids:
+            return after[: index + 1]
+    return list(eos_token_ids[:1])
+
+
+def _texts(messages: Messages, variables: Mapping[str, Any]) -> list[str]:
+    """Return the contents, which are all that plain text can say."""
+    if variables.get("tools") or any(message.get("tool_calls") for message in messages):
+        raise LeftOut("tools and tool calls need a chat template, and the model's folder has none")
+    return [str(message["content"]) for message in messages]
 
 
 def after_completion(
-    template: ApplyTemplate, first: Messages, reply: Messages, add_generation_prompt: bool
+    template: AppliesTemplate, first: Messages, reply: Messages, add_generation_prompt: bool, **variables: Any
 ) -> list[int]:
-    """The tokens behind an assistant's completion that stands between `first` and `reply`."""
+    """Return the tokens behind an assistant's completion that stands between `first` and `reply`."""
     a, b = (
-        template([*first, {"role": "assistant", "content": completion}, *reply], add_generation_prompt)
+        template.apply_chat_template(
+            [*first, SAID | {"content": completion}, *reply], add_generation_prompt, **variables
+        )
         for completion in ("0", "1")
     )
     num_common = 0

@@ -1,6 +1,6 @@
 """A local JSONL file with a reward function of yours."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from numbers import Real
@@ -17,7 +17,7 @@ from ductile.config.checks.reward_signature import (
 from ductile.config.reading.imports import ImportPathError, import_object
 from ductile.config.schema.orchestrator import JsonlTask
 from ductile.roles import Task
-from ductile.tasks.rows import Row, conversation, read_rows
+from ductile.tasks.rows import FORMS, Row, prompt_of, read_rows
 from ductile.tasks.task import TaskError
 
 _OF_EVERY_LINE = frozenset({"prompts", "completions", "completion_ids", *FACTS}) - {"token_ids"}
@@ -50,13 +50,21 @@ class JsonlDataset(Task):
             _require_columns(path, rows)
         self._rows = [row for _, row in rows]
         system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
-        self._messages = [system + conversation(where, row, ends_with="prompt") for where, row in rows]
+        self._sources = [where for where, _ in rows]
+        self._prompts = [prompt_of(where, row) for where, row in rows]
+        self._system = system
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def messages(self, example: int) -> list[dict[str, str]]:
-        return list(self._messages[example])
+        return [*self._system, *self._prompts[example].messages]
+
+    def template_variables(self, example: int) -> Mapping[str, Any]:
+        return self._prompts[example].variables
+
+    def source(self, example: int) -> str:
+        return self._sources[example]
 
     @property
     def rewards(self) -> list[_Reward]:
@@ -94,9 +102,10 @@ def _call(reward: _Reward, row: Row, completion: str, facts: dict[str, Any]) -> 
     signature = reward.signature
     if signature.style == "row":
         return reward.function(row, completion, **{name: facts[name] for name in facts if signature.wants(name)})
-    as_messages = "messages" in row
+    prompt = next(row[form] for form in FORMS if form in row)
+    as_messages = not isinstance(prompt, str)
     there = _values(row) | {
-        "prompts": row["messages"] if as_messages else row["prompt"],
+        "prompts": prompt,
         "completions": [{"role": "assistant", "content": completion}] if as_messages else completion,
         "completion_ids": list(facts.get("token_ids", ())),
         **{name: value for name, value in facts.items() if name != "token_ids"},

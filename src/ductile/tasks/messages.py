@@ -13,11 +13,8 @@ TemplateMessage = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of a message. A `developer` is a `system` to templates that do not name it."""
 
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names that templates have for an assistant's thoughts."""
-
-FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS)
-"""Fields of a message that templates read."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of an assistant's thoughts. Templates read the first, or the second."""
 
 
 class BadMessage(Exception):
@@ -25,16 +22,18 @@ class BadMessage(Exception):
 
 
 def for_template(message: Mapping[str, Any]) -> TemplateMessage:
-    """Return the message as templates take it: without nulls, its content as text, the arguments of its tool calls as
-    objects. Raises BadMessage."""
+    """Return the message as templates take it: without what is null or empty, its content as text, the arguments of
+    its tool calls as objects. Raises BadMessage."""
     given = {name: value for name, value in message.items() if value is not None}
     if given.get("role") not in ROLES:
         raise BadMessage(f"has role {given.get('role')!r}; roles are {', '.join(ROLES)}")
     if "content" in given:
         given["content"] = _text_of(given["content"])
-    for name in given.keys() & {*THOUGHTS, "name", "tool_call_id"}:
-        if not isinstance(given[name], str):
-            raise BadMessage(f"has a {name} that is not text")
+    for name in [name for name in given if name not in ("role", "content", "tool_calls")]:
+        if given[name] in ([], {}):
+            del given[name]
+        elif not isinstance(given[name], str):
+            raise BadMessage(f"has a field {name} that is {type_of(given[name])}; templates read texts and tool_calls")
     if "tool_calls" in given:
         given["tool_calls"] = _tool_calls(given["tool_calls"])
     if given.get("tool_calls") and given["role"] != "assistant":
@@ -42,6 +41,13 @@ def for_template(message: Mapping[str, Any]) -> TemplateMessage:
     if "content" not in given and not (given["role"] == "assistant" and given.keys() & {"tool_calls", *THOUGHTS}):
         raise BadMessage("has no content")
     return given
+
+
+def as_given_to_templates(message: Mapping[str, Any]) -> TemplateMessage:
+    """Return the message as `transformers` gives it to a template: without nulls, its thoughts under both names."""
+    given = {name: value for name, value in message.items() if value is not None}
+    thoughts = next((given[name] for name in THOUGHTS if name in given), None)
+    return given if thoughts is None else {"thinking": thoughts, **given, "reasoning_content": thoughts}
 
 
 def _text_of(content: Any) -> str:

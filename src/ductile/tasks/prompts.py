@@ -13,7 +13,9 @@ from ductile.columns import TokenIds
 from ductile.records import Prompt
 from ductile.roles import Task
 from ductile.tasks.conversation import ChatTokenizer, first_turn
-from ductile.tasks.task import TaskError, messages_of
+from ductile.tasks.left_out import LeftOut
+from ductile.tasks.task import TaskError, messages_of, source_of, variables_of
+from ductile.tasks.tokenizer import TokenizerError
 
 
 class ExampleOrder:
@@ -115,5 +117,30 @@ class Prompts:
 
     def _prompt(self, position: int) -> Prompt:
         epoch, example = self._order[position]
-        token_ids = first_turn(self._tokenizer, messages_of(self._task, example))
+        token_ids = prompt_ids(self._task, self._tokenizer, example)
         return Prompt(f"train/{epoch}/{example}", "train", example, TokenIds(token_ids))
+
+
+def prompt_ids(task: Task, tokenizer: ChatTokenizer, example: int) -> list[int]:
+    """Return the tokens that ask an example. Raises TaskError, with the example's source, when the chat template
+    refuses the messages or drops a part of them."""
+    try:
+        return first_turn(tokenizer, messages_of(task, example), **variables_of(task, example))
+    except (LeftOut, TokenizerError) as error:
+        raise TaskError(f"{source_of(task, example)}: {error}") from None
+
+
+def check_prompts(task: Task, tokenizer: ChatTokenizer, examples: Sequence[int]) -> None:
+    """Raise TaskError for a prompt that the chat template cannot express, before the first is asked: one of each shape
+    among the first `NUM_CHECKED`, as prompts of one shape are rendered by one path through the template."""
+    shapes = set[object]()
+    for example in examples[:NUM_CHECKED]:
+        messages = messages_of(task, example)
+        shape = tuple((message["role"], *sorted(message)) for message in messages), *variables_of(task, example)
+        if shape not in shapes:
+            shapes.add(shape)
+            prompt_ids(task, tokenizer, example)
+
+
+NUM_CHECKED = 10_000
+"""Prompts that are looked at before a run; a procedural task may make millions."""

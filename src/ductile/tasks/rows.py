@@ -1,20 +1,105 @@
-"""JSONL files: one object a line, read whole, every complaint with its file and line."""
+"""JSONL files: one object a line, read whole, every complaint with its file and line.
+
+A row may have the form of OpenAI and TRL, of ShareGPT, or of Alpaca:
+
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "tools": [...]}
+    {"prompt": "hi", "completion": "yo"}     or both as lists of messages
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}], "system": "Be short."}
+    {"instruction": "Greet.", "input": "in Greek", "output": "yia"}
+    {"text": "Once upon a time"}             to train on whole
+"""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from ductile.tasks.messages import BadMessage, TemplateMessage, for_template, type_of
 from ductile.tasks.task import TaskError
 
 Row = dict[str, Any]
-ROLES = ("system", "user", "assistant", "tool")
+
+FORMS = ("messages", "prompt", "conversations", "instruction")
+"""Fields that begin a conversation; a row has one of them."""
+
+RENDERED = ("system", "tools", "chat_template_kwargs")
+"""Fields that the prompt is rendered with."""
+
+OF_A_FORM: dict[str, tuple[str, ...]] = {
+    "messages": (),
+    "prompt": ("completion",),
+    "conversations": (),
+    "instruction": ("input", "output", "history"),
+}
+"""Fields that belong to each form."""
+
+ABOUT = frozenset(
+    (
+        "id",
+        "uid",
+        "uuid",
+        "idx",
+        "index",
+        "row_id",
+        "conversation_id",
+        "prompt_id",
+        "message_id",
+        "source",
+        "dataset",
+        "origin",
+        "category",
+        "subset",
+        "split",
+        "task",
+        "lang",
+        "language",
+        "license",
+        "url",
+        "created_at",
+        "timestamp",
+        "date",
+        "model",
+        "metadata",
+        "meta",
+        "tags",
+        "topic",
+        "parallel_tool_calls",
+    )
+)
+"""Fields that tell something about a row or a message and change nothing of it."""
+
+SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles by what ShareGPT's `from` calls them; its `function_call` is an assistant's message, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRow:
+    """A row as a conversation, ready for a chat template."""
+
+    messages: list[TemplateMessage]
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Variables of the chat template: the row's `tools` and its `chat_template_kwargs`."""
+    untrained: frozenset[int] = frozenset()
+    """Places of assistant's messages with `weight: 0` or `train: false`."""
 
 
 def read_rows(path: str | Path) -> list[tuple[str, Row]]:
     """("file:line", object) for each line that is not blank. Raises TaskError."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise TaskError(f"there is no file {file}") from None
     except IsADirectoryError:
@@ -28,30 +113,158 @@ def read_rows(path: str | Path) -> list[tuple[str, Row]]:
     return [(where, _parse(where, line)) for where, line in rows]
 
 
-def conversation(where: str, row: Row, *, ends_with: Literal["prompt", "completion"]) -> list[dict[str, str]]:
-    """The row's messages: `messages`, or `prompt` (and `completion`, when a completion is asked for).
+def prompt_of(where: str, row: Row) -> ChatRow:
+    """Return the row's conversation up to the policy's turn. The row's other fields are its reward's.
 
-    Raises TaskError when it has neither or both, when a message is malformed, or when the last one is the wrong
-    side's.
+    Raises TaskError when there is none, when a message is malformed, or when the last one is the assistant's.
     """
-    wants_completion = ends_with == "completion"
-    short = "prompt and completion" if wants_completion else "prompt"
-    if "messages" in row and "prompt" in row:
-        raise TaskError(f"{where}: has both messages and prompt; keep one of them")
-    if "messages" in row:
-        messages = _messages(where, row["messages"])
-    elif "prompt" in row:
-        messages = [{"role": "user", "content": _text(where, row, "prompt")}]
-        if wants_completion:
-            messages.append({"role": "assistant", "content": _text(where, row, "completion")})
-    else:
-        raise TaskError(f"{where}: has neither messages nor {short}; its keys are {', '.join(row) or 'none'}")
-    completed = messages[-1]["role"] == "assistant"
-    if completed and not wants_completion:
+    prompt = _conversation(where, row, with_completion=False)
+    if prompt.messages[-1]["role"] == "assistant":
         raise TaskError(f"{where}: the last message is the assistant's; a prompt ends with another role's")
-    if wants_completion and not any(message["role"] == "assistant" for message in messages):
+    return prompt
+
+
+def conversation_of(where: str, row: Row) -> ChatRow:
+    """Return the row's whole conversation, to train on. Raises TaskError as `prompt_of` does, and when no message is
+    the assistant's, or a field of the row has no meaning."""
+    said = {name: value for name, value in row.items() if value is not None}
+    chat = _conversation(where, said, with_completion=True)
+    form = next(form for form in FORMS if form in said)
+    _refuse_unknown(where, said, (form, *OF_A_FORM[form], *RENDERED, "weight", "train"))
+    if not any(message["role"] == "assistant" for message in chat.messages):
         raise TaskError(f"{where}: no message is the assistant's, so there is nothing to train on")
-    return messages
+    return chat
+
+
+def text_of(where: str, row: Row) -> str | None:
+    """Return the text of a row that is no conversation: `{"text": ...}`."""
+    if "text" not in row or any(form in row for form in FORMS):
+        return None
+    _refuse_unknown(where, row, ("text",))
+    return _text(where, row, "text")
+
+
+def _refuse_unknown(where: str, row: Row, meant: Sequence[str]) -> None:
+    unknown = [name for name, value in row.items() if name not in (*meant, *ABOUT) and value not in (None, "", [], {})]
+    if unknown:
+        form = next(name for name in meant if name in row)
+        raise TaskError(
+            f"{where}: has a field {unknown[0]}, which has no meaning beside {form}; remove it, or put what is only "
+            "about the row under metadata"
+        )
+
+
+def _conversation(where: str, row: Row, *, with_completion: bool) -> ChatRow:
+    forms = [form for form in FORMS if form in row]
+    if not forms:
+        short = "messages, prompt and completion" if with_completion else "messages nor prompt"
+        known = "conversations or instruction"
+        raise TaskError(f"{where}: has neither {short}, {known}; its keys are {', '.join(row) or 'none'}")
+    if len(forms) > 1:
+        raise TaskError(f"{where}: has both {forms[0]} and {forms[1]}; keep one of them")
+    match forms[0]:
+        case "messages":
+            given = _list(where, row, "messages")
+        case "prompt":
+            given = _side(where, row, "prompt", "user")
+            given += _side(where, row, "completion", "assistant") if with_completion else []
+        case "conversations":
+            given = [_from_sharegpt(where, n, said) for n, said in enumerate(_list(where, row, "conversations"), 1)]
+        case _:
+            given = _from_alpaca(where, row, with_completion)
+    if row.get("system"):
+        if given and isinstance(given[0], Mapping) and given[0].get("role") == "system":
+            raise TaskError(f"{where}: has system beside a system message; keep one of them")
+        given = [{"role": "system", "content": _text(where, row, "system")}, *given]
+    messages, untrained = list[TemplateMessage](), set[int]()
+    for place, message in enumerate(given):
+        try:
+            messages.append(_message(message))
+        except BadMessage as error:
+            raise TaskError(f"{where}: message {place + 1} {error}") from None
+        if messages[-1]["role"] == "assistant" and not (_trained(where, row) and _trained(where, message, place)):
+            untrained.add(place)
+    return ChatRow(messages, _variables(where, row), frozenset(untrained))
+
+
+def _message(message: Any) -> TemplateMessage:
+    """Return a message as templates take it, without what is only about it. Raises BadMessage."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise BadMessage('must be {"role": ..., "content": ...}')
+    return for_template({name: value for name, value in message.items() if name not in (*ABOUT, "weight", "train")})
+
+
+def _trained(where: str, table: Mapping[str, Any], place: int | None = None) -> bool:
+    """Return what `weight` or `train` of a row or of a message says."""
+    for name in ("weight", "train"):
+        value = table.get(name, True)
+        if value not in (None, True, False):  # 0 and 1 are equal to these
+            which = "its" if place is None else f"message {place + 1} has a"
+            raise TaskError(f"{where}: {which} {name} is {value!r}; it must be 0 or 1")
+        if value is not None and not value:
+            return False
+    return True
+
+
+def _variables(where: str, row: Row) -> dict[str, Any]:
+    """Return the row's variables of the chat template."""
+    tools, kwargs = row.get("tools"), row.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            raise TaskError(f"{where}: tools is text that is not JSON; write a list of objects") from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise TaskError(f"{where}: tools is {type_of(tools)}; it must be a list of objects")
+    if not isinstance(kwargs, dict):
+        raise TaskError(f"{where}: chat_template_kwargs is {type_of(kwargs)}; it must be an object")
+    if taken := sorted(kwargs.keys() & {"messages", "tools", "add_generation_prompt"}):
+        raise TaskError(f"{where}: chat_template_kwargs may not hold {taken[0]}, which the row gives by itself")
+    return kwargs | ({"tools": tools} if tools else {})
+
+
+def _side(where: str, row: Row, key: str, role: str) -> list[Any]:
+    """Return a prompt or a completion, which are text or lists of messages."""
+    if isinstance(row.get(key), list):
+        return _list(where, row, key)
+    if isinstance(row.get(key), dict):
+        return [row[key]]
+    return [{"role": role, "content": _text(where, row, key)}]
+
+
+def _from_sharegpt(where: str, number: int, said: Any) -> Any:
+    if not isinstance(said, Mapping) or "from" not in said:
+        return said  # some of these have role and content after all
+    role, text = said["from"], said.get("value")
+    others = {name: value for name, value in said.items() if name not in ("from", "value")}
+    if role == "function_call":
+        try:
+            calls = json.loads(str(text))
+        except ValueError:
+            raise TaskError(f"{where}: message {number} is a function_call whose value is not JSON") from None
+        calls = calls if isinstance(calls, list) else [calls]
+        return others | {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    if role not in SHAREGPT:
+        raise TaskError(
+            f"{where}: message {number} is from {role!r}; senders are {', '.join([*SHAREGPT, 'function_call'])}"
+        )
+    return others | {"role": SHAREGPT[role], "content": text}
+
+
+def _from_alpaca(where: str, row: Row, with_completion: bool) -> list[Any]:
+    """Return the pairs of `history`, the instruction with its input on the next line, and the output."""
+    given: list[Any] = []
+    for pair in row.get("history") or []:
+        if not (isinstance(pair, list) and len(pair) == 2):
+            raise TaskError(f"{where}: history must be a list of pairs of texts, of the user and of the assistant")
+        given += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    words = _text(where, row, "instruction")
+    if row.get("input"):
+        words += "\n" + _text(where, row, "input")
+    given.append({"role": "user", "content": words})
+    if with_completion:
+        given.append({"role": "assistant", "content": _text(where, row, "output")})
+    return given
 
 
 def _parse(where: str, line: str) -> Row:
@@ -60,33 +273,19 @@ def _parse(where: str, line: str) -> Row:
     except json.JSONDecodeError as error:
         raise TaskError(f"{where}: is not JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(row, dict):
-        raise TaskError(f"{where}: is {_kind(row)}; each line must be an object, {{...}}")
+        raise TaskError(f"{where}: is {type_of(row)}; each line must be an object, {{...}}")
     return row
 
 
-def _messages(where: str, messages: Any) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise TaskError(f"{where}: messages must be a list of at least one message, not {_kind(messages)}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise TaskError(f'{where}: message {number} must be {{"role": ..., "content": ...}}')
-        if message["role"] not in ROLES:
-            raise TaskError(f"{where}: message {number} has role {message['role']!r}; roles are {', '.join(ROLES)}")
-        if not isinstance(message["content"], str):
-            raise TaskError(f"{where}: the content of message {number} is {_kind(message['content'])}, not text")
-    return messages
+def _list(where: str, row: Row, key: str) -> list[Any]:
+    if not isinstance(row[key], list) or not row[key]:
+        raise TaskError(f"{where}: {key} must be a list of at least one message, not {type_of(row[key])}")
+    return list(row[key])
 
 
 def _text(where: str, row: Row, key: str) -> str:
     if key not in row:
-        raise TaskError(f"{where}: has a prompt and no {key}")
+        raise TaskError(f"{where}: has {'a prompt' if key == 'completion' else 'an instruction'} and no {key}")
     if not isinstance(row[key], str) or not row[key]:
-        raise TaskError(f"{where}: {key} is {_kind(row[key])}, not text")
+        raise TaskError(f"{where}: {key} is {type_of(row[key])}, not text")
     return row[key]
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
-    if value == "" or value == [] or value == {}:
-        return "empty"
-    return names.get(type(value), "null")

@@ -94,6 +94,16 @@ def reply(task: Task, example: int, messages: list[dict[str, str]]) -> list[dict
     return said
 
 
+def variables_of(task: Task, example: int) -> Mapping[str, Any]:
+    """Return `task.template_variables`, which a task need not define."""
+    return getattr(type(task), "template_variables", Task.template_variables)(task, example)
+
+
+def source_of(task: Task, example: int) -> str:
+    """Return `task.source`, which a task need not define."""
+    return getattr(type(task), "source", Task.source)(task, example)
+
+
 def _is_message(message: object) -> bool:
     return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 

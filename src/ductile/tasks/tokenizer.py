@@ -17,7 +17,8 @@ import tokenizers
 
 from ductile.surrogates import mended
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError, TextSpan
-from ductile.tasks.conversation import ApplyTemplate, after_completion
+from ductile.tasks.conversation import after_completion
+from ductile.tasks.messages import as_given_to_templates
 from ductile.tasks.token_bytes import TokenBytes
 
 ChatTurn = Mapping[str, Any]
@@ -124,11 +125,11 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> T:
-        """Return what `render` makes of the messages: without nulls, as transformers gives them to a template, and with
-        an empty content in their place, or arguments of tool calls in JSON, for a template that wants them. A developer
-        is a system to a template that does not name developers."""
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        if self._chat_template and "developer" not in self._chat_template.text:
+        """Return what `render` makes of the messages, with an empty content where there is none, or arguments of tool
+        calls in JSON, for a template that counts on these. A developer is a system to a template that does not show
+        developers."""
+        given = [as_given_to_templates(message) for message in messages]
+        if not self._knows_developers:
             given = [each | {"role": "system"} if each.get("role") == "developer" else each for each in given]
         everything = {
             **{"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs, **variables},
@@ -152,9 +153,20 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
     @property
-    def chat_template(self) -> ApplyTemplate | None:
-        """`apply_chat_template`, where the folder has a template."""
-        return None if self._chat_template is None else self.apply_chat_template
+    def chat_template(self) -> "Tokenizer | None":
+        """The tokenizer itself, where the folder has a template."""
+        return None if self._chat_template is None else self
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        """Whether the chat template renders a developer's message: some name the role only to say who it is."""
+        messages = [{"role": "developer", "content": "trial"}, {"role": "user", "content": "0"}]
+        variables = {"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs}
+        if self._chat_template is None or not self.reads("developer"):
+            return False
+        with suppress(ChatTemplateError):
+            return "trial" in self._chat_template.render(messages=messages, add_generation_prompt=False, **variables)
+        return False
 
     def reads(self, name: str) -> bool:
         """Whether the chat template names this field of a message, or this variable."""
@@ -175,7 +187,7 @@ class Tokenizer:
             return []
         prompt = [{"role": "user", "content": "0"}]
         try:
-            after = after_completion(self.apply_chat_template, prompt, [], add_generation_prompt=False)
+            after = after_completion(self, prompt, [], add_generation_prompt=False)
         except TokenizerError:  # a template that wants other messages
             return []
         added = self._backend.get_added_tokens_decoder()

@@ -33,8 +33,9 @@ from ductile.core.scheduling.policies.names import described
 Row = tuple[str, str]
 
 
-def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "") -> str:
-    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for."""
+def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "", first: str = "") -> str:
+    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for. first: the
+    first example, as the model sees it."""
     config = parsed.config
     rows = [
         ("files", " < ".join(parsed.files) or "none: flags and defaults"),
@@ -47,8 +48,22 @@ def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "") -> str:
         *_scheduling(config),
         *_column("derived", list(parsed.derived)),
     ]
-    lines = (f"  {name:<10}{text}" for name, text in rows)
+    lines = [f"  {name:<10}{text}" for name, text in rows]
+    if first:
+        lines += ["", f"  The first example, as the model sees it{TRAINED if '[[' in first else ''}:", ""]
+        lines += [f"    {line}" for line in _middle_out(first).splitlines()]
     return "\n".join([f"ductile {command}: the config is good.", "", *lines])
+
+
+TRAINED = ", what is trained in [[ ]]"
+SHOWN_CHARS = 2000
+
+
+def _middle_out(text: str) -> str:
+    """Return a text of at most `SHOWN_CHARS`, the first and the last ones of a longer one."""
+    left_out = len(text) - SHOWN_CHARS
+    half = SHOWN_CHARS // 2
+    return text if left_out <= 0 else f"{text[:half]}\n[... {left_out} characters ...]\n{text[-half:]}"
 
 
 def _output(config: RunConfig) -> str:

@@ -103,7 +103,7 @@ _MICRO = NotBuilt("a fixed number of samples in a micro-batch", instead="`seq_le
 class JsonlData(Section):
     type: Literal["sft"] = "sft"
     path: str | None = None
-    """JSONL: `messages`, or `prompt` and `completion`, a line."""
+    """JSONL: a conversation a line, in OpenAI's, TRL's, ShareGPT's or Alpaca's form (docs/sft.md)."""
     batch_size: int = Field(default=128, ge=1)
     """Samples an optimizer step."""
     seq_len: int = Field(default=128, ge=2)

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ductile.config.reading.errors import listed, show
 from ductile.generator.server.openai_api import ChatRequest
 from ductile.generator.server.request_body import BadBody
 from ductile.tasks.chat_template import OPEN
-from ductile.tasks.messages import FIELDS, TemplateMessage
-from ductile.tasks.rendered import LeftOut, refuse_left_out
+from ductile.tasks.left_out import LeftOut, refuse_left_out
+from ductile.tasks.messages import TemplateMessage
 from ductile.tasks.tokenizer import Tokenizer
 
 HINTS = ("reasoning_effort", "verbosity")
@@ -21,8 +20,6 @@ def render_prompt(tokenizer: Tokenizer, body: ChatRequest) -> str:
         messages = body.conversation()
     except ValueError as problem:
         raise BadBody(str(problem), "messages") from None
-    for number, message in enumerate(messages):
-        messages[number] = _without_unread(tokenizer, number, message)
     variables = _variables(tokenizer, body)
     with_prompt = body.add_generation_prompt is not False and not body.continue_final_message
     try:
@@ -42,20 +39,6 @@ def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any]:
     if body.tools and body.tool_choice != "none":
         variables["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     return variables | (body.chat_template_kwargs or {})
-
-
-def _without_unread(tokenizer: Tokenizer, number: int, message: TemplateMessage) -> TemplateMessage:
-    """Return the message without empty fields that no template knows. Raises BadBody for one that says something."""
-    unread = [name for name in message if name not in FIELDS and not tokenizer.reads(name)]
-    for name in unread:
-        if message[name]:
-            known = [field for field in FIELDS if field != "role"]
-            raise BadBody(
-                f"messages.{number}.{name[:80]} is {show(message[name])}, which the chat template does not read; "
-                f"it may be {listed(known).replace(' and ', ' or ')}",
-                f"messages.{number}.{name[:80]}",
-            )
-    return {name: value for name, value in message.items() if name not in unread}
 
 
 def _open_end(tokenizer: Tokenizer, messages: Sequence[TemplateMessage], variables: Mapping[str, Any]) -> str:

@@ -41,9 +41,8 @@ from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Prompt
 from ductile.roles import Generators, Scorer, Task
 from ductile.tasks.build import build_task
-from ductile.tasks.conversation import first_turn
-from ductile.tasks.prompts import ExampleOrder, Prompts, split
-from ductile.tasks.task import TaskError, messages_of
+from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts, prompt_ids, split
+from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.transport.deadlines import Deadlines
 
@@ -103,7 +102,7 @@ def prepare(config: RLConfig) -> Prepared:
             name, tasks["eval"] = "eval", build_task(orchestrator.eval.task)
             held_out = range(min(len(tasks["eval"]), orchestrator.eval.num_examples))
         eval_prompts = _eval_prompts(tokenizer, tasks[name], name, held_out, config.inference.model.max_model_len)
-    first_turn(tokenizer, messages_of(tasks["train"], train_examples[0]))  # what raises is found before the start
+    check_prompts(tasks["train"], tokenizer, train_examples)  # what raises is found before the start
     groups_per_step = orchestrator.batch_size // orchestrator.rollouts_per_example
     one_epoch = max(1, len(train_examples) // groups_per_step)
     given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
@@ -263,7 +262,7 @@ def _eval_prompts(
 ) -> list[Prompt]:
     """Held-out prompts that leave room for a completion. Raises TaskError when none does."""
     prompts = [
-        Prompt(f"eval/0/{example}", name, example, TokenIds(first_turn(tokenizer, messages_of(task, example))))
+        Prompt(f"eval/0/{example}", name, example, TokenIds(prompt_ids(task, tokenizer, example)))
         for example in examples
     ]
     fitting = [prompt for prompt in prompts if len(prompt.token_ids) < max_len_tokens]

@@ -13,17 +13,38 @@ from ductile.orchestrator.commands.rollout_only import prepare_rollout_only
 from ductile.orchestrator.commands.sft import prepare_fake, prepare_sft
 from ductile.orchestrator.commands.sinks import need
 from ductile.orchestrator.ending.progress import Checkpoints
-from ductile.orchestrator.ending.supervise import UNFIT
+from ductile.roles import Task
+from ductile.tasks.prompts import prompt_ids
 from ductile.tasks.tokenizer import Tokenizer
 
 
-def violation(config: RunConfig) -> str:
-    """Why the command would start nothing, in a sentence; "" when it would start. The config has been found good."""
-    try:
-        _rehearse(config)
-    except UNFIT as error:
-        return str(error)
-    return ""
+def rehearse(config: RunConfig) -> str:
+    """Return the first example as the model sees it; "" where there is none. The config has been found good.
+
+    Raises what the command would refuse, each with a sentence (`supervise.UNFIT`).
+    """
+    first = ""
+    if isinstance(config, OrchestratorRunConfig):
+        alone = prepare_rollout_only(config)
+        return _first_prompt(alone.tokenizer, alone.task, 0)
+    if isinstance(config, RLConfig):
+        prepared = prepare(config)
+        first = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
+    elif isinstance(config, SFTConfig):
+        first = prepare_sft(config).data.first
+    elif isinstance(config, InferenceRunConfig):
+        Tokenizer.from_folder(str(config.model.name), config.model.chat_template)
+    else:
+        prepare_fake(config)
+    if isinstance(config, RLConfig | SFTConfig):
+        for package, table in (("wandb", config.wandb), ("tensorboard", config.tensorboard)):
+            if table is not None:
+                need(package)
+    return first
+
+
+def _first_prompt(tokenizer: Tokenizer, task: Task, example: int) -> str:
+    return tokenizer.decode(prompt_ids(task, tokenizer, example), skip_special_tokens=False)
 
 
 def resumes(config: RunConfig) -> str:
@@ -33,21 +54,3 @@ def resumes(config: RunConfig) -> str:
     checkpoints = Checkpoints(Path(config.output_dir) / "state")
     step = checkpoints.find(config.ckpt.resume_step)
     return f"nothing: {checkpoints.folder} has no checkpoint yet" if step is None else str(checkpoints.path(step))
-
-
-def _rehearse(config: RunConfig) -> None:
-    if isinstance(config, OrchestratorRunConfig):
-        prepare_rollout_only(config)
-        return
-    if isinstance(config, RLConfig):
-        prepare(config)
-    elif isinstance(config, SFTConfig):
-        prepare_sft(config)
-    elif isinstance(config, InferenceRunConfig):
-        Tokenizer.from_folder(str(config.model.name), config.model.chat_template)
-    else:
-        prepare_fake(config)
-    if isinstance(config, RLConfig | SFTConfig):
-        for package, table in (("wandb", config.wandb), ("tensorboard", config.tensorboard)):
-            if table is not None:
-                need(package)

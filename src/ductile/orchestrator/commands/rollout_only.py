@@ -26,9 +26,7 @@ from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Task
 from ductile.surrogates import ESCAPED
 from ductile.tasks.build import build_task
-from ductile.tasks.conversation import first_turn
-from ductile.tasks.prompts import ExampleOrder, Prompts
-from ductile.tasks.task import messages_of
+from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts
 from ductile.tasks.tokenizer import Tokenizer
 
 MAX_LEN_TOKENS = 1 << 20
@@ -50,7 +48,7 @@ def prepare_rollout_only(config: OrchestratorRunConfig) -> PreparedRolloutOnly:
     one_epoch = max(1, len(task) * config.rollouts_per_example // config.batch_size)
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
     tokenizer = Tokenizer.from_folder(str(config.model.name), chat_template_kwargs=config.chat_template_kwargs)
-    first_turn(tokenizer, messages_of(task, 0))  # what raises is found before the start
+    check_prompts(task, tokenizer, range(len(task)))  # what raises is found before the start
     return PreparedRolloutOnly(config, tokenizer, task, max_steps)
 
 

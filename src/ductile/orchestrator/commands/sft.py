@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ductile.concurrency.structured import undisturbed
-from ductile.config.schema.run import FakeData, SFTConfig, TrainerRunConfig
+from ductile.config.schema.run import FakeData, JsonlData, SFTConfig, TrainerRunConfig
 from ductile.config.schema.trainer import CheckpointConfig, SFTLoss, TrainerConfig, loss_aggregation
 from ductile.core.batch.loss_aggregation import loss_denominator, weigh
 from ductile.events.steps import BatchesReady
 from ductile.observe import Stopwatch
 from ductile.orchestrator.commands.run_context import RunContext
-from ductile.orchestrator.commands.sft_data import fake_samples, read_conversations
+from ductile.orchestrator.commands.sft_data import Conversations, fake_samples, marked, read_conversations
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import per_second, since_start
 from ductile.orchestrator.ending.run_until import run_until
@@ -35,14 +35,21 @@ MakeBatch = Callable[[int], list[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
+class AboutData:
+    """Facts about a data set, for people and for the summary."""
+
+    sentence: str
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    first: str = ""
+    """First sample as the model sees it (`sft_data.marked`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedBatches:
     trainer: TrainerConfig
     batch: MakeBatch
     max_steps: int
-    sentence: str
-    """Sentence about the data."""
-    facts: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Facts about the data, for the summary."""
+    data: AboutData
     ckpt: CheckpointConfig = field(default_factory=CheckpointConfig)
     checkpoints: Checkpoints | None = None
     """Checkpoints of the run; None saves nothing."""
@@ -52,12 +59,12 @@ class PreparedBatches:
 
 def prepare_sft(config: SFTConfig) -> PreparedBatches:
     """Raises TaskError, TokenizerError or CheckpointError, each with a sentence."""
-    data, bench, facts = config.data, config.bench is not None, dict[str, int]()
+    data, bench = config.data, config.bench is not None
     if bench or isinstance(data, FakeData):
         fake = data if isinstance(data, FakeData) else FakeData(batch_size=data.batch_size, seq_len=data.seq_len)
         batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
         unread = "" if fake is data else "; --bench does not read data.path"
-        one_epoch, sentence = 1, f"Made-up data, {fake.batch_size} samples a step{unread}."
+        one_epoch, about = 1, AboutData(f"Made-up data, {fake.batch_size} samples a step{unread}.")
     else:
         folder = str(config.model.name)
         tokenizer = Tokenizer.from_folder(folder, chat_template_kwargs=data.chat_template_kwargs)
@@ -65,11 +72,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
         batch = _batch_of(read.samples, order, data.batch_size)
         one_epoch = -(-len(read.samples) // data.batch_size)
-        facts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
-        sentence = (
-            f"{len(read.samples)} samples from {data.path}; {read.num_cut} were cut to {data.seq_len} tokens, "
-            f"{read.num_skipped} had no completion within them and are skipped."
-        )
+        about = _about(read, data, marked(tokenizer, read.samples[0]))
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
     checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
     progress = Progress()
@@ -93,8 +96,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         checkpoints=checkpoints,
         progress=progress,
         model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
-        facts=facts,
-        sentence=sentence,
+        data=about,
     )
 
 
@@ -123,7 +125,7 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
         trainer=trainer.model_copy(update={"max_steps": max_steps}),
         batch=batch,
         max_steps=max_steps,
-        sentence=f"Made-up data, {fake.batch_size} samples a step.",
+        data=AboutData(f"Made-up data, {fake.batch_size} samples a step."),
     )
 
 
@@ -142,7 +144,7 @@ async def run_batches(
         await run_until(
             saver.resume(prepared.progress, asked=prepared.ckpt.resume_step is not None), death=context.death_watch()
         )
-    record.event(BatchesReady(**prepared.facts, sentence=prepared.sentence))
+    record.event(BatchesReady(**prepared.data.counts, sentence=prepared.data.sentence))
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
     training = _Training(prepared, trainer, saver, context)
     await saved_in_the_end(
@@ -157,7 +159,7 @@ async def run_batches(
         "wall_s": earlier_s + since_start_s,
         **since_start(prepared.max_steps, prepared.progress.step, since_start_s),
         "tokens_per_s_train": per_second(rows, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
-        **prepared.facts,
+        **prepared.data.counts,
         "slots": {role: list(held) for role, held in context.slots().items()},
     }
     record.summary(summary)
@@ -225,6 +227,22 @@ def _metrics(
         **{f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()},
         **{f"train/{name}": value for name, value in report.metrics.items()},
     }
+
+
+def _about(read: Conversations, data: JsonlData, first: str) -> AboutData:
+    sentence = (
+        f"{len(read.samples)} samples from {data.path}; {read.num_cut} were cut to {data.seq_len} tokens, "
+        f"{read.num_skipped} had no completion within them and are skipped."
+    )
+    if read.num_open:
+        sentence += f" {read.num_open} end without a token that ends generation, as the chat template writes them."
+    if read.num_unprompted:
+        sentence += (
+            f" {read.num_unprompted} do not begin their last turn as the chat template's generation prompt does "
+            f"({read.unprompted!r}): a policy would go on from another place than it learns here."
+        )
+    counts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
+    return AboutData(sentence, counts, first)
 
 
 def _batch_of(samples: Sequence[Sample], order: ExampleOrder, batch_size: int) -> MakeBatch:

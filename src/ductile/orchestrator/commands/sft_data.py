@@ -1,17 +1,21 @@
 """Conversations as training samples, and made-up ones."""
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 from ductile.columns import Floats, Mask, TokenIds
 from ductile.records import NO_FLOATS, Sample
-from ductile.tasks.conversation import ChatTokenizer, as_written, end_of_turn, first_turn, next_turn
-from ductile.tasks.rows import conversation, read_rows
+from ductile.tasks.conversation import first_turn, next_turn
+from ductile.tasks.left_out import LeftOut
+from ductile.tasks.rendered import render
+from ductile.tasks.rows import ChatRow, Row, conversation_of, read_rows, text_of
 from ductile.tasks.task import TaskError
+from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
-TextMessage = Mapping[str, str]
+LossOn = Literal["assistant", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,55 +26,103 @@ class Conversations:
     num_cut: int
     """Samples that were longer than `seq_len`."""
     num_skipped: int
-    """Samples that had nothing left to train on after the cut."""
+    """Rows that had nothing left to train on after the cut, or say so themselves (`weight: 0`)."""
+    num_open: int
+    """Samples whose last trained token ends no generation: a policy that is trained on them alone may never stop."""
+    num_unprompted: int
+    """Samples whose last turn does not begin as the generation prompt does."""
+    unprompted: str
+    """Generation prompt of the first of them."""
 
 
-def read_conversations(
-    path: str, tokenizer: ChatTokenizer, seq_len: int, loss_on: Literal["assistant", "all"]
-) -> Conversations:
+def read_conversations(path: str, tokenizer: Tokenizer, seq_len: int, loss_on: LossOn) -> Conversations:
     """Raises TaskError with file and line, also when nothing is left to train on."""
-    samples, num_cut, num_skipped = list[Sample](), 0, 0
+    samples, num_cut, num_skipped, num_open, unprompted = list[Sample](), 0, 0, 0, list[str]()
     for where, row in read_rows(path):
-        token_ids, mask = tokenise(tokenizer, conversation(where, row, ends_with="completion"), loss_on)
-        num_cut += len(token_ids) > seq_len
-        if any(mask[:seq_len]):
-            samples.append(Sample(TokenIds(token_ids[:seq_len]), Mask(mask[:seq_len])))
+        tokens = tokenise(where, row, tokenizer, loss_on)
+        num_cut += len(tokens.ids) > seq_len
+        if any(tokens.trained[:seq_len]):
+            samples.append(Sample(TokenIds(tokens.ids[:seq_len]), Mask(tokens.trained[:seq_len])))
+            num_open += loss_on == "assistant" and tokens.last_trained not in tokenizer.eos_token_ids
+            unprompted += [tokens.unprompted] if tokens.unprompted else []
         else:
             num_skipped += 1
     if not samples:
         raise TaskError(f"{path}: no completion begins within seq_len = {seq_len} tokens; raise data.seq_len")
-    return Conversations(tuple(samples), num_cut, num_skipped)
+    return Conversations(
+        tuple(samples), num_cut, num_skipped, num_open, len(unprompted), unprompted[0] if unprompted else ""
+    )
 
 
-def tokenise(
-    tokenizer: ChatTokenizer, messages: Sequence[TextMessage], loss_on: Literal["assistant", "all"] = "assistant"
-) -> tuple[list[int], list[bool]]:
-    """(token ids, trained or not). The same tokens that a generator sees and samples, turn by turn; each completion
-    ends as the chat template ends it. What follows the last completion is left out.
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """A row's tokens, and for each whether it is trained."""
 
-    Example, completions in capitals:   user: hi   assistant: YO   user: and   assistant: ME
-        <user>hi<end><assistant>    F F F F
-        YO<end>                     T T
-        <user>and<end><assistant>   F F F F
-        ME<end>                     T T
+    ids: list[int]
+    trained: list[bool]
+    unprompted: str = ""
+    """Generation prompt that the last turn does not begin with (`ductile.tasks.rendered.Rendered`)."""
+
+    @property
+    def last_trained(self) -> int | None:
+        return next((token for token, trained in zip(self.ids[::-1], self.trained[::-1], strict=True) if trained), None)
+
+
+def tokenise(where: str, row: Row, tokenizer: Tokenizer, loss_on: LossOn = "assistant") -> RowTokens:
+    """Return a row's tokens: those of the whole conversation as the chat template renders it.
+
+    Example, trained tokens in capitals: `<user>hi<end><assistant>YO<END><user>and<end><assistant>ME<END>`
+
+    Raises TaskError, with the row's file and line, where the template refuses the conversation or drops a part of it.
     """
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    first = messages[: turns[0]]
-    end = end_of_turn(tokenizer, first)
-    token_ids = first_turn(tokenizer, first)
+    if (text := text_of(where, row)) is not None:
+        if loss_on == "assistant":
+            raise TaskError(f'{where}: is plain text, in which no part is the assistant\'s; set data.loss_on = "all"')
+        ids = [*tokenizer.encode(text), *tokenizer.eos_token_ids[:1]]
+        tokens = RowTokens(ids, [True] * len(ids))
+    else:
+        chat = conversation_of(where, row)
+        try:
+            tokens = _rendered(tokenizer, chat) if tokenizer.chat_template else _joined(tokenizer, chat)
+        except (LeftOut, TokenizerError) as error:
+            raise TaskError(f"{where}: {error}") from None
+    trained = [True] * len(tokens.ids) if loss_on == "all" else tokens.trained
+    return replace(tokens, trained=[False, *trained[1:]])  # nothing precedes the first token, so nothing predicts it
+
+
+def _rendered(tokenizer: Tokenizer, chat: ChatRow) -> RowTokens:
+    rendered = render(tokenizer, chat.messages, chat.untrained, **chat.variables)
+    return RowTokens(*tokenizer.encode_spans(rendered.text, rendered.assistant), rendered.unprompted)
+
+
+def _joined(tokenizer: Tokenizer, chat: ChatRow) -> RowTokens:
+    """Return the turns of a model without a chat template, as its rollouts have them: the texts, a line each, and an
+    end of text behind each of the assistant's."""
+    messages, end = chat.messages, list(tokenizer.eos_token_ids[:1])
+    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    token_ids = first_turn(tokenizer, messages[: turns[0]], **chat.variables)
     mask = [False] * len(token_ids)
-    for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        content = as_written(tokenizer, first, messages[turn]["content"])
-        completion = tokenizer.encode(content, add_special_tokens=False) + end
-        token_ids += completion
-        mask += [True] * len(completion)
-        if following is not None:
-            between = next_turn(tokenizer, first, completion, messages[turn + 1 : following])
+    for place, following in zip(turns, [*turns[1:], len(messages)], strict=True):
+        said = tokenizer.encode(str(messages[place]["content"]), add_special_tokens=False) + end
+        token_ids += said
+        mask += [place not in chat.untrained] * len(said)
+        if reply := messages[place + 1 : following]:
+            between = next_turn(tokenizer, messages[: turns[0]], said, reply)
             token_ids += between
             mask += [False] * len(between)
-    if loss_on == "all":
-        mask = [True] * len(mask)
-    return token_ids, [False, *mask[1:]]  # nothing precedes the first token, so nothing predicts it
+    return RowTokens(token_ids, mask)
+
+
+def marked(tokenizer: Tokenizer, sample: Sample) -> str:
+    """Return a sample as the model sees it, its trained parts in brackets: `<user>hi<end><assistant>[[yo<end>]]`."""
+    return "".join(_marked_runs(tokenizer, sample))
+
+
+def _marked_runs(tokenizer: Tokenizer, sample: Sample) -> Iterator[str]:
+    tokens = zip(sample.token_ids, sample.loss_mask, strict=True)
+    for trained, run in groupby(tokens, key=lambda token: bool(token[1])):
+        text = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+        yield f"[[{text}]]" if trained else text
 
 
 def fake_samples(

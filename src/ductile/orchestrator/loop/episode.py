@@ -22,7 +22,7 @@ from ductile.records import (
 from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
 from ductile.tasks.grader import Graded, Graders
-from ductile.tasks.task import takes_turns
+from ductile.tasks.task import takes_turns, variables_of
 
 ABOVE_TURNS = 1_000_000
 """One step of a rollout's own priority outweighs any number of turns and siblings."""
@@ -104,7 +104,7 @@ class Episodes:
     ) -> Rollout:
         task, tokens = self.tasks[prompt.task], Tokens()
         first = task.messages(prompt.example)
-        messages = list(first)
+        messages, variables = list(first), variables_of(task, prompt.example)
         num_turns, verdict = 0, None
         while True:
             room = self._max_len_tokens - len(prompt.token_ids) - len(tokens.ids)
@@ -130,7 +130,7 @@ class Episodes:
                 verdict = Graded(error=reply.error, failure=reply.failure)
             if not reply.messages:
                 break
-            between = next_turn(self.tokenizer, first, generation.token_ids, reply.messages)
+            between = next_turn(self.tokenizer, first, generation.token_ids, reply.messages, **variables)
             if len(between) >= room - len(generation.token_ids):
                 finish = "length"  # no room for another word of the policy's
                 break

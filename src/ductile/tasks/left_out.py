@@ -1,0 +1,98 @@
+"""Words that a chat template leaves out.
+
+A template is a program that reads what it knows. A role, a field or a tool that it does not know is gone without a
+word, and so is what a model should have learned from it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ductile.tasks.messages import THOUGHTS
+from ductile.tasks.task import TaskError
+
+NOT_WORDS = ("role", "name", "tool_call_id")
+"""Fields of a message that say whose it is; few templates write them."""
+
+
+class LeftOut(TaskError):
+    """Words that a chat template leaves out. The text is a sentence that names them; `place` is that of their message,
+    None for a tool's."""
+
+    def __init__(self, text: str, place: int | None = None) -> None:
+        super().__init__(text)
+        self.place = place
+
+
+class RendersChat(Protocol):
+    """The part of `ductile.tasks.tokenizer.Tokenizer` that is used here."""
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str: ...
+
+
+def refuse_left_out(
+    tokenizer: RendersChat, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **variables: Any
+) -> None:
+    """Raise LeftOut when the rendered conversation lacks a message, a part of one, or a tool of `variables["tools"]`.
+
+    Each of them gets a number behind its last word, which must be in the text then. Thoughts of earlier turns may be
+    left out, as most templates do once somebody else has spoken.
+    """
+    marks = _Marks()
+    tools = [marks.in_tool(tool) for tool in variables.get("tools") or []]
+    marked = [marks.in_message(place, message) for place, message in enumerate(messages)]
+    with_marks = variables | ({"tools": tools} if tools else {})
+    text = tokenizer.render_chat(marked, add_generation_prompt, **with_marks)
+    found = set(_MARK.findall(text))
+    for mark, (place, part) in marks.parts.items():
+        if mark in found or mark in text:  # digits before a mark may hide it from the pass over the whole text
+            continue
+        if part in THOUGHTS and mark in tokenizer.render_chat([_SPOKEN, marked[place]], False, **with_marks):
+            continue
+        if place < 0:
+            raise LeftOut(f"the chat template leaves out {part}")
+        which = f"of message {place + 1}, whose role is {messages[place]['role']}"
+        raise LeftOut(f"the chat template leaves out the {part} {which}", place)
+
+
+_SPOKEN = {"role": "user", "content": "0"}
+_MARK, _MARK_OF = re.compile(r"904\d{6}173"), "904{:06d}173"
+
+
+class _Marks:
+    """Numbers that stand behind words, to find out whether these are rendered."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, tuple[int, str]] = {}
+        """What each number stands behind: a message's place, or -1, and the name of its part."""
+
+    def in_message(self, place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        marked = dict(message)
+        for part, text in message.items():
+            if part not in NOT_WORDS and isinstance(text, str) and text.strip():
+                marked[part] = text + self._new(place, part)
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [self._in_call(place, call) for call in message["tool_calls"]]
+        return marked
+
+    def in_tool(self, tool: Any) -> Any:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            return tool
+        marked = {**function, "name": function["name"] + self._new(-1, f"the tool {function['name']}")}
+        return {**tool, "function": marked} if "function" in tool else marked
+
+    def _in_call(self, place: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call.get("function", call)
+        marked = {**function, "name": function["name"] + self._new(place, f"tool call {function['name']}")}
+        if given := function.get("arguments"):
+            mark = self._new(place, f"arguments of tool call {function['name']}")
+            marked["arguments"] = {**given, mark: mark} if isinstance(given, Mapping) else f"{given}{mark}"
+        return {**call, "function": marked} if "function" in call else marked
+
+    def _new(self, place: int, part: str) -> str:
+        mark = _MARK_OF.format(len(self.parts))
+        self.parts[mark] = place, part
+        return mark
