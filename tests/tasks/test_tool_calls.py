@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ductile.tasks.chat_template import ChatTemplate
 from ductile.tasks.tool_calls import FORMS, CallStream, ToolCall, ToolForm, form_of, split_calls
+from tests.tasks.test_templates import shipped
 
 BY_NAME = {form.name: form for form in FORMS}
 LOOP = (
@@ -78,6 +79,31 @@ def streamed(form: ToolForm, text: str, size: int, thinking: bool = False) -> tu
 def test_a_template_s_form_is_found_by_a_trial(name: str) -> None:
     def render(messages: Any, add_generation_prompt: bool, **variables: Any) -> str:
         return template(name).render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    assert form_of(render) is BY_NAME[name]
+
+
+TRL = {
+    "JSON in a tag (Hermes, Qwen)": "qwen2_5 qwen3 qwen3_instruct_2507 qwen3_vl",
+    "function and parameter tags (Qwen3-Coder)": "qwen3_5_think qwen3_5_nothink qwen3_8 nemotron_3_nano",
+    "tags for keys and values (GLM)": "glm4moe",
+    "invoke tags (MiniMax, DeepSeek-V3.2)": "muse_glimmer",
+    "DeepSeek": "deepseekv3 deepseek_r1_distill",
+    "messages to functions (gpt-oss)": "gptoss",
+    "calls in Python (LFM2)": "lfm2_2_5 lfm2_v2",
+    "Gemma": "gemma4 gemma4_v5 diffusion_gemma",
+    "JSON alone (Llama 3)": "llama3_1 llama3_2",
+}
+"""Templates that TRL ships, by the form that their models learn."""
+
+
+@pytest.mark.parametrize(("name", "model"), [(name, model) for name in TRL for model in TRL[name].split()])
+def test_the_forms_of_templates_that_models_have(name: str, model: str) -> None:
+    shown = ChatTemplate(shipped()[model])
+
+    def render(messages: Any, add_generation_prompt: bool, **variables: Any) -> str:
+        given = {"documents": None, "bos_token": "<s>", "eos_token": "</s>", **variables}
+        return shown.render(messages=messages, add_generation_prompt=add_generation_prompt, **given)
 
     assert form_of(render) is BY_NAME[name]
 

@@ -85,11 +85,16 @@ class _Marks:
         return {**tool, "function": marked} if "function" in tool else marked
 
     def _in_call(self, place: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Mark the call's arguments, or its name where it has none: where the ones are, the other is, too."""
         function = call.get("function", call)
-        marked = {**function, "name": function["name"] + self._new(place, f"tool call {function['name']}")}
+        mark = self._new(place, f"tool call {function['name']}")
         if given := function.get("arguments"):
-            mark = self._new(place, f"arguments of tool call {function['name']}")
-            marked["arguments"] = {**given, mark: mark} if isinstance(given, Mapping) else f"{given}{mark}"
+            marked = {
+                **function,
+                "arguments": {**given, mark: mark} if isinstance(given, Mapping) else f"{given}{mark}",
+            }
+        else:
+            marked = {**function, "name": function["name"] + mark}
         return {**call, "function": marked} if "function" in call else marked
 
     def _new(self, place: int, part: str) -> str:
