@@ -72,7 +72,7 @@ class Choice:
         self.prompt = request.prompt
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.text = ""
+        self.completion = ""
         self.calls: list[Called] = []
         self.finish_reason: FinishReason | Literal["tool_calls"] | None = None
         num_likeliest = self.asked.num_likeliest
@@ -89,10 +89,11 @@ class Choice:
     def push(self, delta: Delta) -> ChoiceDelta:
         """Take what was generated."""
         last, start = delta.finish_reason is not None, len(self.token_ids)
-        self.text += self.echoed if not start else ""  # the completion goes on from it
         if self.asked.only_echo:
             self.finish_reason = "length" if last else None
             return ChoiceDelta("", [], start)
+        if self.asked.echo:
+            _ = self.echoed  # the completion goes on from it
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
@@ -106,11 +107,15 @@ class Choice:
         if self.asked.one_call:
             found = found[: 1 - len(self.calls)]
         calls = [Called(len(self.calls) + number, call) for number, call in enumerate(found)]
-        self.text += text
+        self.completion += text
         self.calls += calls
         if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         return ChoiceDelta(text, calls, start)
+
+    @property
+    def text(self) -> str:
+        return self.echoed + self.completion
 
     @property
     def stop_reason(self) -> int | str | None:
