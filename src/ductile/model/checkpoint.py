@@ -22,6 +22,7 @@ from ductile.config.checks.weight_headers import (
     INDEX,
     WEIGHTS,
     ModelFolderError,
+    dtype_of_weights,
     find_weights,
     read_json,
     stranger,
@@ -68,7 +69,10 @@ def read_spec(folder: str | Path, num_layers: int | None = None) -> ModelSpec:
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype | None:
-    """The weights' dtype, as `config.json` says it; None where it does not, or says one that we do not write."""
+    """The dtype of most of the folder's weights; where there are none, what `config.json` says; None where it does not,
+    or says one that we do not write."""
+    if found := dtype_of_weights(Path(folder)):
+        return dtype_named(found)
     config = read_json(Path(folder) / CONFIG)
     return dtype_named(config.get("dtype", config.get("torch_dtype")))  # transformers 5's word, and 4's
 
@@ -110,7 +114,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device)
 def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Our names and full tensors, in the order of `parameters(spec)`, in the file's dtype. One at a time in memory.
     Raises ModelFolderError when the folder's tensors are not those of the model."""
-    path_of = find_weights(Path(folder), spec)
+    path_of = find_weights(Path(folder), spec, read_spec(folder).num_layers)
     opened: dict[Path, Any] = {}
     with ExitStack() as stack:
 
@@ -119,7 +123,7 @@ def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Ten
             try:
                 if path not in opened:
                     opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                return opened[path].get_tensor(part.name)
+                return _finite(opened[path].get_tensor(part.name), part.name, path)
             except (SafetensorError, OSError) as error:
                 raise ModelFolderError(
                     f"{path} is not a whole safetensors file ({error}); download it again"
@@ -128,6 +132,20 @@ def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Ten
         for parameter in parameters(spec):
             parts = [read(part) for part in parameter.parts]
             yield parameter.name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
+    """The tensor. Raises ModelFolderError where it has a number that is none: the model would say nothing else."""
+    if not _is_finite(tensor):
+        wrong = ~tensor.isfinite()
+        where = wrong.nonzero()[0].tolist()
+        what = f"has {int(wrong.sum()):,} of {tensor.numel():,} numbers that are NaN or infinite, the first at {where}"
+        raise ModelFolderError(f"{path}: {name} {what}; download it again, or save it anew")
+    return tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bound.isfinite() for bound in tensor.aminmax())  # either is NaN where any number is
 
 
 def random_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -159,7 +177,8 @@ def save_model(
 
     `tensors` are full, under our names; each is asked for once, in the order of `parameters(spec)`, and let go before
     the next, so a mapping that gathers on demand is enough. The folder appears whole or not at all; one that was there
-    before is replaced. Raises DiskError when it cannot be written.
+    before is replaced. Raises DiskError when it cannot be written, or ModelFolderError where `dtype` has
+    no room for a number.
     """
     in_order = (tensors[parameter.name] for parameter in parameters(spec))
     begin_folder(folder, spec, source, dtype, max_shard_bytes, eos_token_ids)
@@ -225,8 +244,10 @@ def _write_config(building: Path, spec: ModelSpec, source: Path, dtype: torch.dt
     config["num_hidden_layers"] = spec.num_layers
     if isinstance(config.get("layer_types"), list):
         config["layer_types"] = config["layer_types"][: spec.num_layers]
+    config["tie_word_embeddings"] = spec.tie_embeddings
     # transformers 5 writes `dtype`, 4 wrote `torch_dtype`; both read either.
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    for key in config.keys() & {"torch_dtype", "dtype"} or {"dtype"}:
+        config[key] = str(dtype).removeprefix("torch.")
     (building / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COPIED:
         if (source / name).is_file():
@@ -255,7 +276,8 @@ def write_weights(
     num_writers: int = 1,
 ) -> None:
     """Write one writer's files into a folder that is begun: of several writers, each has every `num_writers`-th file.
-    `tensors` are all parameters in their order. Raises DiskError."""
+    `tensors` are all parameters in their order. Raises DiskError, or ModelFolderError where `dtype` has
+    no room for a number."""
     folder, building, _ = _names(folder)
     for number, (file, shard) in enumerate(_files(spec, dtype, max_shard_bytes)):
         of_shard = itertools.islice(tensors, len(shard))
@@ -307,6 +329,10 @@ def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryvi
     if tuple(tensor.shape) != parameter.shape:
         raise ValueError(f"{parameter.name} has shape {list(tensor.shape)}, not {list(parameter.shape)}")
     whole = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    if not _is_finite(whole):
+        largest, name = float(tensor.detach().abs().max()), str(dtype).removeprefix("torch.")
+        what = f"has numbers up to {largest:.3g}, and as {name} some are NaN or infinite"
+        raise ModelFolderError(f"{parameter.name} {what}; give another ckpt.export_dtype")
     return memoryview(whole.flatten().view(torch.uint8).numpy().data)
 
 

@@ -35,7 +35,7 @@ class FolderNotWritten(Exception):
 
 def export_model(trainer: Trainer, path: str, named_dtype: str, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write the folder `path`, which appears whole or not at all; collective. `named_dtype`: "auto" is that of the
-    folder the model came from.
+    folder's weights that the model came from.
 
     Raises FolderNotWritten on each slot that cannot write its files, once all slots are through; the others return, and
     there is no folder.

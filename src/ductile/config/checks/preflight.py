@@ -19,6 +19,7 @@ from ductile.config.checks.generation import (
     server_warnings,
     template_findings,
 )
+from ductile.config.checks.numeric_traps import numeric_traps
 from ductile.config.checks.on_disk import (
     data_findings,
     import_findings,
@@ -81,7 +82,7 @@ def warnings(config: Section) -> list[str]:
     hardly anybody wants."""
     said = [*unread_notes(config), *_bench_notes(config)]
     if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
-        said += layout_warnings(config, len(placement_of(config).train))
+        said += [*layout_warnings(config, len(placement_of(config).train)), *numeric_traps(config)]
     if isinstance(config, RLConfig | SFTConfig):
         said += room_warnings(config)
     if isinstance(config, OrchestratorRunConfig):

@@ -37,6 +37,7 @@ from ductile.error_text import capitalised, error_with_place, place_in
 from ductile.events.checkpoints import OldRunReplaced
 from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure, StopAsked
 from ductile.events.run_state import RunState
+from ductile.host import shortage
 from ductile.observe import Recorder, RunEvent
 from ductile.orchestrator.commands.bench import Bench, written
 from ductile.orchestrator.commands.sinks import SinkMissing, TensorboardSink, WandbSink
@@ -166,7 +167,8 @@ async def _run(session: Session, running: Awaitable[RenderableType], abandon: Ca
             return _record_end(session, EndedByFailure(error.code), _End(FAILED, str(error)))
         except Exception as error:
             if session.record.last_step is not None:
-                sentence = str(error) if isinstance(error, UNFIT) else error_with_place(error, ours=True)
+                unfit = isinstance(error, UNFIT)
+                sentence = _words(error, session.folder) if unfit else error_with_place(error, ours=True)
                 failed = EndedByFailure(traceback=traceback.format_exc(), sentence=as_sentence(capitalised(sentence)))
                 session.record.event(failed)
             raise
@@ -175,8 +177,8 @@ async def _run(session: Session, running: Awaitable[RenderableType], abandon: Ca
             lost = _End(FAILED, f"the folder {session.folder} {said}", summary)
             return _record_end(session, EndedByFailure(), lost)
         if session.interrupt.graceful.is_set():
-            stopped = _End(INTERRUPTED, "stopped after a whole step, as asked", summary)
-            return _record_end(session, EndedAsAsked(), stopped)
+            when = "before a step was done" if session.record.last_step is None else "after a whole step"
+            return _record_end(session, EndedAsAsked(), _End(INTERRUPTED, f"stopped {when}, as asked", summary))
         return _End(DONE, summary=summary)
 
 
@@ -289,7 +291,8 @@ def _add_sinks(record: Recorder, config: Config) -> None:
 
 
 def _words(error: Exception, folder: Path) -> str:
-    """What to say of an UNFIT error. A full disk is named: what failed to write may not know its file."""
+    """What to say of an UNFIT error: what there was too little of has its limit, and a full disk is named, as what
+    failed to write may not know its file."""
     if isinstance(error, OSError) and error.errno in FULL:
         return str(named(error, Path(str(error.filename or folder))))
-    return str(error)
+    return f"{error}{shortage(error)}"
