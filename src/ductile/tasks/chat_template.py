@@ -56,6 +56,10 @@ class ChatTemplate:
     def render(self, **variables: Any) -> str:
         return _render(self._of(variables)._template, variables)
 
+    def names(self, name: str) -> bool:
+        """Return whether the template names this variable, or this field of a message."""
+        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+
     def generations(self, **variables: Any) -> tuple[str, list[TextSpan]] | None:
         """Return the text and those parts of it that the template says are generated; None where it never says so.
 

@@ -4,9 +4,11 @@
 plane does without it, and without torch.
 """
 
+import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +23,19 @@ from ductile.tasks.conversation import after_completion
 from ductile.tasks.messages import as_given_to_templates
 from ductile.tasks.special_tokens import SpecialTokens, TokenizerError, read_object
 from ductile.tasks.template_files import read_template, with_defaults
+from ductile.tasks.token_bytes import TokenBytes
 from ductile.user_files import NotText, read_text
 
 ChatTurn = Mapping[str, Any]
 T = TypeVar("T")
+
+
+class ChatRefused(TokenizerError):
+    """A conversation that cannot be rendered. `reason` says why to those who see a model and no folder."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Tokenizer:
@@ -75,6 +86,11 @@ class Tokenizer:
         eos = _eos_token_ids(folder, backend, special_tokens.named.get("eos_token"))
         template = read_template(folder, special_tokens.settings, chat_template)
         replaces = chat_template is not None
+        for name in chat_template_kwargs or {}:
+            if template is not None and not template.names(name):
+                raise TokenizerError(
+                    f"the chat template of {folder} does not read {name}, which chat_template_kwargs has"
+                )
         return cls(backend, special_tokens.named, eos, template, str(folder), chat_template_kwargs, replaces)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -102,9 +118,10 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation. `variables` are further template variables: `enable_thinking=False`."""
         if self._chat_template is None:
-            raise TokenizerError(
+            raise ChatRefused(
                 f"{self._source} has no chat template; add chat_template.jinja to it, or name a file with "
-                "model.chat_template"
+                "model.chat_template",
+                "this model has no chat template, so it completes texts only",
             )
         return mended(self._with_template(self._chat_template.render, messages, add_generation_prompt, variables))
 
@@ -122,10 +139,11 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> T:
-        """Return what `render` makes of the messages, with an empty content where there is none for a template that
-        counts on one. A developer is a system to a template that does not name developers."""
+        """Return what `render` makes of the messages, with an empty content where there is none, or arguments of tool
+        calls in JSON, for a template that counts on these. A developer is a system to a template that does not show
+        developers."""
         given = [as_given_to_templates(message) for message in messages]
-        if self._chat_template and "developer" not in self._chat_template.text:
+        if not self._knows_developers:
             given = [each | {"role": "system"} if each.get("role") == "developer" else each for each in given]
         everything = {
             **{"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs, **variables},
@@ -134,10 +152,13 @@ class Tokenizer:
         try:
             return render(messages=given, **everything)
         except ChatTemplateError as error:
-            if any("content" not in message for message in given):
-                with suppress(ChatTemplateError):
-                    return render(messages=[{"content": "", **message} for message in given], **everything)
-            raise TokenizerError(f"the chat template of {self._source} refuses the messages: {error}") from error
+            for change in _WANTED:
+                changed = [change(message) for message in given]
+                if changed != given:
+                    with suppress(ChatTemplateError):
+                        return render(messages=changed, **everything)
+            what = f"refuses the messages: {error}"
+            raise ChatRefused(f"the chat template of {self._source} {what}", f"the chat template {what}") from error
 
     def apply_chat_template(
         self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any
@@ -149,6 +170,25 @@ class Tokenizer:
     def chat_template(self) -> "Tokenizer | None":
         """The tokenizer itself, where the folder has a template."""
         return None if self._chat_template is None else self
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        """Whether the chat template renders a developer's message: some name the role only to say who it is."""
+        messages = [{"role": "developer", "content": "trial"}, {"role": "user", "content": "0"}]
+        variables = {"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs}
+        if self._chat_template is None or not self.reads("developer"):
+            return False
+        with suppress(ChatTemplateError):
+            return "trial" in self._chat_template.render(messages=messages, add_generation_prompt=False, **variables)
+        return False
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template names this field of a message, or this variable."""
+        return self._chat_template is not None and self._chat_template.names(name)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._backend)
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -183,6 +223,31 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Most characters of a text that become one token."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+def _with_content(message: ChatTurn) -> ChatTurn:
+    return {"content": "", **message}
+
+
+def _with_json(message: ChatTurn) -> ChatTurn:
+    """The message with the arguments of its tool calls in JSON."""
+    if "tool_calls" not in message:
+        return message
+    calls: list[Any] = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        written = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+        calls.append({**call, "function": {**function, "arguments": written}} if "function" in call else call)
+    return {**message, "tool_calls": calls}
+
+
+_WANTED: tuple[Callable[[ChatTurn], ChatTurn], ...] = (
+    _with_content,
+    _with_json,
+    lambda message: _with_content(_with_json(message)),
+)
+"""What some templates want of a message, and fail without."""
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -26,13 +26,15 @@ from ductile.config.reading.errors import show
 from ductile.config.schema.inference import ServerConfig
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import Overloaded, RequestRefused
+from ductile.generator.server.chat_prompt import render_prompt
+from ductile.generator.server.choice import Asked
 from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
 from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TokenRequest
 from ductile.generator.server.request_body import BadBody, read_body
 from ductile.generator.server.responses import Chat, Json, TextCompletion, error
 from ductile.generator.server.runner import EngineFailed, RequestFailed
 from ductile.generator.server.service import TOKEN_MAX_TOKENS, ClientGone, Service, UnknownModel
-from ductile.tasks.tokenizer import Tokenizer, TokenizerError
+from ductile.tasks.tokenizer import ChatRefused, Tokenizer, TokenizerError
 
 
 def create_app(
@@ -127,26 +129,24 @@ async def completions(service: SharedService, http: Request) -> Response:
     prompts = [next(encoded) if isinstance(one, str) else one for one in body.prompt]
     # A response may take minutes: what is not needed any more goes.
     body, texts = body.model_copy(update={"prompt": []}), []
-    form = TextCompletion(body, service.tokenizer)
-    return await service.complete_text(body, form, prompts, TOKEN_MAX_TOKENS, http)
+    form, asked = TextCompletion(body, service.tokenizer), Asked(body.logprobs, bool(body.echo), body.only_echo)
+    return await service.complete_text(body, form, asked, prompts, TOKEN_MAX_TOKENS, http)
 
 
 @_routes.post("/v1/chat/completions")
 async def chat(service: SharedService, http: Request) -> Response:
     body = read_body(ChatRequest, _take_body(http)).with_defaults(service.sampling_defaults)
     service.admit(1, body.n)
-    text = await asyncio.to_thread(
-        service.tokenizer.render_chat,
-        [message.for_template() for message in body.messages],
-        body.add_generation_prompt is not False,
-        **(body.chat_template_kwargs or {}),
-    )
+    text = await asyncio.to_thread(render_prompt, service.tokenizer, body)
+    calls = service.call_streams(body, text) if body.tools else None
     # The template writes the special tokens, so none are added.
     prompts = await service.encode([text], add_special_tokens=False, http=http)
     # A response may take minutes: what is not needed any more goes.
-    body, text = body.model_copy(update={"messages": [], "chat_template_kwargs": None}), ""
+    body, text = body.model_copy(update={"messages": [], "tools": None, "chat_template_kwargs": None}), ""
+    num_likeliest = (body.top_logprobs or 0) if body.logprobs else None
+    asked = Asked(num_likeliest, calls=calls, one_call=body.parallel_tool_calls is False)
     form = Chat(body, service.tokenizer)
-    return await service.complete_text(body, form, prompts, service.chat_max_tokens, http)
+    return await service.complete_text(body, form, asked, prompts, service.chat_max_tokens, http)
 
 
 @_routes.post("/inference/v1/generate")
@@ -169,6 +169,10 @@ def _translate_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestRefused)
     async def _(http: Request, problem: RequestRefused) -> JSONResponse:
         return JSONResponse(error(problem.reason), 400)
+
+    @app.exception_handler(ChatRefused)
+    async def _(http: Request, problem: ChatRefused) -> JSONResponse:
+        return JSONResponse(error(problem.reason[:1000], param="messages"), 400)
 
     @app.exception_handler(TokenizerError)
     async def _(http: Request, problem: Exception) -> JSONResponse:
