@@ -28,6 +28,7 @@ class GenerationTag(Extension):
 
 class ChatTemplate:
     def __init__(self, text: str) -> None:
+        self.text = text
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )

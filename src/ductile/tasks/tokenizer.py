@@ -6,6 +6,7 @@ plane does without it, and without torch.
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ class Tokenizer:
         eos = _eos_token_ids(folder, backend, special_tokens.get("eos_token"))
         template = _read_template(folder, settings, chat_template)
         return cls(backend, special_tokens, eos, template, str(folder), chat_template_kwargs)
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Return what tells this tokenizer from others: its vocabulary and rules, however their file spells them; its
+        chat template; and the tokens that end a turn."""
+        template = "" if self._chat_template is None else self._chat_template.text
+        texts = {"tokenizer": self._backend.to_str(), "chat_template": template}
+        found = {name: blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
+        return {**found, "eos_token_ids": list(self.eos_token_ids)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids

@@ -33,14 +33,15 @@ from ductile.core.scheduling.policies.names import described
 Row = tuple[str, str]
 
 
-def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "") -> str:
-    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for."""
+def summary(parsed: Parsed[RunConfig], command: str, resumes: Sequence[str] = ()) -> str:
+    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for, and what is
+    other than it was."""
     config = parsed.config
     rows = [
         ("files", " < ".join(parsed.files) or "none: flags and defaults"),
         ("model", _model(config)),
         ("output", _output(config)),
-        *([("resumes", resumes)] if resumes else []),
+        *_column("resumes", resumes),
         *_work(config),
         *_slots(config),
         *(_mesh(config) if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig) else []),
@@ -58,7 +59,7 @@ def _output(config: RunConfig) -> str:
     return config.output_dir + (", where it deletes the run that is there when its first step is done" if there else "")
 
 
-def _column(name: str, texts: list[str]) -> list[Row]:
+def _column(name: str, texts: Sequence[str]) -> list[Row]:
     return [(name if index == 0 else "", text) for index, text in enumerate(texts)]
 
 

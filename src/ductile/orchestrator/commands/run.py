@@ -60,7 +60,15 @@ START_CANCEL_S = 8.0
 
 
 def run_rl(config: RLConfig) -> int:
-    return supervise("rl", config, prepare, lambda prepared: prepared.schedule.max_steps, _rl, _step)
+    return supervise(
+        "rl",
+        config,
+        prepare,
+        lambda prepared: prepared.schedule.max_steps,
+        _rl,
+        _step,
+        owes=lambda prepared: prepared.schedule.owes_evaluation,
+    )
 
 
 def run_sft(config: SFTConfig) -> int:

@@ -17,7 +17,9 @@ from ductile.core.batch.loss_aggregation import loss_denominator, weigh
 from ductile.events.steps import BatchesReady
 from ductile.observe import Stopwatch
 from ductile.orchestrator.commands.run_context import RunContext
+from ductile.orchestrator.commands.run_meaning import sft_meaning
 from ductile.orchestrator.commands.sft_data import fake_samples, read_conversations
+from ductile.orchestrator.ending.meaning import Difference, going_on
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import per_second, since_start
 from ductile.orchestrator.ending.run_until import run_until
@@ -27,7 +29,8 @@ from ductile.orchestrator.loop.skipped_steps import SkippedSteps
 from ductile.orchestrator.loop.step_metrics import utilisation
 from ductile.records import Sample, StepReport
 from ductile.roles import TrainerClient
-from ductile.tasks.prompts import ExampleOrder
+from ductile.tasks.prompts import ExampleOrder, PromptPosition
+from ductile.tasks.rows import read_rows
 from ductile.tasks.tokenizer import Tokenizer
 
 MakeBatch = Callable[[int], list[Sample]]
@@ -47,12 +50,25 @@ class PreparedBatches:
     checkpoints: Checkpoints | None = None
     """Checkpoints of the run; None saves nothing."""
     progress: Progress = field(default_factory=Progress)
+    differences: Sequence[Difference] = ()
+    """What is other than when the checkpoint was written that the run goes on from."""
+    first_sample: Callable[[int], int] = lambda step: 0
+    """Returns the place of a step's first sample in the order of samples."""
     model_folder: Path | None = None
 
 
 def prepare_sft(config: SFTConfig) -> PreparedBatches:
     """Raises TaskError, TokenizerError or CheckpointError, each with a sentence."""
     data, bench, facts = config.data, config.bench is not None, dict[str, int]()
+    checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
+    progress, tokenizer, rows, num_samples = Progress(), None, list[object](), 0
+    if checkpoints:
+        progress = where_to_begin(checkpoints, config.ckpt.resume_step, Path(config.output_dir) / "model")
+    began_at = progress.prompts.next or progress.step * data.batch_size  # earlier versions did not write it
+
+    def first_sample(step: int) -> int:
+        return began_at + (step - progress.step) * data.batch_size
+
     if bench or isinstance(data, FakeData):
         fake = data if isinstance(data, FakeData) else FakeData(batch_size=data.batch_size, seq_len=data.seq_len)
         batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
@@ -63,7 +79,8 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         tokenizer = Tokenizer.from_folder(folder, chat_template_kwargs=data.chat_template_kwargs)
         read = read_conversations(str(data.path), tokenizer, data.seq_len, data.loss_on)
         order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
-        batch = _batch_of(read.samples, order, data.batch_size)
+        batch = _batch_of(read.samples, order, first_sample, data.batch_size)
+        rows, num_samples = [row for _, row in read_rows(str(data.path))], len(read.samples)
         one_epoch = -(-len(read.samples) // data.batch_size)
         facts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
         sentence = (
@@ -71,10 +88,10 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
             f"{read.num_skipped} had no completion within them and are skipped."
         )
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
-    checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
-    progress = Progress()
-    if checkpoints:
-        progress = where_to_begin(checkpoints, config.ckpt.resume_step, Path(config.output_dir) / "model")
+    differences: Sequence[Difference] = ()
+    if not bench:
+        meaning = sft_meaning(config, tokenizer, rows, num_samples)
+        progress, differences = going_on(progress, meaning, max_steps, 1, Path(config.output_dir))
     return PreparedBatches(
         trainer=TrainerConfig(
             model=config.model,
@@ -92,6 +109,8 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         ckpt=config.ckpt,
         checkpoints=checkpoints,
         progress=progress,
+        differences=differences,
+        first_sample=first_sample,
         model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
         facts=facts,
         sentence=sentence,
@@ -140,7 +159,8 @@ async def run_batches(
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
         await run_until(
-            saver.resume(prepared.progress, asked=prepared.ckpt.resume_step is not None), death=context.death_watch()
+            saver.resume(prepared.progress, prepared.ckpt.resume_step is not None, prepared.differences),
+            death=context.death_watch(),
         )
     record.event(BatchesReady(**prepared.facts, sentence=prepared.sentence))
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
@@ -190,7 +210,8 @@ class _Training:
 
     async def _write(self, step: int) -> None:
         if self._saver:
-            await self._saver.save(Progress(step))
+            next_sample = PromptPosition(self._prepared.first_sample(step))
+            await self._saver.save(self._prepared.progress.after(step, next_sample))
 
     async def _update(self, samples: Sequence[Sample]) -> None:
         await self.save.update_begins()
@@ -227,8 +248,10 @@ def _metrics(
     }
 
 
-def _batch_of(samples: Sequence[Sample], order: ExampleOrder, batch_size: int) -> MakeBatch:
-    return lambda step: [samples[order[step * batch_size + i][1]] for i in range(batch_size)]
+def _batch_of(
+    samples: Sequence[Sample], order: ExampleOrder, first_sample: Callable[[int], int], batch_size: int
+) -> MakeBatch:
+    return lambda step: [samples[order[first_sample(step) + i][1]] for i in range(batch_size)]
 
 
 def _fake_batch(fake: FakeData, vocab_size: int) -> MakeBatch:

@@ -6,14 +6,16 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
-def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s: float) -> dict[str, Any]:
+def summarise_rl(
+    rows: Sequence[Row], measured_from: int, slots: Mapping[str, Sequence[int]], wall_s: float
+) -> dict[str, Any]:
     """`summary.json` of `ductile rl`.
 
-    slots: by role, at the end. wall_s: of this life of the run, and what the steps took that earlier lives left in the
-    rows.
+    measured_from: as `Progress.measured_from`. slots: by role, at the end. wall_s: of this life of the run, and what
+    the steps took that earlier lives left in the rows.
     """
     steps = [row for row in rows if row["step"] > 0]
-    evaluated = [row for row in rows if row.get("eval_reward") is not None]
+    evaluated = [row for row in rows if row.get("eval_reward") is not None and row["step"] >= measured_from]
     first, last = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
     rewards = [row["reward_mean"] for row in steps if row.get("reward_mean") is not None]
     return {

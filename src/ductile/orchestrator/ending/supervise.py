@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -34,7 +35,7 @@ from ductile.dashboard.printable import printable
 from ductile.dashboard.run_display import RunDisplay, show
 from ductile.disk import FULL, named
 from ductile.error_text import capitalised, error_with_place, place_in
-from ductile.events.checkpoints import OldRunReplaced
+from ductile.events.checkpoints import OldRunReplaced, SinkNotTakenBack
 from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure, StopAsked
 from ductile.events.run_state import RunState
 from ductile.observe import Recorder, RunEvent
@@ -101,10 +102,12 @@ def supervise(
     max_steps: Callable[[P], int],
     run: Callable[[C, P, Session], Awaitable[RenderableType]],
     steps_done: Callable[[P], int] = lambda prepared: 0,
+    owes: Callable[[P], bool] = lambda prepared: False,
 ) -> int:
     """Prepare, run, and say how it ended. Returns the exit code.
 
-    steps_done: of the run that is gone on with. When there is nothing left to do, nothing is started or written.
+    steps_done: of the run that is gone on with. owes: whether it was cut before what was due after these steps. When
+    there is nothing left to do, nothing is started or written.
     """
     session = None
     try:
@@ -112,7 +115,7 @@ def supervise(
             with run_folder(config.output_dir, clean=False):
                 pass  # to enter it puts back what a start that was killed had set aside
         prepared = prepare(config)
-        if nothing := _nothing_to_do(config, steps_done(prepared), max_steps(prepared)):
+        if not owes(prepared) and (nothing := _nothing_to_do(config, steps_done(prepared), max_steps(prepared))):
             print(f"ductile {command}: {nothing}")
             return DONE
         with ExitStack() as stack:
@@ -126,10 +129,12 @@ def supervise(
             else:
                 write_config()
             record.listeners.append(ForgetOldRun(folder))
-            _add_sinks(record, config)
+            not_taken_back = _add_sinks(record, config, steps_done(prepared))
             state = RunState(num_kept=NUM_KEPT)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
             record.listeners.extend([state, view, bench] if bench else [state, view])
+            if not_taken_back:
+                record.event(SinkNotTakenBack(sentence=not_taken_back))
             if is_aside(folder):
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event(OldRunReplaced(sentence=f"The run that is in {folder} is deleted {when}."))
@@ -225,7 +230,7 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
 def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
     """Why a resume starts nothing, in sentences; "" when there are steps to do, or its end or its model is missing."""
     folder = Path(config.output_dir)
-    has_ended = done > max_steps or (folder / "summary.json").exists()
+    has_ended = done > max_steps or _summarised(folder / "summary.json") == done
     if not done or done < max_steps or not has_ended:
         return ""
     if isinstance(config, RLConfig | SFTConfig) and config.ckpt.export_model and lacks_model(folder / "model", done):
@@ -235,6 +240,14 @@ def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
         f"The run in {folder} has done {done} {steps}, and max_steps is {max_steps}: there is nothing to do, and "
         f"nothing was changed. To go on, give {more}; to go back, --ckpt.resume-step with an earlier one."
     )
+
+
+def _summarised(file: Path) -> int | None:
+    """The step of the summary; None when there is none, or none that can be read."""
+    try:
+        return json.loads(file.read_bytes())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _put_back(config: Config, session: Session | None) -> str:
@@ -277,15 +290,18 @@ def _goes_on(config: Config) -> bool:
     return isinstance(config, RLConfig | SFTConfig) and config.ckpt.resume_step is not None
 
 
-def _add_sinks(record: Recorder, config: Config) -> None:
+def _add_sinks(record: Recorder, config: Config, step: int) -> str:
+    """step: the run goes on after it. Returns a sentence where a sink keeps what it was told of later steps."""
     if not isinstance(config, RLConfig | SFTConfig) or config.bench is not None:
-        return
+        return ""
     if config.tensorboard:
         record.listeners.append(TensorboardSink(Path(config.tensorboard.dir or record.folder / "tensorboard")))
-    if config.wandb:
-        wandb = config.wandb
-        sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config))
-        record.listeners.append(sink)
+    if not config.wandb:
+        return ""
+    wandb = config.wandb
+    sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config), step)
+    record.listeners.append(sink)
+    return sink.not_taken_back
 
 
 def _words(error: Exception, folder: Path) -> str:
