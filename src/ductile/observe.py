@@ -113,13 +113,13 @@ class Recorder:
         self._tell(lambda listener: listener.on_metrics(step, values))
 
     def add_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record further metrics of the latest step, or the first ones: what was due when its row was written."""
+        """Record further metrics of the latest step, which were due when its row was written, or its first ones.
+        Listeners are told of all that the row has."""
         rows = self.rows()
         row = rows[-1] if rows and rows[-1]["step"] == step else {}
         self._metrics.rewind(step - 1)
-        self._metrics.append({"step": step, "time": round(self.clock(), 3), **row, **values})
-        self.last_step = step
-        self._tell(lambda listener: listener.on_metrics(step, values))
+        written = {name: value for name, value in row.items() if name not in ("step", "time") and value is not None}
+        self.metrics(step, {**written, **values})
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:

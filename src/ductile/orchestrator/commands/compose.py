@@ -26,7 +26,7 @@ from ductile.orchestrator.commands.graders import graders_of
 from ductile.orchestrator.commands.reference import pinned
 from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.commands.run_meaning import rl_meaning
-from ductile.orchestrator.ending.meaning import Difference, going_on, measures_alike
+from ductile.orchestrator.ending.meaning import Beginning, going_on, measures_alike
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import since_start, summarise_rl
 from ductile.orchestrator.ending.run_until import run_until
@@ -61,10 +61,11 @@ class Prepared:
     eval_prompts: Sequence[Prompt]
     advantage: Advantage
     checkpoints: Checkpoints
-    progress: Progress
-    """Place where the run goes on; step 0 for a new run. What it means, and is saved with, is today's."""
-    differences: Sequence[Difference] = ()
-    """What is other than when the checkpoint was written that the run goes on from."""
+    began: Beginning
+
+    @property
+    def progress(self) -> Progress:
+        return self.began.progress
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -127,14 +128,14 @@ def prepare(config: RLConfig) -> Prepared:
         max_reward_error_share=orchestrator.graders.max_error_share,
         max_skipped_steps=config.trainer.optim.max_skipped_steps,
     )
-    differences: Sequence[Difference] = ()
+    began = Beginning(progress)
     if not bench:
         owed = bool(eval_prompts) and owes_evaluation(Path(config.output_dir), progress.step, schedule)
         schedule = replace(schedule, owes_evaluation=owed)
         meaning = rl_meaning(config, tokenizer, tasks, train_examples, (name, held_out))
-        progress, differences = going_on(progress, meaning, max_steps, schedule.n_minibatches, Path(config.output_dir))
-        if not measures_alike(differences):
-            progress = replace(progress, measured_from=progress.step + (not owed))
+        began = going_on(progress, meaning, max_steps, schedule.n_minibatches, Path(config.output_dir))
+        if not measures_alike(began.changes):
+            began = replace(began, progress=replace(began.progress, measured_from=progress.step + (not owed)))
     return Prepared(
         config=config,
         schedule=schedule,
@@ -144,8 +145,7 @@ def prepare(config: RLConfig) -> Prepared:
         eval_prompts=eval_prompts,
         advantage=_advantage(orchestrator.advantage),
         checkpoints=checkpoints,
-        progress=progress,
-        differences=differences,
+        began=began,
     )
 
 
@@ -172,7 +172,7 @@ async def run_loop(
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if saves:
         await run_until(
-            saver.resume(progress, config.ckpt.resume_step is not None, prepared.differences),
+            saver.resume(progress, config.ckpt.resume_step is not None, prepared.began.changes),
             death=context.death_watch(),
         )
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
@@ -209,7 +209,7 @@ async def run_loop(
         )
         await loop.run(context.death_watch())
     since_start_s = context.wall_s()
-    summary = summarise_rl(record.rows(), progress.measured_from, context.slots(), earlier_s + since_start_s)
+    summary = summarise_rl(record.rows(), context.slots(), earlier_s + since_start_s, progress.measured_from)
     summary |= {**since_start(prepared.schedule.max_steps, progress.step, since_start_s), **spent()}
     record.summary(summary)
     return RunResult(

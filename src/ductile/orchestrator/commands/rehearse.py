@@ -36,7 +36,7 @@ def resumes(config: RunConfig) -> list[str]:
     prepared = prepare(config) if isinstance(config, RLConfig) else prepare_sft(config)
     if not prepared.progress.step:
         return [f"nothing: {checkpoints.folder} has no checkpoint yet"]
-    return [str(checkpoints.path(prepared.progress.step)), *(each.sentence for each in prepared.differences)]
+    return [str(checkpoints.path(prepared.progress.step)), *(each.sentence for each in prepared.began.changes)]
 
 
 def _rehearse(config: RunConfig) -> None:

@@ -30,7 +30,7 @@ _RUN = (
     "model", "seq_len", "max_steps", "output_dir", "clean", "resume", "dry_run", "bench", "scorer", "cluster", "resize",
     "deployment", "slurm", "ckpt", "tokenizer", "log", "wandb", "tensorboard", "dist_timeout_seconds", "loss_impl",
 )  # fmt: skip
-"""Where a run is, on what, and what it writes. `model` and `max_steps` are compared as facts."""
+"""Keys that say where a run is, on what, and what it writes. `model` and `max_steps` are compared as facts."""
 _LAYOUT = (
     "name", "vlm", "seq_len", "impl", "attn", "reduce_every", "dp_replicate", "reshard_after_forward", "tp", "pp",
     "pp_schedule", "vpp", "cp", "cp_style", "ep", "ep_comm_backend", "deepep_num_sms", "deepep_token_chunk_size",
@@ -44,7 +44,7 @@ _TRAINER = (
     "max_concurrent_runs", "optim.max_skipped_steps",
 )  # fmt: skip
 _ORCHESTRATOR = (
-    "task.path", "eval.task.path", "eval.enabled", "eval.num_examples", "eval.interval", "num_samples_kept", "graders",
+    "task.path", "eval.task.path", "eval.interval", "num_samples_kept", "graders",
     "client", "max_steps", "oversampling_factor",
 )  # fmt: skip
 _INFERENCE = (
@@ -78,6 +78,8 @@ def rl_meaning(
     settings = dict(_settings(config))
     if not config.orchestrator.shuffle:
         del settings["orchestrator.seed"]
+    if not config.orchestrator.eval.enabled:
+        del settings["orchestrator.eval.num_examples"]
     return {
         "examples": len(examples),
         "prompts": prompts_fingerprint(train, examples),

@@ -6,7 +6,7 @@ summary = await run_batches(prepared, trainer, RunContext(record, stop, slots))
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ductile.observe import Stopwatch
 from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.commands.run_meaning import sft_meaning
 from ductile.orchestrator.commands.sft_data import fake_samples, read_conversations
-from ductile.orchestrator.ending.meaning import Difference, going_on
+from ductile.orchestrator.ending.meaning import Beginning, going_on
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import per_second, since_start
 from ductile.orchestrator.ending.run_until import run_until
@@ -49,12 +49,12 @@ class PreparedBatches:
     ckpt: CheckpointConfig = field(default_factory=CheckpointConfig)
     checkpoints: Checkpoints | None = None
     """Checkpoints of the run; None saves nothing."""
-    progress: Progress = field(default_factory=Progress)
-    differences: Sequence[Difference] = ()
-    """What is other than when the checkpoint was written that the run goes on from."""
-    first_sample: Callable[[int], int] = lambda step: 0
-    """Returns the place of a step's first sample in the order of samples."""
+    began: Beginning = field(default_factory=lambda: Beginning(Progress()))
     model_folder: Path | None = None
+
+    @property
+    def progress(self) -> Progress:
+        return self.began.progress
 
 
 def prepare_sft(config: SFTConfig) -> PreparedBatches:
@@ -64,11 +64,8 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
     progress, tokenizer, rows, num_samples = Progress(), None, list[object](), 0
     if checkpoints:
         progress = where_to_begin(checkpoints, config.ckpt.resume_step, Path(config.output_dir) / "model")
-    began_at = progress.prompts.next or progress.step * data.batch_size  # earlier versions did not write it
-
-    def first_sample(step: int) -> int:
-        return began_at + (step - progress.step) * data.batch_size
-
+    if progress.step and not progress.prompts.next:  # earlier versions did not write it
+        progress = replace(progress, prompts=PromptPosition(progress.step * data.batch_size))
     if bench or isinstance(data, FakeData):
         fake = data if isinstance(data, FakeData) else FakeData(batch_size=data.batch_size, seq_len=data.seq_len)
         batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
@@ -79,7 +76,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         tokenizer = Tokenizer.from_folder(folder, chat_template_kwargs=data.chat_template_kwargs)
         read = read_conversations(str(data.path), tokenizer, data.seq_len, data.loss_on)
         order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
-        batch = _batch_of(read.samples, order, first_sample, data.batch_size)
+        batch = _batch_of(read.samples, order, progress, data.batch_size)
         rows, num_samples = [row for _, row in read_rows(str(data.path))], len(read.samples)
         one_epoch = -(-len(read.samples) // data.batch_size)
         facts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
@@ -88,10 +85,10 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
             f"{read.num_skipped} had no completion within them and are skipped."
         )
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
-    differences: Sequence[Difference] = ()
+    began = Beginning(progress)
     if not bench:
         meaning = sft_meaning(config, tokenizer, rows, num_samples)
-        progress, differences = going_on(progress, meaning, max_steps, 1, Path(config.output_dir))
+        began = going_on(progress, meaning, max_steps, 1, Path(config.output_dir))
     return PreparedBatches(
         trainer=TrainerConfig(
             model=config.model,
@@ -108,9 +105,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         max_steps=max_steps,
         ckpt=config.ckpt,
         checkpoints=checkpoints,
-        progress=progress,
-        differences=differences,
-        first_sample=first_sample,
+        began=began,
         model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
         facts=facts,
         sentence=sentence,
@@ -159,7 +154,7 @@ async def run_batches(
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
         await run_until(
-            saver.resume(prepared.progress, prepared.ckpt.resume_step is not None, prepared.differences),
+            saver.resume(prepared.progress, prepared.ckpt.resume_step is not None, prepared.began.changes),
             death=context.death_watch(),
         )
     record.event(BatchesReady(**prepared.facts, sentence=prepared.sentence))
@@ -192,6 +187,7 @@ class _Training:
     ) -> None:
         self.step = prepared.progress.step
         """Steps that are done."""
+        self._next_sample = prepared.progress.prompts.next
         self._prepared, self._trainer, self._saver, self._context = prepared, trainer, saver, context
         self.save, self._watch = SaveOncePerStep(self._write, self.step, context.record), Stopwatch()
         self._skips = SkippedSteps(prepared.trainer.optim.max_skipped_steps, context.record)
@@ -210,8 +206,7 @@ class _Training:
 
     async def _write(self, step: int) -> None:
         if self._saver:
-            next_sample = PromptPosition(self._prepared.first_sample(step))
-            await self._saver.save(self._prepared.progress.after(step, next_sample))
+            await self._saver.save(self._prepared.progress.after(step, PromptPosition(self._next_sample)))
 
     async def _update(self, samples: Sequence[Sample]) -> None:
         await self.save.update_begins()
@@ -219,7 +214,7 @@ class _Training:
             report = await self._trainer.optim_step(
                 loss_denominator(samples, loss_aggregation(self._prepared.trainer.loss))
             )
-        self.step += 1
+        self.step, self._next_sample = self.step + 1, self._next_sample + len(samples)
         self.save.step_ends(self.step)
         self._skips.note(report)
         self._context.record.metrics(
@@ -248,10 +243,14 @@ def _metrics(
     }
 
 
-def _batch_of(
-    samples: Sequence[Sample], order: ExampleOrder, first_sample: Callable[[int], int], batch_size: int
-) -> MakeBatch:
-    return lambda step: [samples[order[first_sample(step) + i][1]] for i in range(batch_size)]
+def _batch_of(samples: Sequence[Sample], order: ExampleOrder, began: Progress, batch_size: int) -> MakeBatch:
+    """began: where the run goes on. It has the place of the next sample, as batches may have been of another size."""
+
+    def batch(step: int) -> list[Sample]:
+        first = began.prompts.next + (step - began.step) * batch_size
+        return [samples[order[first + i][1]] for i in range(batch_size)]
+
+    return batch
 
 
 def _fake_batch(fake: FakeData, vocab_size: int) -> MakeBatch:

@@ -57,14 +57,14 @@ class WandbSink(Listener):
         name: str | None,
         offline: bool,
         config: Mapping[str, Any],
-        step: int = 0,
+        last_step: int | None = None,
     ) -> None:
-        """step: the run goes on after it, and W&B forgets what it was told of later ones; 0 begins a run of W&B's."""
+        """last_step: the run goes on, and W&B forgets what it was told of later steps; None begins a run of W&B's."""
         wandb = _import("wandb", "wandb")
         asked = {"project": project, "name": name, "dir": str(folder), "config": dict(config)}
         asked["mode"] = "offline" if offline else "online"
         file = folder / "wandb" / RUN_ID
-        known = _read_id(file, project) if step else None
+        known = _read_id(file, project) if last_step is not None else None
         self.not_taken_back = ""
         """A sentence where W&B could not take its run back to the step."""
         if known is None:
@@ -73,9 +73,11 @@ class WandbSink(Listener):
             write_json(file, {"id": str(self._run.id), "project": project})
             return
         try:
-            self._run = wandb.init(**asked, id=known, resume_from=f"{known}?_step={step}")
+            self._run = wandb.init(**asked, id=known, resume_from=f"{known}?_step={last_step}")
         except Exception as error:  # an older package, or a server that cannot do it
-            what = f"W&B cannot take its run {known} back to step {step}, and keeps what it was told of later steps"
+            what = (
+                f"W&B cannot take its run {known} back to step {last_step}, and keeps what it was told of later steps"
+            )
             self.not_taken_back = f"{what}: {error_text(error)}."
             self._run = wandb.init(**asked, id=known, resume="allow")
 

@@ -3,7 +3,7 @@
     {"examples": 32, "prompts": "9f86d081884c7d65", "orchestrator.seed": 0, "trainer.optim.lr": 0.0001, ...}
 
 Keys with a dot, and `seed`, are the config's; the others are facts that no key says (`FACTS`). What a run's own meaning
-consists of is in `ductile.orchestrator.commands.run_meaning`. A difference with which the checkpoint's place in the
+consists of is in `ductile.orchestrator.commands.run_meaning`. A change with which the checkpoint's place in the
 data or its optimizer state would mean something else is refused; of any other the user is told. What one side lacks is
 not compared: another version of ductile wrote it.
 """
@@ -80,12 +80,14 @@ MEASURED_BY = (
 )  # fmt: skip
 """How the names begin of what held-out rewards depend on besides the weights."""
 
+IMPLIES = {"examples": ("prompts", "rows"), "prompts": ("rows",), "samples": ("conversations",)}
+"""What is other, too, where a fact is: the user is told of the cause alone."""
 SETS_LR = ("optim.lr", "max_steps", "n_minibatches")
 """How the names end of what a learning rate depends on besides its schedule."""
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class MeaningChange:
     """Something that is other than when the checkpoint was written."""
 
     key: str
@@ -96,57 +98,69 @@ class Difference:
     is_refused: bool = False
 
 
-def differences(progress: Progress, now: Meaning, updates: int) -> tuple[Difference, ...]:
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The beginning of a run, or the checkpoint that it goes on from."""
+
+    progress: Progress
+    """Step 0 for a new run. What it means, and is saved with, is today's."""
+    changes: tuple[MeaningChange, ...] = ()
+    """What is other than when the checkpoint was written."""
+
+
+def changes(progress: Progress, now: Meaning, updates: int) -> tuple[MeaningChange, ...]:
     """Return all that is other for a run that goes on from `progress` with the meaning `now`, those first that are
     refused. updates: optimizer steps that are done."""
     before, step = progress.meaning, progress.step
     if not before:
         lacks = "does not say with which examples, seeds, dtypes, learning rate and template it was trained"
         sentence = f"The checkpoint of step {step} is of an earlier version and {lacks}: whether these are the same now"
-        return (Difference("", None, None, f"{sentence} is not known."),)
-    keys = [key for key in before if key in now and before[key] != now[key] and key != "num_updates"]
-    found = [_difference(key, before[key], now[key], step) for key in keys]
+        return (MeaningChange("", None, None, f"{sentence} is not known."),)
+    keys = [key for key in before if key in now and before[key] != now[key]]
+    implied = {"num_updates", *(name for key in keys for name in IMPLIES.get(key, ()))}  # those follow from max_steps
+    keys = [key for key in keys if key not in implied]
+    found = [_change(key, before[key], now[key], step) for key in keys]
     was, is_now = (next_learning_rate(meaning, updates) for meaning in (before, now))
     if was is not None and is_now is not None and was != is_now:
         by = ", ".join(key for key in keys if key.endswith(SETS_LR) or "scheduler." in key)
         what = f"The learning rate of the next optimizer step was to be {was:.6g} and is {is_now:.6g}"
-        found.append(Difference("lr", was, is_now, f"{what} ({by})."))
+        found.append(MeaningChange("lr", was, is_now, f"{what} ({by})."))
     return tuple(sorted(found, key=lambda each: not each.is_refused))
 
 
-def _difference(key: str, before: Any, now: Any, step: int) -> Difference:
+def _change(key: str, before: Any, now: Any, step: int) -> MeaningChange:
     fact = FACTS.get(key, Fact(key, REFUSED.get(key, ""), key in REFUSED))
     refused, why = fact.is_refused, fact.why
     if key in DTYPES and now == "bfloat16":
         refused, why = True, "parameters and moments would lose bits that were trained"
     said = f"{fact.words} was {show(before)} up to step {step} and is {show(now)} now" + (f": {why}" if why else "")
     instead = f" Write {key} = {show(before)}." if refused and key not in FACTS else ""
-    return Difference(key, before, now, f"{said[0].upper() if key in FACTS else said[0]}{said[1:]}.{instead}", refused)
+    return MeaningChange(
+        key, before, now, f"{said[0].upper() if key in FACTS else said[0]}{said[1:]}.{instead}", refused
+    )
 
 
-def going_on(
-    progress: Progress, meaning: Meaning, max_steps: int, per_step: int, folder: Path
-) -> tuple[Progress, tuple[Difference, ...]]:
+def going_on(progress: Progress, meaning: Meaning, max_steps: int, per_step: int, folder: Path) -> Beginning:
     """Return the progress with today's `meaning`, and what is other than at its checkpoint; nothing for a new run.
 
-    per_step: optimizer steps in a step. folder: the run's. Raises CheckpointError with every difference when one is
+    per_step: optimizer steps in a step. folder: the run's. Raises CheckpointError with every change when one is
     refused.
     """
     updates, num_updates = progress.updates_done(per_step), progress.updates_by(max_steps, per_step)
     now = json.loads(json.dumps({**meaning, "max_steps": max_steps, "num_updates": num_updates}, default=str))
-    found = differences(progress, now, updates) if progress.step else ()
+    found = changes(progress, now, updates) if progress.step else ()
     if any(each.is_refused for each in found):
         raise CheckpointError(
             f"{folder / 'state'}: step {progress.step} cannot be gone on from with this config and data. "
             f"{' '.join(each.sentence for each in found)} Bring back what it was trained with, or begin a run of its "
             f"own from the trained model: --model.name {folder / 'model'}, another --output-dir and no --resume"
         )
-    return replace(progress, meaning=now, updates=updates), found
+    return Beginning(replace(progress, meaning=now, updates=updates), found)
 
 
-def measures_alike(differences: Sequence[Difference]) -> bool:
+def measures_alike(changes: Sequence[MeaningChange]) -> bool:
     """Return whether held-out rewards from before can be compared with those from now on."""
-    return not any(each.key.startswith(MEASURED_BY) for each in differences)
+    return not any(each.key.startswith(MEASURED_BY) for each in changes)
 
 
 def next_learning_rate(meaning: Meaning, updates: int) -> float | None:

@@ -7,12 +7,12 @@ Row = Mapping[str, Any]
 
 
 def summarise_rl(
-    rows: Sequence[Row], measured_from: int, slots: Mapping[str, Sequence[int]], wall_s: float
+    rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s: float, measured_from: int = 0
 ) -> dict[str, Any]:
     """`summary.json` of `ductile rl`.
 
-    measured_from: as `Progress.measured_from`. slots: by role, at the end. wall_s: of this life of the run, and what
-    the steps took that earlier lives left in the rows.
+    slots: by role, at the end. wall_s: of this life of the run, and what the steps took that earlier lives left in the
+    rows. measured_from: as `Progress.measured_from`.
     """
     steps = [row for row in rows if row["step"] > 0]
     evaluated = [row for row in rows if row.get("eval_reward") is not None and row["step"] >= measured_from]

@@ -17,7 +17,7 @@ from ductile.events.checkpoints import (
     StartedAnew,
 )
 from ductile.observe import Recorder, read_jsonl
-from ductile.orchestrator.ending.meaning import Difference
+from ductile.orchestrator.ending.meaning import MeaningChange
 from ductile.orchestrator.ending.progress import TRAINER, CheckpointError, Checkpoints, Progress
 from ductile.roles import Failure, TrainerClient
 
@@ -95,10 +95,10 @@ class Saver:
             ) from error
         self._record.event(ModelExported(step, sentence=f"The model of step {step} is in {folder}."))
 
-    async def resume(self, progress: Progress, asked: bool, differences: Sequence[Difference] = ()) -> None:
+    async def resume(self, progress: Progress, asked: bool, changes: Sequence[MeaningChange] = ()) -> None:
         """Load what `progress` belongs to, set aside what was written after it, and write the model that is missing.
 
-        asked: the user wants to go on. When there is nothing to go on from (step 0), an event says so. differences:
+        asked: the user wants to go on. When there is nothing to go on from (step 0), an event says so. changes:
         what the user is told of.
         """
         if progress.step:  # first of all: what cannot be loaded must not cost what could be
@@ -111,7 +111,7 @@ class Saver:
             again = f"; the metrics of {later} are written anew" if num_dropped else ""
             sentence = f"Resumed after step {progress.step}{again}."
             self._record.event(RunResumed(progress.step, sentence=sentence))
-            for each in differences:
+            for each in changes:
                 self._record.event(ResumedOtherwise(each.key, each.before, each.now, sentence=each.sentence))
             if self._model_folder and await asyncio.to_thread(lacks_model, self._model_folder, progress.step):
                 await self._export(progress.step)

@@ -129,7 +129,7 @@ def supervise(
             else:
                 write_config()
             record.listeners.append(ForgetOldRun(folder))
-            not_taken_back = _add_sinks(record, config, steps_done(prepared))
+            not_taken_back = _add_sinks(record, config, steps_done(prepared), owes(prepared))
             state = RunState(num_kept=NUM_KEPT)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
             record.listeners.extend([state, view, bench] if bench else [state, view])
@@ -230,7 +230,7 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
 def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
     """Why a resume starts nothing, in sentences; "" when there are steps to do, or its end or its model is missing."""
     folder = Path(config.output_dir)
-    has_ended = done > max_steps or _summarised(folder / "summary.json") == done
+    has_ended = done > max_steps or _has_summary(folder / "summary.json", done)
     if not done or done < max_steps or not has_ended:
         return ""
     if isinstance(config, RLConfig | SFTConfig) and config.ckpt.export_model and lacks_model(folder / "model", done):
@@ -242,12 +242,12 @@ def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
     )
 
 
-def _summarised(file: Path) -> int | None:
-    """The step of the summary; None when there is none, or none that can be read."""
+def _has_summary(file: Path, step: int) -> bool:
+    """Whether there is a summary of a run that ended at `step`: an earlier life of it may have ended before."""
     try:
-        return json.loads(file.read_bytes())["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return json.loads(file.read_bytes()).get("steps", step) == step
+    except (OSError, ValueError):
+        return False
 
 
 def _put_back(config: Config, session: Session | None) -> str:
@@ -290,8 +290,9 @@ def _goes_on(config: Config) -> bool:
     return isinstance(config, RLConfig | SFTConfig) and config.ckpt.resume_step is not None
 
 
-def _add_sinks(record: Recorder, config: Config, step: int) -> str:
-    """step: the run goes on after it. Returns a sentence where a sink keeps what it was told of later steps."""
+def _add_sinks(record: Recorder, config: Config, step: int, owes: bool) -> str:
+    """step: the run goes on after it. owes: its row is written anew. Returns a sentence where a sink keeps what it was
+    told of later steps."""
     if not isinstance(config, RLConfig | SFTConfig) or config.bench is not None:
         return ""
     if config.tensorboard:
@@ -299,7 +300,9 @@ def _add_sinks(record: Recorder, config: Config, step: int) -> str:
     if not config.wandb:
         return ""
     wandb = config.wandb
-    sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config), step)
+    sink = WandbSink(
+        record.folder, wandb.project, wandb.name, wandb.offline, to_table(config), step - owes if step else None
+    )
     record.listeners.append(sink)
     return sink.not_taken_back
 

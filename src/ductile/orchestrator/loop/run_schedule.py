@@ -43,5 +43,5 @@ class RunSchedule:
 
 def owes_evaluation(folder: Path, step: int, schedule: RunSchedule) -> bool:
     """Return whether the weights after `step` were to be evaluated, and the run's metrics do not have it."""
-    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] == step]
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("step") == step]
     return step > 0 and schedule.evaluates_after(step) and not any("eval_reward" in row for row in rows)
