@@ -91,7 +91,13 @@ def test_tensorboard_forgets_steps_that_are_taken_back(tmp_path):
         time.sleep(1.1)  # the files' names have seconds, and are read in their order
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()
-    assert [(event.step, event.value) for event in reader.Scalars("loss")] == [(1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
+    assert [(event.step, event.value) for event in reader.Scalars("loss")] == [
+        (1, 1),
+        (2, 2),
+        (3, 13),
+        (4, 14),
+        (5, 15),
+    ]
 
 
 def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):

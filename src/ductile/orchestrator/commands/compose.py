@@ -207,10 +207,10 @@ async def run_loop(
             begin_scheduling(buffer, accounting),
             context.stop,
         )
-        await loop.run(context.death_watch())
+        step = await loop.run(context.death_watch())
     since_start_s = context.wall_s()
     summary = summarise_rl(record.rows(), context.slots(), earlier_s + since_start_s, progress.measured_from)
-    summary |= {**since_start(prepared.schedule.max_steps, progress.step, since_start_s), **spent()}
+    summary |= {"steps": step, **since_start(prepared.schedule.max_steps, progress.step, since_start_s), **spent()}
     record.summary(summary)
     return RunResult(
         summary=summary,

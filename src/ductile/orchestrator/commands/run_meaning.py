@@ -148,7 +148,7 @@ def _values(section: Section, above: str = "") -> Iterator[tuple[str, Any]]:
 def _code(value: Any) -> Any:
     """Functions of the user's with the fingerprints of their files, wherever these lie."""
     if isinstance(value, list):
-        return [_code(each) for each in value]
+        return _code(value[0]) if len(value) == 1 else [_code(each) for each in value]
     if not isinstance(value, str) or (source := source_of(value)) is None:
         return value
     name = f"{source.name}:{value.rpartition(':')[2]}" if value.partition(":")[0].endswith(".py") else value

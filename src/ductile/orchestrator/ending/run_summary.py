@@ -29,10 +29,10 @@ def summarise_rl(
         "wall_s": wall_s,
         "tokens_per_s_generate": per_second(steps, "sampled_tokens", ["step_s"]),
         "tokens_per_s_train": per_second(steps, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
-        "sampled_tokens": sum(row["sampled_tokens"] for row in steps),
+        "sampled_tokens": sum(row.get("sampled_tokens") or 0 for row in steps),
         "steps_without_loss": sum("loss" not in row for row in steps),
-        "groups_dropped": steps[-1]["groups_dropped"] if steps else 0,
-        "reward_errors": steps[-1]["reward_errors"] if steps else 0,
+        "groups_dropped": steps[-1].get("groups_dropped", 0) if steps else 0,
+        "reward_errors": steps[-1].get("reward_errors", 0) if steps else 0,
         "slots": {role: list(held) for role, held in slots.items()},
     }
 
