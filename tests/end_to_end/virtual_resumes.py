@@ -284,8 +284,7 @@ def live(world: World, words: list[str], folder: Path, cut: Callable[[Learner, A
                 prepare,
                 lambda prepared: prepared.schedule.max_steps if world.command == "rl" else prepared.max_steps,
                 run,
-                lambda prepared: prepared.progress.step,
-                owes=lambda prepared: world.command == "rl" and prepared.schedule.owes_evaluation,
+                lambda prepared: prepared.began,
             )
         except ConfigError as error:
             code = NOT_STARTED
@@ -551,7 +550,7 @@ OTHER = (
     Kind("advantage", _flag("orchestrator.advantage.type", "", "grpo"), ("rl",)),
     Kind("temperature", _flag("orchestrator.sampling.temperature", "", "0.7"), ("rl",)),
     Kind("loss on", _flag("", "data.loss_on", "all"), ("sft",)),
-    Kind("seq_len", _flag("", "data.seq_len", "40"), ("sft",)),
+    Kind("seq_len", _flag("", "data.seq_len", "24"), ("sft",)),
     Kind("template", _template),
     Kind("template's variables", _flag("orchestrator.chat_template_kwargs", "data.chat_template_kwargs", '{"a": 1}'),
          shows=False),

@@ -71,7 +71,7 @@ def place_findings(config: Section, source: str) -> Iterator[Finding]:
         return
     file, folder = Path(source), Path(config.output_dir)
     try:
-        is_a_runs = file.name == "config.toml" and file.read_bytes().startswith(RESOLVED.encode())
+        is_a_runs = file.name in ("config.toml", DRY_RUN) and file.read_bytes().startswith(RESOLVED.encode())
         if not is_a_runs or file.parent.resolve() == folder.resolve() or of_a_run(file.parent) is None:
             return
     except OSError:

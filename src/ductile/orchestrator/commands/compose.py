@@ -26,7 +26,7 @@ from ductile.orchestrator.commands.graders import graders_of
 from ductile.orchestrator.commands.reference import pinned
 from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.commands.run_meaning import rl_meaning
-from ductile.orchestrator.ending.meaning import Beginning, going_on, measures_alike
+from ductile.orchestrator.ending.meaning import Beginning, going_on
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import since_start, summarise_rl
 from ductile.orchestrator.ending.run_until import run_until
@@ -134,8 +134,7 @@ def prepare(config: RLConfig) -> Prepared:
         schedule = replace(schedule, owes_evaluation=owed)
         meaning = rl_meaning(config, tokenizer, tasks, train_examples, (name, held_out))
         began = going_on(progress, meaning, max_steps, schedule.n_minibatches, Path(config.output_dir))
-        if not measures_alike(began.changes):
-            began = replace(began, progress=replace(began.progress, measured_from=progress.step + (not owed)))
+        began = began.measured(owed)
     return Prepared(
         config=config,
         schedule=schedule,

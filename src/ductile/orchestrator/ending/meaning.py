@@ -106,6 +106,26 @@ class Beginning:
     """Step 0 for a new run. What it means, and is saved with, is today's."""
     changes: tuple[MeaningChange, ...] = ()
     """What is other than when the checkpoint was written."""
+    owes_evaluation: bool = False
+    """Whether the run was cut before the evaluation after its last step."""
+
+    @property
+    def last_kept(self) -> int | None:
+        """The last step whose metrics stay as they are written; None where no step is done. The row of a step that owes
+        its evaluation is written anew."""
+        return self.progress.step - self.owes_evaluation if self.progress.step else None
+
+    def measured(self, owes_evaluation: bool) -> "Beginning":
+        """Return the beginning of a run that has held-out rewards: those from before are compared with later ones only
+        where nothing has changed that they depend on."""
+        progress = self.progress
+        if not measures_alike(self.changes):
+            progress = replace(progress, measured_from=progress.step + (not owes_evaluation))
+        return replace(self, progress=progress, owes_evaluation=owes_evaluation)
+
+
+NEW = Beginning(Progress())
+"""The beginning of a run that goes on from nothing."""
 
 
 def changes(progress: Progress, now: Meaning, updates: int) -> tuple[MeaningChange, ...]:

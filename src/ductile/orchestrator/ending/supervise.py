@@ -43,6 +43,7 @@ from ductile.orchestrator.commands.bench import Bench, written
 from ductile.orchestrator.commands.sinks import SinkMissing, TensorboardSink, WandbSink
 from ductile.orchestrator.ending.folder import FolderInUse, bench_folder, run_folder
 from ductile.orchestrator.ending.interrupt import Interrupt, interrupts
+from ductile.orchestrator.ending.meaning import NEW, Beginning
 from ductile.orchestrator.ending.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.orchestrator.ending.progress import CheckpointError, Checkpoints
 from ductile.orchestrator.ending.replace_config import ReplaceConfig
@@ -101,13 +102,11 @@ def supervise(
     prepare: Callable[[C], P],
     max_steps: Callable[[P], int],
     run: Callable[[C, P, Session], Awaitable[RenderableType]],
-    steps_done: Callable[[P], int] = lambda prepared: 0,
-    owes: Callable[[P], bool] = lambda prepared: False,
+    began: Callable[[P], Beginning] = lambda prepared: NEW,
 ) -> int:
     """Prepare, run, and say how it ended. Returns the exit code.
 
-    steps_done: of the run that is gone on with. owes: whether it was cut before what was due after these steps. When
-    there is nothing left to do, nothing is started or written.
+    began: where the run that is gone on with is. When there is nothing left to do, nothing is started or written.
     """
     session = None
     try:
@@ -115,7 +114,8 @@ def supervise(
             with run_folder(config.output_dir, clean=False):
                 pass  # to enter it puts back what a start that was killed had set aside
         prepared = prepare(config)
-        if not owes(prepared) and (nothing := _nothing_to_do(config, steps_done(prepared), max_steps(prepared))):
+        beginning = began(prepared)
+        if nothing := _nothing_to_do(config, beginning, max_steps(prepared)):
             print(f"ductile {command}: {nothing}")
             return DONE
         with ExitStack() as stack:
@@ -129,7 +129,10 @@ def supervise(
             else:
                 write_config()
             record.listeners.append(ForgetOldRun(folder))
-            not_taken_back = _add_sinks(record, config, steps_done(prepared), owes(prepared))
+            not_taken_back = _add_sinks(record, config, beginning)
+            if sys.stdout.isatty():  # events pass by in the live view
+                for change in beginning.changes:
+                    print(f"note: {printable(change.sentence)}", file=sys.stderr)
             state = RunState(num_kept=NUM_KEPT)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
             record.listeners.extend([state, view, bench] if bench else [state, view])
@@ -227,11 +230,12 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
             os.dup2(nowhere.fileno(), 1)
 
 
-def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
-    """Why a resume starts nothing, in sentences; "" when there are steps to do, or its end or its model is missing."""
-    folder = Path(config.output_dir)
+def _nothing_to_do(config: Config, began: Beginning, max_steps: int) -> str:
+    """Why a resume starts nothing, in sentences; "" when there are steps to do, or something that was due after the
+    last one is missing."""
+    folder, done = Path(config.output_dir), began.progress.step
     has_ended = done > max_steps or _has_summary(folder / "summary.json", done)
-    if not done or done < max_steps or not has_ended:
+    if not done or done < max_steps or not has_ended or began.owes_evaluation:
         return ""
     if isinstance(config, RLConfig | SFTConfig) and config.ckpt.export_model and lacks_model(folder / "model", done):
         return ""
@@ -290,9 +294,8 @@ def _goes_on(config: Config) -> bool:
     return isinstance(config, RLConfig | SFTConfig) and config.ckpt.resume_step is not None
 
 
-def _add_sinks(record: Recorder, config: Config, step: int, owes: bool) -> str:
-    """step: the run goes on after it. owes: its row is written anew. Returns a sentence where a sink keeps what it was
-    told of later steps."""
+def _add_sinks(record: Recorder, config: Config, began: Beginning) -> str:
+    """Returns a sentence where a sink keeps what it was told of steps that are taken back."""
     if not isinstance(config, RLConfig | SFTConfig) or config.bench is not None:
         return ""
     if config.tensorboard:
@@ -300,9 +303,7 @@ def _add_sinks(record: Recorder, config: Config, step: int, owes: bool) -> str:
     if not config.wandb:
         return ""
     wandb = config.wandb
-    sink = WandbSink(
-        record.folder, wandb.project, wandb.name, wandb.offline, to_table(config), step - owes if step else None
-    )
+    sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config), began.last_kept)
     record.listeners.append(sink)
     return sink.not_taken_back
 
