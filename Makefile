@@ -112,7 +112,7 @@ endings: setup
 # Four pairs of a cut run and a change for each kind of change, in one process, and seven of real processes on the quickstart's
 # model: some five minutes on two cores.
 resumes: setup
-	RESUMES_EACH=4 $(BIN)/python -m pytest tests/end_to_end/test_resumes.py -q
+	RESUMES_EACH=4 $(BIN)/python -m pytest tests/end_to_end/test_resumes.py
 
 # 60 runs whose generators and scorers are killed at random moments, and 30 whose slots are killed or stopped while they change
 # roles: about half an hour on two cores.

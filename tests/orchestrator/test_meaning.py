@@ -68,6 +68,14 @@ def test_a_change_is_told_with_its_key_and_both_values():
     )
 
 
+def test_of_long_lists_the_user_is_shown_what_differs():
+    rewards = [f"a_file_with_a_long_name.py:reward_{n} (9f86d081884c7d65)" for n in range(3)]
+    other = [*rewards[:2], "other.py:reward (60303ae22b998861)"]
+    [change] = changes(at_step(reward=rewards), {**MEANING, "reward": other}, 4)
+    assert "reward_2 (9f86" in change.sentence
+    assert "other.py:reward (6030" in change.sentence
+
+
 def test_a_refusal_says_what_to_write_and_how_to_begin_anew(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         going_on(at_step(), {**MEANING, "orchestrator.seed": 7}, 10, 1, tmp_path)

@@ -153,11 +153,19 @@ def _change(key: str, before: Any, now: Any, step: int) -> MeaningChange:
     refused, why = fact.is_refused, fact.why
     if key in DTYPES and now == "bfloat16":
         refused, why = True, "parameters and moments would lose bits that were trained"
-    said = f"{fact.words} was {show(before)} up to step {step} and is {show(now)} now" + (f": {why}" if why else "")
+    was, is_now = _shown(before, now)
+    said = f"{fact.words} was {was} up to step {step} and is {is_now} now" + (f": {why}" if why else "")
     instead = f" Write {key} = {show(before)}." if refused and key not in FACTS else ""
     return MeaningChange(
         key, before, now, f"{said[0].upper() if key in FACTS else said[0]}{said[1:]}.{instead}", refused
     )
+
+
+def _shown(before: Any, now: Any) -> tuple[str, str]:
+    """Both values in words; of long lists, what only one of them has."""
+    if isinstance(before, list) and isinstance(now, list) and show(before) == show(now):
+        before, now = [each for each in before if each not in now], [each for each in now if each not in before]
+    return show(before), show(now)
 
 
 def going_on(progress: Progress, meaning: Meaning, max_steps: int, per_step: int, folder: Path) -> Beginning:
@@ -178,9 +186,9 @@ def going_on(progress: Progress, meaning: Meaning, max_steps: int, per_step: int
     return Beginning(replace(progress, meaning=now, updates=updates), found)
 
 
-def measures_alike(changes: Sequence[MeaningChange]) -> bool:
+def measures_alike(found: Sequence[MeaningChange]) -> bool:
     """Return whether held-out rewards from before can be compared with those from now on."""
-    return not any(each.key.startswith(MEASURED_BY) for each in changes)
+    return not any(each.key.startswith(MEASURED_BY) for each in found)
 
 
 def next_learning_rate(meaning: Meaning, updates: int) -> float | None:
