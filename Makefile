@@ -59,7 +59,7 @@ gpu:
 
 # What `make test` has a part of, whole: commands, each of which also stands alone, with the time that it may take here.
 # What fails is told at the end, and does not keep the others from running.
-NIGHTLY = parity:20m resize-parity:20m endings:30m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
+NIGHTLY = parity:20m resize-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
 	properties:20m nightly-tests:25m \
 	cold-starts:10m lm-eval-test:10m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
@@ -112,6 +112,11 @@ resize-parity: setup
 # 500 endings in virtual time and 40 with real processes and signals; about a quarter of an hour on two cores.
 endings: setup
 	ENDINGS_VIRTUAL=500 ENDINGS_REAL=40 $(BIN)/python -m pytest tests/end_to_end/test_endings.py -q -s
+
+# Four pairs of a cut run and a change for each kind of change, in one process, and seven of real processes on the quickstart's
+# model: some five minutes on two cores.
+resumes: setup
+	RESUMES_EACH=4 $(BIN)/python -m pytest tests/end_to_end/test_resumes.py
 
 # 60 runs whose generators and scorers are killed at random moments, and 30 whose slots are killed or stopped while they change
 # roles: about half an hour on two cores.

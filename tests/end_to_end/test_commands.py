@@ -36,7 +36,8 @@ def test_sft_lowers_the_loss_and_resumes(tmp_path: Path, model: Path):
     config = tmp_path / "run" / "config.toml"
     trained_with = config.read_text()
     unfit = ductile(*words, "--max-steps", 10, "--resume", "--optim.type", "sgd")
-    assert unfit.returncode == 1
+    assert unfit.returncode == 2
+    assert 'optim.type was "adamw" up to step 5 and is "sgd" now' in unfit.stderr
     assert config.read_text() == trained_with, "what is said to go on with is what the checkpoint was made with"
     second = ductile(*words, "--max-steps", 10, "--resume")
     assert second.returncode == 0, second.stderr

@@ -193,6 +193,44 @@ def test_resume_goes_on_where_the_run_was(tmp_path, folder):
     assert "Resumed after step 2" in (tmp_path / "run" / "events.jsonl").read_text()
 
 
+@pytest.mark.parametrize("last", [2, 4])
+def test_the_evaluation_that_was_due_is_done_first(tmp_path, folder, last):
+    """Ctrl-C cuts it short; also the last one, after which there is no step to do."""
+    stop = asyncio.Event()
+
+    class Stopped(Learns):
+        async def optim_step(self, loss_denominator):
+            if self.step + 1 == last:
+                stop.set()
+            return await super().optim_step(loss_denominator)
+
+    settings = {"max_steps": 4, "orchestrator__eval__interval": 2}
+    evaluated = tmp_path / "run" / "metrics.jsonl"
+    rl(config(tmp_path, folder, **settings), folder, stop, Stopped)
+    assert [row["step"] for row in read_jsonl(evaluated) if "eval_reward" in row] == [0, 2, 4][: last // 2]
+    again = config(tmp_path, folder, ckpt__resume_step=-1, **settings)
+    assert prepare(again).schedule.owes_evaluation
+    _, result = rl(again, folder)
+    rows = read_jsonl(evaluated)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
+    assert "reward_mean" in rows[last], "what the row had, it has"
+    assert result.summary["eval_step_last"] == result.summary["steps"] == 4
+    assert not prepare(again).schedule.owes_evaluation
+
+
+def test_the_summary_compares_held_out_rewards_of_one_set(tmp_path, folder):
+    rl(config(tmp_path, folder), folder)
+    own = {"type": "builtin", "name": "addition", "config": {"max_value": 9}, "size": 4, "seed": 5}
+    later = {"max_steps": 5, "ckpt__resume_step": -1, "orchestrator__task__size": 36}
+    with pytest.raises(CheckpointError, match=r"The number of examples .* was 36 up to step 3 and is 32 now"):
+        prepare(config(tmp_path, folder, **later))
+    _, result = rl(config(tmp_path, folder, orchestrator__eval__task=own, **later), folder)
+    assert result.summary["eval_step_first"] == result.summary["eval_step_last"] == 5
+    told = [row["key"] for row in read_jsonl(tmp_path / "run" / "events.jsonl") if row["kind"] == "resumed_otherwise"]
+    assert set(told) == {"held_out", "max_steps", "orchestrator.task.size"}
+
+
 def test_a_resume_with_no_step_to_do_writes_the_model_that_failed(tmp_path, folder):
     class NoRoom(Learns):
         async def export(self, path, dtype):

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,6 +93,14 @@ class Tokenizer:
                     f"the chat template of {folder} does not read {name}, which chat_template_kwargs has"
                 )
         return cls(backend, special_tokens.named, eos, template, str(folder), chat_template_kwargs, replaces)
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Return what tells this tokenizer from others: its vocabulary and rules, however their file spells them; its
+        chat template; and the tokens that end a turn."""
+        template = "" if self._chat_template is None else self._chat_template.text
+        texts = {"tokenizer": self._backend.to_str(), "chat_template": template}
+        found = {name: blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
+        return {**found, "eos_token_ids": list(self.eos_token_ids)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids

@@ -33,15 +33,17 @@ from ductile.core.scheduling.policies.names import described
 Row = tuple[str, str]
 
 
-def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "", data: str = "", first: str = "") -> str:
-    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for. data: a
-    sentence about it. first: the first example, as the model sees it."""
+def summary(
+    parsed: Parsed[RunConfig], command: str, resumes: Sequence[str] = (), data: str = "", first: str = ""
+) -> str:
+    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for, and what is
+    other than it was. data: a sentence about it. first: the first example, as the model sees it."""
     config = parsed.config
     rows = [
         ("files", " < ".join(parsed.files) or "none: flags and defaults"),
         ("model", _model(config)),
         ("output", _output(config)),
-        *([("resumes", resumes)] if resumes else []),
+        *_column("resumes", resumes),
         *_work(config),
         *([("rows", data)] if data else []),
         *_slots(config),
@@ -74,7 +76,7 @@ def _output(config: RunConfig) -> str:
     return config.output_dir + (", where it deletes the run that is there when its first step is done" if there else "")
 
 
-def _column(name: str, texts: list[str]) -> list[Row]:
+def _column(name: str, texts: Sequence[str]) -> list[Row]:
     return [(name if index == 0 else "", text) for index, text in enumerate(texts)]
 
 

@@ -53,10 +53,13 @@ def _first_prompt(tokenizer: Tokenizer, task: Task, example: int) -> AboutData:
     return AboutData(sentence, first=tokenizer.decode(prompt_ids(task, tokenizer, example), skip_special_tokens=False))
 
 
-def resumes(config: RunConfig) -> str:
-    """The checkpoint that the command would go on from; "" when it is not asked to resume. Raises what it refuses."""
+def resumes(config: RunConfig) -> list[str]:
+    """Return the checkpoint that the command would go on from, and a sentence for what is other than when it was
+    written; nothing when it is not asked to resume. Raises what it refuses."""
     if not isinstance(config, RLConfig | SFTConfig) or config.ckpt.resume_step is None or config.bench is not None:
-        return ""
+        return []
     checkpoints = Checkpoints(Path(config.output_dir) / "state")
-    step = checkpoints.find(config.ckpt.resume_step)
-    return f"nothing: {checkpoints.folder} has no checkpoint yet" if step is None else str(checkpoints.path(step))
+    prepared = prepare(config) if isinstance(config, RLConfig) else prepare_sft(config)
+    if not prepared.progress.step:
+        return [f"nothing: {checkpoints.folder} has no checkpoint yet"]
+    return [str(checkpoints.path(prepared.progress.step)), *(each.sentence for each in prepared.began.changes)]

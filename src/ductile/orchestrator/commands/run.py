@@ -49,6 +49,7 @@ from ductile.orchestrator.commands.sft import PreparedBatches, prepare_fake, pre
 from ductile.orchestrator.control.endpoint import Endpoint
 from ductile.orchestrator.control.live_run import LiveRun
 from ductile.orchestrator.ending.final_summary import batches_summary, rl_summary, rollout_only_summary
+from ductile.orchestrator.ending.meaning import Beginning
 from ductile.orchestrator.ending.run_until import SlotDied, Stopped, run_until
 from ductile.orchestrator.ending.supervise import Session, supervise
 from ductile.transport.deadlines import Deadlines
@@ -60,11 +61,11 @@ START_CANCEL_S = 8.0
 
 
 def run_rl(config: RLConfig) -> int:
-    return supervise("rl", config, prepare, lambda prepared: prepared.schedule.max_steps, _rl, _step)
+    return supervise("rl", config, prepare, lambda prepared: prepared.schedule.max_steps, _rl, _began)
 
 
 def run_sft(config: SFTConfig) -> int:
-    return supervise("sft", config, prepare_sft, lambda prepared: prepared.max_steps, _batches, _step)
+    return supervise("sft", config, prepare_sft, lambda prepared: prepared.max_steps, _batches, _began)
 
 
 def run_trainer(config: TrainerRunConfig) -> int:
@@ -82,8 +83,8 @@ def run_inference(config: InferenceRunConfig) -> int:
     return become_server(config) if config.bench is None else bench_server(config, config.bench)
 
 
-def _step(prepared: Prepared | PreparedBatches) -> int:
-    return prepared.progress.step
+def _began(prepared: Prepared | PreparedBatches) -> Beginning:
+    return prepared.began
 
 
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
