@@ -581,7 +581,7 @@ REFUSED_AT_THE_START: list[tuple[Callable[[], object], list[str], str]] = [
         for body, said in (
             ("raise KeyError('solution')", "Mine.messages(0) raised KeyError: 'solution' (raising.py:4)"),
             ("return 'What is 1 + 1?'", "Mine.messages(0) returned 'What is 1 + 1?'; it must return a list of"),
-            ("return [{'role': 'user'}]", "Mine.messages(0) returned [{'role': 'user'}]; it must return a list of"),
+            ("return [{'role': 'user'}]", "Mine.messages(0): message 1 has no content"),
         )
         for words in (
             ["rl", "@", "good.toml", "--orchestrator.eval.enabled", "false", "--orchestrator.task"],

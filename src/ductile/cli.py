@@ -140,11 +140,11 @@ def _check(words: list[str]) -> int:
     from ductile.orchestrator.ending.supervise import UNFIT
 
     try:
-        first = rehearse(parsed.config)
+        about = rehearse(parsed.config)
     except UNFIT as error:
         _print_error(f"ductile check: {as_sentence(str(error))}")
         return BAD_CONFIG
-    print(summary(parsed, command.name, resumes(parsed.config), first))
+    print(summary(parsed, command.name, resumes(parsed.config), about.sentence, about.first))
     return 0
 
 

@@ -12,6 +12,7 @@ from ductile.config.reading import errors
 from ductile.error_text import error_with_place
 from ductile.records import Completion
 from ductile.roles import Task
+from ductile.tasks.messages import BadMessage, TemplateMessage, for_template
 from ductile.user_numbers import as_finite, as_number
 
 T = TypeVar("T")
@@ -74,8 +75,9 @@ def signature_of(task: Task) -> RewardSignature:
         raise TaskError(f"the method `reward` of {type(task).__name__} {error}") from None
 
 
-def messages_of(task: Task, example: int) -> list[dict[str, str]]:
-    """`task.messages`. Raises TaskError when it raises, or returns what is no conversation."""
+def messages_of(task: Task, example: int) -> list[TemplateMessage]:
+    """Return `task.messages` as chat templates take them. Raises TaskError when it raises, or returns what is no
+    conversation."""
     where = f"{type(task).__name__}.messages({example})"
     try:
         said: object = task.messages(example)
@@ -83,9 +85,15 @@ def messages_of(task: Task, example: int) -> list[dict[str, str]]:
         raise
     except Exception as error:
         raise TaskError(f"{where} raised {error_with_place(error)}") from error
-    if not (isinstance(said, list) and said and all(map(_is_message, cast(list[object], said)))):
+    if not (isinstance(said, list) and said and all(isinstance(message, Mapping) for message in cast(list[Any], said))):
         raise TaskError(f'{where} returned {said!r:.80}; it must return a list of {{"role": ..., "content": ...}}')
-    return cast(list[dict[str, str]], said)
+    messages = list[TemplateMessage]()
+    for number, message in enumerate(cast(list[TemplateMessage], said), 1):
+        try:
+            messages.append(for_template(message))
+        except BadMessage as error:
+            raise TaskError(f"{where}: message {number} {error}") from None
+    return messages
 
 
 def reply(task: Task, example: int, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:

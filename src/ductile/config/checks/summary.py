@@ -33,9 +33,9 @@ from ductile.core.scheduling.policies.names import described
 Row = tuple[str, str]
 
 
-def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "", first: str = "") -> str:
-    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for. first: the
-    first example, as the model sees it."""
+def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "", data: str = "", first: str = "") -> str:
+    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for. data: a
+    sentence about it. first: the first example, as the model sees it."""
     config = parsed.config
     rows = [
         ("files", " < ".join(parsed.files) or "none: flags and defaults"),
@@ -43,6 +43,7 @@ def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "", first: s
         ("output", _output(config)),
         *([("resumes", resumes)] if resumes else []),
         *_work(config),
+        *([("rows", data)] if data else []),
         *_slots(config),
         *(_mesh(config) if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig) else []),
         *_scheduling(config),

@@ -10,7 +10,7 @@ from pathlib import Path
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig
 from ductile.orchestrator.commands.compose import prepare
 from ductile.orchestrator.commands.rollout_only import prepare_rollout_only
-from ductile.orchestrator.commands.sft import prepare_fake, prepare_sft
+from ductile.orchestrator.commands.sft import AboutData, prepare_fake, prepare_sft
 from ductile.orchestrator.commands.sinks import need
 from ductile.orchestrator.ending.progress import Checkpoints
 from ductile.roles import Task
@@ -18,29 +18,30 @@ from ductile.tasks.prompts import prompt_ids
 from ductile.tasks.tokenizer import Tokenizer
 
 
-def rehearse(config: RunConfig) -> str:
-    """Return the first example as the model sees it; "" where there is none. The config has been found good.
+def rehearse(config: RunConfig) -> AboutData:
+    """Return what the command would say of its data, and its first example as the model sees it. The config has been
+    found good.
 
     Raises what the command would refuse, each with a sentence (`supervise.UNFIT`).
     """
-    first = ""
     if isinstance(config, OrchestratorRunConfig):
         alone = prepare_rollout_only(config)
-        return _first_prompt(alone.tokenizer, alone.task, 0)
+        return AboutData(first=_first_prompt(alone.tokenizer, alone.task, 0))
     if isinstance(config, RLConfig):
         prepared = prepare(config)
-        first = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
+        about = AboutData(first=_first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0]))
     elif isinstance(config, SFTConfig):
-        first = prepare_sft(config).data.first
+        about = prepare_sft(config).data
     elif isinstance(config, InferenceRunConfig):
         Tokenizer.from_folder(str(config.model.name), config.model.chat_template)
+        about = AboutData()
     else:
-        prepare_fake(config)
+        about = prepare_fake(config).data
     if isinstance(config, RLConfig | SFTConfig):
         for package, table in (("wandb", config.wandb), ("tensorboard", config.tensorboard)):
             if table is not None:
                 need(package)
-    return first
+    return about
 
 
 def _first_prompt(tokenizer: Tokenizer, task: Task, example: int) -> str:

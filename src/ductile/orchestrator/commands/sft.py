@@ -39,7 +39,7 @@ MakeBatch = Callable[[int], list[Sample]]
 class AboutData:
     """Facts about a data set, for people and for the summary."""
 
-    sentence: str
+    sentence: str = ""
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
     first: str = ""
     """First sample as the model sees it (`sft_data.marked`)."""

@@ -38,15 +38,19 @@ class Conversations:
 def read_conversations(path: str, tokenizer: Tokenizer, seq_len: int, loss_on: LossOn) -> Conversations:
     """Raises TaskError with file and line, also when nothing is left to train on."""
     samples, num_cut, num_skipped, num_open, unprompted = list[Sample](), 0, 0, 0, list[str]()
+    any_trained = False
     for where, row in read_rows(path):
         tokens = tokenise(where, row, tokenizer, loss_on)
         num_cut += len(tokens.ids) > seq_len
+        any_trained |= any(tokens.trained)
         if any(tokens.trained[:seq_len]):
             samples.append(Sample(TokenIds(tokens.ids[:seq_len]), Mask(tokens.trained[:seq_len])))
             num_open += loss_on == "assistant" and tokens.last_trained not in tokenizer.eos_token_ids
             unprompted += [tokens.unprompted] if tokens.unprompted else []
         else:
             num_skipped += 1
+    if not samples and not any_trained:
+        raise TaskError(f"{path}: nothing is trained, as each row says (weight: 0 or train: false)")
     if not samples:
         raise TaskError(f"{path}: no completion begins within seq_len = {seq_len} tokens; raise data.seq_len")
     return Conversations(

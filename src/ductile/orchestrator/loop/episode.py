@@ -22,7 +22,7 @@ from ductile.records import (
 from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
 from ductile.tasks.grader import Graded, Graders
-from ductile.tasks.task import takes_turns, variables_of
+from ductile.tasks.task import messages_of, takes_turns, variables_of
 
 ABOVE_TURNS = 1_000_000
 """One step of a rollout's own priority outweighs any number of turns and siblings."""
@@ -103,7 +103,7 @@ class Episodes:
         self, prompt: Prompt, sampling: Sampling, member: int, priority: int, siblings: _Siblings
     ) -> Rollout:
         task, tokens = self.tasks[prompt.task], Tokens()
-        first = task.messages(prompt.example)
+        first = messages_of(task, prompt.example)
         messages, variables = list(first), variables_of(task, prompt.example)
         num_turns, verdict = 0, None
         while True:
