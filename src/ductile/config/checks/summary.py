@@ -42,7 +42,7 @@ def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "", data: st
         ("model", _model(config)),
         ("output", _output(config)),
         *([("resumes", resumes)] if resumes else []),
-        *_work(config),
+        *_work(config, repeats=bool(data)),
         *([("rows", data)] if data else []),
         *_slots(config),
         *(_mesh(config) if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig) else []),
@@ -94,7 +94,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _work(config: RunConfig) -> Iterator[Row]:
+def _work(config: RunConfig, *, repeats: bool) -> Iterator[Row]:
+    """repeats: held-out rows are trained on, too."""
     if isinstance(config, RLConfig):
         given = config.max_steps or config.trainer.max_steps or config.orchestrator.max_steps
         yield "steps", _steps(given, config.bench, "one pass over the task's examples")
@@ -105,7 +106,7 @@ def _work(config: RunConfig) -> Iterator[Row]:
             f"{config.orchestrator.sampling.max_tokens}; micro-batches of {config.trainer.model.seq_len}",
         )
         yield "loss", f"{config.trainer.loss.type}, {config.trainer.optim.type} with lr {config.trainer.optim.lr:g}"
-        yield from _column("eval", _evaluation(config.orchestrator, config.bench))
+        yield from _column("eval", _evaluation(config.orchestrator, config.bench, repeats=repeats))
     elif isinstance(config, OrchestratorRunConfig):
         yield "server", str(config.client.base_url)
         yield from _prompts(config)
@@ -128,7 +129,7 @@ def _steps(given: int | None, bench: BenchConfig | None, otherwise: str) -> str:
     return f"{bench.steps}, the first of which is not counted (--bench)" if bench else str(given or otherwise)
 
 
-def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None) -> list[str]:
+def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None, *, repeats: bool) -> list[str]:
     """How often, how it samples, and which examples are held out for it."""
     config = orchestrator.eval
     if bench or not config.enabled:
@@ -140,16 +141,18 @@ def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None) -> 
     completions = many(config.samples_per_example, "completion")
     asked = f"{completions} for each of {many(config.num_examples, 'prompt')}"
     when = f"before step 1{often} and at the end"
-    return [f"{when}: {asked}, {how}, at most {config.sampling.max_tokens} tokens", _held_out(orchestrator)]
+    measured = f"{when}: {asked}, {how}, at most {config.sampling.max_tokens} tokens"
+    return [measured, _held_out(orchestrator, repeats=repeats)]
 
 
-def _held_out(config: OrchestratorConfig) -> str:
+def _held_out(config: OrchestratorConfig, *, repeats: bool) -> str:
     held_out = config.eval.num_examples
     if config.eval.task is not None:
         return f"held out: the first {held_out} of {_named(config.eval.task)}"
     size = num_examples(config.task)
     rest = f"; {many(size - held_out, 'example')} to train on" if size is not None else ""
-    return f"held out: the task's last {held_out} (orchestrator.eval.num_examples), never trained on{rest}"
+    never = "" if repeats else ", never trained on"
+    return f"held out: the task's last {held_out} (orchestrator.eval.num_examples){never}{rest}"
 
 
 def _task(config: OrchestratorConfig) -> Iterator[Row]:

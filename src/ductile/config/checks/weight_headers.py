@@ -7,6 +7,7 @@ config and the slot that loads the weights check the same things, and a login no
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -57,12 +58,27 @@ def find_weights(folder: Path, spec: ModelSpec) -> dict[str, Path]:
 def stranger(file: Path, folder: Path) -> Path | None:
     """Target of `file`, of a model folder, when it is a link to something that is no file of the folder.
 
-    A link to a file of the same name is fine: people share a tokenizer so. So are the blobs of a Hugging Face cache.
+    A link to a file of the same name is fine: people share a tokenizer so. So are the blobs of a Hugging Face cache,
+    wherever that or its blobs lie: their names are digests.
     """
     target, home = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
-    if target.name == file.name or home in target.parents or target.parent == home.parent.parent / "blobs":
+    of_its_cache = target.parent == Path(os.path.realpath(home.parent.parent / "blobs"))
+    if target.name == file.name or home in target.parents or of_its_cache or any(map(_is_blob, _links(file))):
         return None
     return target
+
+
+def _links(file: Path) -> Iterator[Path]:
+    """Each path that a link leads to, and on from there."""
+    for _ in range(40):  # as the kernel counts
+        if not file.is_symlink():
+            return
+        file = Path(os.path.realpath(file.parent)) / file.readlink()
+        yield file
+
+
+def _is_blob(path: Path) -> bool:
+    return path.parent.name == "blobs" and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", path.name) is not None
 
 
 def read_json(path: Path) -> dict[str, Any]:

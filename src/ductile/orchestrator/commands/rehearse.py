@@ -29,7 +29,8 @@ def rehearse(config: RunConfig) -> AboutData:
         return AboutData(first=_first_prompt(alone.tokenizer, alone.task, 0))
     if isinstance(config, RLConfig):
         prepared = prepare(config)
-        about = AboutData(first=_first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0]))
+        first = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
+        about = AboutData(prepared.repeated, first=first)
     elif isinstance(config, SFTConfig):
         about = prepare_sft(config).data
     elif isinstance(config, InferenceRunConfig):
