@@ -18,7 +18,7 @@ from tests.config.stories import furnish
             [
                 "task      letters.jsonl, 50 examples",
                 "reward    mine.py:exact + 0.5 x mine.py:brief",
-                "held out: the task's last 20 (orchestrator.eval.num_examples), never trained on; 30 examples",
+                "held out: the task's last 20 (orchestrator.eval.num_examples); 30 examples",
             ],
         ),
         (
@@ -37,7 +37,7 @@ def test_check_tells_of_the_task(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)
-    (tmp_path / "letters.jsonl").write_text('{"prompt": "a"}\n' * 50)
+    (tmp_path / "letters.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(50)))
     (tmp_path / "mine.py").write_text(
         "def exact(row, completion): ...\n\n\ndef brief(row, completion, num_tokens): ...\n"
     )
@@ -59,3 +59,23 @@ def test_an_evaluation_that_lacks_the_system_prompt_of_training_is_noted(
     orchestrator = {"task": task | {"system_prompt": "Add."}, "eval": {"task": task | evaluated}}
     said = warnings(RLConfig.model_validate({"orchestrator": orchestrator}))
     assert any("evaluation asks without a system prompt" in note for note in said) == noted
+
+
+def test_check_tells_of_held_out_rows_that_are_trained_on_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    prompts = ["a", "b  c", "caf\u00e9", *(str(n) for n in range(5)), "b c\\n", "cafe\u0301", "z"]
+    rows = "".join(f'{{"prompt": "{prompt}", "solution": "{n}"}}\n' for n, prompt in enumerate(prompts))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "mine.py").write_text("def exact(row, completion): ...\n")
+    task = ["--orchestrator.task.type", "jsonl", "--orchestrator.task.path", "rows.jsonl"]
+    task += ["--orchestrator.task.reward", "mine.py:exact", "--model.name", "model", "--max-steps", "1"]
+    assert main(["check", *task, "--orchestrator.eval.num-examples", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "2 of the 3 held-out prompts are trained on, too: rows.jsonl:9 is rows.jsonl:2, rows.jsonl:10 is " in said
+    own = ["--orchestrator.eval.task.type", "jsonl", "--orchestrator.eval.task.path", "own.jsonl"]
+    (tmp_path / "own.jsonl").write_text('{"prompt": "new"}\n{"prompt": "z"}\n')
+    assert main(["check", *task, *own, "--orchestrator.eval.task.reward", "mine.py:exact"]) == 0
+    assert "1 of the 2 held-out prompts is trained on, too: own.jsonl:2 is rows.jsonl:11." in capsys.readouterr().out

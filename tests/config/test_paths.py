@@ -131,3 +131,40 @@ def test_a_resolved_config_says_how_to_run_it(home: Path) -> None:
     words = shlex.split(first.partition("again: ")[2])
     assert words == ["ductile", "rl", "@", "my run/config.toml"]
     assert parse(RLConfig, words[2:]).config.output_dir == "my run"
+
+
+SHA = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    "layout", ["links into a cache", "blobs elsewhere", "each blob elsewhere", "a cache's own names"]
+)
+def test_a_model_may_be_made_of_links_into_a_cache(home: Path, layout: str) -> None:
+    cache, store, snapshot = home / "models--a--b", home / "store", home / "models--a--b/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    if layout == "blobs elsewhere":
+        store.mkdir()
+        (cache / "blobs").symlink_to(store)
+    else:
+        (cache / "blobs").mkdir()
+    model = home / "links" if layout == "links into a cache" else snapshot
+    model.mkdir(exist_ok=True)
+    for number, file in enumerate(sorted((home / "model").iterdir())):
+        is_named = layout in ("blobs elsewhere", "a cache's own names")  # by whoever made the cache, and not by digests
+        blob = cache / "blobs" / (str(number) if is_named else SHA[number:] + SHA[:number])
+        if layout == "each blob elsewhere":
+            store.mkdir(exist_ok=True)
+            blob.symlink_to(file.rename(store / f"part-{number}"))
+        else:
+            file.rename(blob)
+        (model / file.name).symlink_to(blob if model != snapshot else f"../../blobs/{blob.name}")
+    assert parse(RLConfig, ["@", "~/good.toml", "--model.name", str(model)]).config.model.name == str(model)
+
+
+@pytest.mark.parametrize("target", ["secret", f"elsewhere/{SHA}", "blobs/secret"])
+def test_a_link_to_something_else_is_refused(home: Path, target: str) -> None:
+    (home / target).parent.mkdir(exist_ok=True)
+    (home / target).write_text("my password")
+    (home / "model/LICENSE").symlink_to(home / target)
+    with pytest.raises(ConfigError, match=r"has LICENSE, a link to .*, which would be copied"):
+        parse(RLConfig, ["@", "~/good.toml", "--model.name", "~/model"])

@@ -21,6 +21,7 @@ KINDS: dict[str, type[RunEvent]] = {
         steps.StepSkipped,
         steps.Evaluated,
         rollouts.PromptSkipped,
+        rollouts.HeldOutRepeated,
         rollouts.GroupDropped,
         rollouts.PromptDroppedTwice,
         rollouts.RequestRestarted,

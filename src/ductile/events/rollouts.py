@@ -8,6 +8,10 @@ class PromptSkipped(RunEvent, tag="prompt_skipped", frozen=True):
     """A prompt is too long for the model and is not asked."""
 
 
+class HeldOutRepeated(RunEvent, tag="held_out_repeated", frozen=True):
+    """Held-out rows are trained on, too."""
+
+
 class GroupDropped(RunEvent, tag="group_dropped", frozen=True):
     """A group is too old to train on; its prompt is asked again."""
 

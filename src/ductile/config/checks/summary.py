@@ -142,7 +142,8 @@ def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None) -> 
     completions = many(config.samples_per_example, "completion")
     asked = f"{completions} for each of {many(config.num_examples, 'prompt')}"
     when = f"before step 1{often} and at the end"
-    return [f"{when}: {asked}, {how}, at most {config.sampling.max_tokens} tokens", _held_out(orchestrator)]
+    measured = f"{when}: {asked}, {how}, at most {config.sampling.max_tokens} tokens"
+    return [measured, _held_out(orchestrator)]
 
 
 def _held_out(config: OrchestratorConfig) -> str:
@@ -151,7 +152,7 @@ def _held_out(config: OrchestratorConfig) -> str:
         return f"held out: the first {held_out} of {_named(config.eval.task)}"
     size = num_examples(config.task)
     rest = f"; {many(size - held_out, 'example')} to train on" if size is not None else ""
-    return f"held out: the task's last {held_out} (orchestrator.eval.num_examples), never trained on{rest}"
+    return f"held out: the task's last {held_out} (orchestrator.eval.num_examples){rest}"
 
 
 def _task(config: OrchestratorConfig) -> Iterator[Row]:

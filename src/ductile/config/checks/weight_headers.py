@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -82,12 +82,27 @@ def weights_of(folder: Path) -> Weights | None:
 def stranger(file: Path, folder: Path) -> Path | None:
     """Target of `file`, of a model folder, when it is a link to something that is no file of the folder.
 
-    A link to a file of the same name is fine: people share a tokenizer so. So are the blobs of a Hugging Face cache.
+    A link to a file of the same name is fine: people share a tokenizer so. So are the blobs of a Hugging Face cache,
+    wherever that or its blobs lie: their names are digests.
     """
     target, home = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
-    if target.name == file.name or home in target.parents or target.parent == home.parent.parent / "blobs":
+    of_its_cache = target.parent == Path(os.path.realpath(home.parent.parent / "blobs"))
+    if target.name == file.name or home in target.parents or of_its_cache or any(map(_is_blob, _links(file))):
         return None
     return target
+
+
+def _links(file: Path) -> Iterator[Path]:
+    """Each path that a link leads to, and on from there."""
+    for _ in range(40):  # as the kernel counts
+        if not file.is_symlink():
+            return
+        file = Path(os.path.realpath(file.parent)) / file.readlink()
+        yield file
+
+
+def _is_blob(path: Path) -> bool:
+    return path.parent.name == "blobs" and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", path.name) is not None
 
 
 def read_json(path: Path) -> dict[str, Any]:

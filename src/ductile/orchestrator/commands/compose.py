@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ductile.columns import TokenIds
+from ductile.config.reading.command_line import as_sentence
 from ductile.config.reading.imports import ImportPathError, import_object
 from ductile.config.schema.orchestrator import AdvantageConfig, to_sampling
 from ductile.config.schema.run import RLConfig
@@ -20,7 +21,7 @@ from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting
-from ductile.events.rollouts import PromptSkipped
+from ductile.events.rollouts import HeldOutRepeated, PromptSkipped
 from ductile.observe import Recorder
 from ductile.orchestrator.commands.graders import graders_of
 from ductile.orchestrator.commands.reference import pinned
@@ -43,6 +44,8 @@ from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Prompt
 from ductile.roles import Generators, Scorer, Task
 from ductile.tasks.build import build_task
+from ductile.tasks.held_out import repeated
+from ductile.tasks.jsonl import JsonlDataset
 from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts, prompt_ids, split
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
@@ -71,6 +74,15 @@ class Prepared:
         """The trainer's config as the train slots need it: its `max_steps` counts optimizer steps."""
         num_updates = self.progress.updates_by(self.schedule.max_steps, self.schedule.n_minibatches)
         return self.config.trainer.model_copy(update={"max_steps": num_updates})
+
+    @property
+    def repeated(self) -> str:
+        """A sentence where held-out rows of a file are trained on, too; else ""."""
+        train, held_out = self.tasks["train"], [prompt.example for prompt in self.eval_prompts]
+        task = self.tasks[self.eval_prompts[0].task] if held_out else train
+        if not isinstance(train, JsonlDataset) or not isinstance(task, JsonlDataset):
+            return ""  # what a procedural task hides may differ where its prompts do not
+        return repeated(train, self.train_examples, task, held_out)
 
     @property
     def folder(self) -> Path:
@@ -165,6 +177,8 @@ async def run_loop(
     """
     config, progress, record = prepared.config, prepared.progress, context.record
     orchestrator, saves = config.orchestrator, config.bench is None
+    if sentence := prepared.repeated:
+        record.event(HeldOutRepeated(sentence=as_sentence(sentence)))
     model_folder = prepared.folder / "model" if config.ckpt.export_model and saves else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if saves:

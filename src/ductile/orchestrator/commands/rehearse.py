@@ -5,6 +5,7 @@ prompts, checkpoints, custom functions. What only the machine can tell at the ti
 slots) stays for the start.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig
@@ -32,6 +33,7 @@ def rehearse(config: RunConfig) -> AboutData:
     if isinstance(config, RLConfig):
         prepared = prepare(config)
         about = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
+        about = replace(about, sentence=" ".join(filter(None, (about.sentence, prepared.repeated))))
     elif isinstance(config, SFTConfig):
         about = prepare_sft(config).data
     elif isinstance(config, InferenceRunConfig):
