@@ -440,7 +440,9 @@ def test_the_example_for_one_gpu_is_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
-    (tmp_path / "qwen3.jinja").write_text("{{ messages[-1].content }}{{ '</think>' if not enable_thinking }}")
+    (tmp_path / "qwen3.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ '</think>' if not enable_thinking }}"
+    )
     words = [
         "--model.chat-template",
         str(tmp_path / "qwen3.jinja"),
