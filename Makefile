@@ -59,9 +59,9 @@ gpu:
 
 # What `make test` has a part of, whole: commands, each of which also stands alone, with the time that it may take here.
 # What fails is told at the end, and does not keep the others from running.
-NIGHTLY = parity:20m resize-parity:20m endings:30m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
+NIGHTLY = parity:20m resize-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
 	properties:20m nightly-tests:25m \
-	cold-starts:10m
+	cold-starts:10m lm-eval-test:10m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
 
 .PHONY: nightly $(PARTS)
@@ -113,6 +113,11 @@ resize-parity: setup
 endings: setup
 	ENDINGS_VIRTUAL=500 ENDINGS_REAL=40 $(BIN)/python -m pytest tests/end_to_end/test_endings.py -q -s
 
+# Four pairs of a cut run and a change for each kind of change, in one process, and seven of real processes on the quickstart's
+# model: some five minutes on two cores.
+resumes: setup
+	RESUMES_EACH=4 $(BIN)/python -m pytest tests/end_to_end/test_resumes.py
+
 # 60 runs whose generators and scorers are killed at random moments, and 30 whose slots are killed or stopped while they change
 # roles: about half an hour on two cores.
 chaos: setup
@@ -129,6 +134,22 @@ figures: setup
 	$(PIP) install -e '.[dev,bench]'
 	$(BIN)/python benchmarks/run_all.py
 
+# lm-eval measures a server of SmolLM2-135M-Instruct, and the same model with transformers: some four minutes on two cores. It has
+# an environment of its own, as it brings a hundred packages along.
+LM_EVAL = .venv-lm-eval/bin/python
+
+lm-eval-test: setup .venv-lm-eval/.installed
+	$(PIP) install -e '.[dev,real]'
+	$(BIN)/python -m tests.lm_eval $(LM_EVAL)
+
+.venv-lm-eval/.installed:
+	test -x $(LM_EVAL) || $(PYTHON) -m venv .venv-lm-eval
+	$(LM_EVAL) -m pip --quiet install --no-deps '$(TORCH_CPU)' 2>/dev/null \
+		|| $(LM_EVAL) -m pip --quiet install --no-deps --retries 1 --timeout 15 --index-url '$(TORCH_INDEX)' '$(TORCH_CPU)' \
+		|| echo "There is no $(TORCH_CPU) at $(TORCH_INDEX) or in the registry; the torch that the registry has is installed."
+	$(LM_EVAL) -m pip --quiet install 'lm_eval[api,hf]==0.4.13' 'transformers==5.24.0' 'datasets>=4,<6'
+	touch $@
+
 # SmolLM2-135M-Instruct learns sums while its slots change roles and a generator is killed: some ten minutes on two cores.
 # The model is downloaded and converted once (examples/smollm2/make_model.py), to ~/.cache/ductile.
 real: setup
@@ -136,4 +157,4 @@ real: setup
 	$(BIN)/python benchmarks/real.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-lm-eval .pytest_cache .ruff_cache .hypothesis build dist

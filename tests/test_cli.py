@@ -167,7 +167,9 @@ def test_check_says_where_a_resume_goes_on(capsys: pytest.CaptureFixture[str]) -
         checkpoints = Checkpoints(Path(f"runs/{command}/state"))
         checkpoints.commit(checkpoints.begin(2), Progress(2))
         assert main(["check", command, *flags]) == 0
-        assert f"resumes   runs/{command}/state/step_2\n" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"resumes   runs/{command}/state/step_2\n" in out
+        assert f"{' ' * 12}The checkpoint of step 2 is of an earlier version and does not say" in out
 
 
 def test_a_dry_run_leaves_the_config_of_a_run_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:

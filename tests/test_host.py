@@ -1,22 +1,54 @@
+import errno
+import re
+import resource
+from pathlib import Path
+
 import pytest
 
-from ductile.host import is_amd_with_avx512, memory_bytes
+from ductile.disk import named
+from ductile.error_text import error_text
+from ductile.host import is_amd_with_avx512, memory_bytes, shortage
+from tests.test_cgroups import fake_proc
 
 
 @pytest.mark.parametrize(
-    ("name", "limit", "expected"),
+    ("version", "files", "expected"),
     [
-        ("memory.max", str(1 << 28), 1 << 28),
-        ("memory/memory.limit_in_bytes", str(1 << 28), 1 << 28),
-        ("memory.max", "max", None),
-        ("memory/memory.limit_in_bytes", str(0x7FFFFFFFFFFFF000), None),  # v1 says "no limit" so
+        (2, {"memory.max": str(1 << 28)}, 1 << 28),
+        (2, {"job/step/memory.max": "max", "job/memory.max": str(1 << 28)}, 1 << 28),
+        (1, {"memory.limit_in_bytes": str(1 << 28)}, 1 << 28),
+        (2, {"memory.max": "max"}, None),
+        (1, {"memory.limit_in_bytes": str(0x7FFFFFFFFFFFF000)}, None),  # v1 says "no limit" so
     ],
 )
-def test_a_container_s_memory_is_what_it_may_use(tmp_path, name, limit, expected):
+def test_a_container_s_or_a_job_s_memory_is_what_it_may_use(tmp_path, version, files, expected):
     machine = memory_bytes(tmp_path)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(f"{limit}\n")
-    assert memory_bytes(tmp_path) == (expected or machine)
+    own = "/job/step" if "job/memory.max" in files else "/"
+    assert memory_bytes(fake_proc(tmp_path, version, own, files)) == (expected or machine)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), " (at most 64 open files: ulimit -n)"),
+        (BlockingIOError(errno.EAGAIN, "no"), " (at most 64 processes and threads of a user: ulimit -u)"),
+        (RuntimeError("can't start new thread"), " (at most 64 processes and threads of a user: ulimit -u)"),
+        (MemoryError(), " (at most 64 B: ulimit -v)"),
+        (OSError(errno.ENOMEM, "no"), " (at most 64 B: ulimit -v)"),
+        (OSError(errno.ENOSPC, "no"), ""),
+        (named(OSError(errno.ENOSPC, "no"), Path("/")), ""),  # says it itself
+        (ValueError("no"), ""),
+    ],
+)
+def test_what_was_too_little_is_told_with_its_limit(error, expected, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (64, 64))
+    assert shortage(error) == expected
+    assert error_text(error).endswith(expected)
+
+
+def test_a_full_disk_and_memory_tell_what_is_left():
+    assert re.fullmatch(r" \([\d.]+ \w+ free\)", shortage(OSError(errno.ENOSPC, "no", "/tmp/nowhere/x")))
+    assert re.search(r"the machine has [\d.]+ GB|limit of /", shortage(MemoryError()))
 
 
 @pytest.mark.parametrize(

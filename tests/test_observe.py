@@ -8,7 +8,7 @@ import pytest
 from ductile.disk import DiskError
 from ductile.events.checkpoints import CheckpointSaved, StartedAnew
 from ductile.events.rollouts import RewardError
-from ductile.observe import JournalUnwritable, Recorder, Stopwatch, read_jsonl, timed
+from ductile.observe import JournalUnwritable, Listener, Recorder, Stopwatch, read_jsonl, timed
 from tests.full_disk import fill, small_disk
 
 
@@ -242,3 +242,32 @@ def test_what_a_block_took_is_told_also_when_it_raises():
 def test_observing_needs_no_torch():
     code = "import sys, ductile.observe; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_what_was_due_when_a_row_was_written_is_added_to_it(tmp_path):
+    told = []
+
+    class Listens(Listener):
+        def on_metrics(self, step, metrics):
+            told.append((step, dict(metrics)))
+
+    record = Recorder(tmp_path, clock=lambda: 1.0)
+    record.listeners.append(Listens())
+    record.metrics(1, {"loss": 1.0})
+    record.metrics(2, {"loss": 0.5, "eval_reward": float("nan")})
+    record.add_metrics(2, {"eval_reward": 0.25})
+    record.add_metrics(3, {"eval_reward": 0.5})
+    rows = record.rows()
+    record.close()
+    assert [(row["step"], row.get("loss"), row.get("eval_reward")) for row in rows] == [
+        (1, 1.0, None), (2, 0.5, 0.25), (3, None, 0.5),
+    ]  # fmt: skip
+    assert told[2] == (2, {"loss": 0.5, "eval_reward": 0.25}), "a listener has the whole row"
+
+
+def test_a_run_that_goes_back_has_no_summary_of_its_former_end(tmp_path):
+    record = Recorder(tmp_path)
+    record.summary({"steps": 4})
+    record.rewind(2)
+    record.close()
+    assert not (tmp_path / "summary.json").exists()

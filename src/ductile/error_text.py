@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from ductile.host import shortage
 from ductile.surrogates import escaped
 
 _LIBRARIES = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")})
@@ -12,9 +13,9 @@ _OURS = Path(__file__).resolve().parent
 
 
 def error_text(error: BaseException) -> str:
-    """ "KeyError: 'solution'"; only its name where it says nothing. Half characters, as a path may have them, are
-    escaped."""
-    return escaped(f"{type(error).__name__}{f': {error}' if str(error) else ''}")
+    """ "KeyError: 'solution'"; only its name where it says nothing; with limit and use of what was too little. Half
+    characters, as a path may have them, are escaped."""
+    return escaped(f"{type(error).__name__}{f': {error}' if str(error) else ''}{shortage(error)}")
 
 
 def error_with_place(error: BaseException, ours: bool = False) -> str:

@@ -112,6 +112,15 @@ class Recorder:
         self._metrics.append({"step": step, "time": round(self.clock(), 3), **values})
         self._tell(lambda listener: listener.on_metrics(step, values))
 
+    def add_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record further metrics of the latest step, which were due when its row was written, or its first ones.
+        Listeners are told of all that the row has."""
+        rows = self.rows()
+        row = rows[-1] if rows and rows[-1]["step"] == step else {}
+        self._metrics.rewind(step - 1)
+        written = {name: value for name, value in row.items() if name not in ("step", "time") and value is not None}
+        self.metrics(step, {**written, **values})
+
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
             self._samples.append({"step": step, **row})
@@ -121,8 +130,9 @@ class Recorder:
         self._decisions.append(row)
 
     def rewind(self, last_step: int) -> int:
-        """Drop metrics and samples of steps after `last_step`, which a resume from there repeats. Returns how many
-        lines of metrics were dropped."""
+        """Drop metrics and samples of steps after `last_step`, which a resume from there repeats, and the summary,
+        which is of another end. Returns how many lines of metrics were dropped."""
+        (self.folder / "summary.json").unlink(missing_ok=True)
         self._samples.rewind(last_step)
         return self._metrics.rewind(last_step)
 

@@ -140,13 +140,15 @@ class Completion:
     """What a reward function is given of a rollout: its last turn, and a few numbers of all turns."""
 
     text: str
-    """Text of the last turn, without the stop string that ended it."""
+    """The last turn, special tokens included, without the token or the stop string that ended it."""
     num_tokens: int = 0
     """Tokens that the policy sampled in the whole rollout, over all its turns."""
     finish_reason: FinishReason = "stop"
     num_turns: int = 1
     token_ids: Sequence[int] = ()
-    """Tokens of the last turn; empty when no reward function asks for them."""
+    """Tokens that were sampled in the last turn; empty when no reward function asks for them."""
+    opened: str = ""
+    """Beginning of `text` that the chat template has written, and the policy has not sampled: "<think>", for some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,21 @@ class Manifest:
     fingerprint: int
     """64-bit fingerprint of all bytes in order (`ductile.fabric.segment`)."""
     tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """The form of conversations that a model is trained on, as the folder says it that the model is saved in."""
+
+    templates: dict[str, str] = field(default_factory=dict[str, str])
+    """Chat templates by name, "default" among them, in the place of all that the source has; empty where these are the
+    ones."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end the model's turn."""
+
+
+AS_IN_SOURCE = ChatFormat()
+"""The form that the model's own folder says."""
 
 
 @dataclass(frozen=True, slots=True)

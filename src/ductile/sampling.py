@@ -25,3 +25,5 @@ class Sampling:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     """Whether the text that is shown leaves out special tokens."""
+    include_stop_str_in_output: bool = False
+    """Whether the text that a reward is given has the stop string that ended it; the tokens have it anyhow."""

@@ -6,31 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ductile.cluster.cpu_cap import PERIOD_US, CapNotPermitted, CgroupTree, CpuCap, find_tree, sweep
-
-V1 = "34 32 0:29 / /sys/fs/cgroup/cpu,cpuacct rw shared:1 - cgroup cgroup rw,cpu,cpuacct"
-V2 = "35 32 0:30 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
-CONTAINER = "34 32 0:29 /docker/abc /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
-OTHER = "36 32 0:31 / /proc rw - proc proc rw"
+from ductile.cgroups import CgroupTree
+from ductile.cluster.cpu_cap import PERIOD_US, CapNotPermitted, CpuCap, sweep
 
 
-@pytest.mark.parametrize(
-    ("mounts", "memberships", "expected"),
-    [
-        ([OTHER, V2, V1], "4:cpu,cpuacct:/\n0::/", CgroupTree(1, Path("/sys/fs/cgroup/cpu,cpuacct"))),
-        ([V1], "4:cpuacct,cpu:/user/a\n", CgroupTree(1, Path("/sys/fs/cgroup/cpu,cpuacct/user/a"))),
-        ([CONTAINER], "4:cpu:/docker/abc/x", CgroupTree(1, Path("/sys/fs/cgroup/cpu/x"))),
-        ([CONTAINER], "4:cpu:/elsewhere", CgroupTree(1, Path("/sys/fs/cgroup/cpu"))),
-        ([OTHER, V2], "0::/user.slice/run.scope", CgroupTree(2, Path("/sys/fs/cgroup/unified/user.slice/run.scope"))),
-    ],
-)
-def test_finds_the_place_for_groups(mounts: list[str], memberships: str, expected: CgroupTree):
-    assert find_tree("\n".join(mounts), memberships) == expected
-
-
-def test_no_control_groups_is_a_clear_error():
+def test_no_control_groups_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ductile.cluster.cpu_cap.find_tree", lambda *texts: None)
     with pytest.raises(CapNotPermitted, match="cpu_slot_fraction needs Linux control groups"):
-        find_tree(OTHER, "")
+        CpuCap(0.25)
 
 
 def test_version_2_writes_beside_its_own_group(tmp_path: Path):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import signal
 from pathlib import Path
 
@@ -208,6 +209,25 @@ def test_neighbours_share_a_gpu_where_it_has_several_slots():
     with pytest.raises(StartFailed, match=r"slot 4 has no device: .* 2 CUDA devices, with 2 slots on each"):
         devices.of(4)
     assert [Devices(2, 2, first_slot=4).of(slot) for slot in (4, 7)] == ["cuda:0", "cuda:1"], "of another node"
+
+
+def test_a_process_that_cannot_be_started_is_told_with_what_there_was_too_little_of(tmp_path: Path):
+    async def story():
+        server = ProcessServer(tmp_path / "log", {}, lambda process: None)
+        await server.start(["ductile.slot.store"], 30)
+        assert server._server is not None
+        pid = server._server.pid
+        _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        allowed = len(os.listdir(f"/proc/{pid}/fd")) + 1
+        hosting = ("store", "ductile.slot.store:host", {"host": LOOPBACK}, tmp_path / "log")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (allowed, hard))
+        with pytest.raises(StartFailed, match=f"store cannot be started: .*at most {allowed} open files: ulimit -n"):
+            await server.fork(*hosting)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+        assert is_running((await server.fork(*hosting)).pid), "the server is as good as before"
+        await server.stop(5)
+
+    run(story())
 
 
 def test_a_fork_that_is_given_up_leaves_no_process(tmp_path: Path):

@@ -45,7 +45,7 @@ SUGGESTED: list[tuple[type[Section], str, str]] = [
     (InferenceRunConfig, "--max_model_len", "--model.max-model-len"),
     (InferenceRunConfig, "--served_model_name", "--server.served-model-name"),
     (InferenceRunConfig, "--vllm_gpu_memory_utilization", "--gpu-memory-utilization"),
-    (RLConfig, "--data.apply_chat_template_kwargs", "--orchestrator.chat-template-kwargs"),
+    (RLConfig, "--data.apply_chat_template_kwargs", "--model.chat-template-kwargs"),
 ]
 
 

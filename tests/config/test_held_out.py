@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from ductile.cli import main
+from ductile.config.checks.preflight import warnings
+from ductile.config.schema.run import RLConfig
 from tests.config.stories import furnish
 
 
@@ -68,3 +70,13 @@ def test_check_tells_of_held_out_rows_that_are_trained_on_too(
     (tmp_path / "own.jsonl").write_text('{"prompt": "new"}\n{"prompt": "z"}\n')
     assert main(["check", *task, *own, "--orchestrator.eval.task.reward", "mine.py:exact"]) == 0
     assert "1 of the 2 held-out prompts is trained on, too: own.jsonl:2 is rows.jsonl:11." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("evaluated", "noted"), [({}, True), ({"system_prompt": "Be brief."}, False)])
+def test_an_evaluation_that_lacks_the_system_prompt_of_training_is_noted(
+    evaluated: dict[str, str], noted: bool
+) -> None:
+    task = {"type": "jsonl", "path": "x.jsonl", "reward": "mine.py:exact"}
+    orchestrator = {"task": task | {"system_prompt": "Add."}, "eval": {"task": task | evaluated}}
+    said = warnings(RLConfig.model_validate({"orchestrator": orchestrator}))
+    assert any("evaluation asks without a system prompt" in note for note in said) == noted

@@ -11,7 +11,8 @@ from ductile.config.reading.key_tree import value_at
 from ductile.config.reading.parse import parse
 from ductile.config.reading.provenance import Draft, Origin
 from ductile.config.reading.share import SHARED, share
-from ductile.config.schema.run import RLConfig
+from ductile.config.schema.model import ChatModelConfig
+from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig
 from tests.config.stories import furnish
 from tests.nightly import examples
 
@@ -105,3 +106,37 @@ def test_a_value_that_gives_way_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     Path("run.toml").write_text("trainer.model.seq_len = 64\n")
     derived = parse(RLConfig, ["@", "good.toml", "@", "run.toml", "--seq-len", "512"]).derived
     assert "trainer.model.seq_len = 512: from seq_len (command line), instead of 64 (run.toml:1)" in derived
+
+
+SPELLINGS = [
+    (RLConfig, "--model"),
+    (RLConfig, "--inference.model"),
+    (SFTConfig, "--model"),
+    (OrchestratorRunConfig, "--model"),
+    (InferenceRunConfig, "--model"),
+]
+EARLIER = [
+    (RLConfig, "--tokenizer.chat-template", "--orchestrator.chat-template-kwargs"),
+    (SFTConfig, "--tokenizer.chat-template", "--data.chat-template-kwargs"),
+    (OrchestratorRunConfig, "--tokenizer.chat-template", "--chat-template-kwargs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("root", "template", "variables"),
+    [*((root, f"{at}.chat-template", f"{at}.chat-template-kwargs") for root, at in SPELLINGS), *EARLIER],
+)
+def test_every_command_has_its_chat_template_in_the_model_that_makes_its_tokenizer(
+    root: type[RunConfig], template: str, variables: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    Path("chat.jinja").write_text("{{ messages }}")
+    Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    files = {RLConfig: ["@", "good.toml"], SFTConfig: ["--data.path", "rows.jsonl"], InferenceRunConfig: []}
+    asks = ["--client.base-url", "http://127.0.0.1:8000/v1", "--task.type", "builtin", "--task.name", "addition"]
+    words = ["--model.name", "model", template, "chat.jinja", variables, '{"enable_thinking": false}']
+    config = parse(root, [*files.get(root, asks), *words]).config
+    model = config.inference.model if isinstance(config, RLConfig) else config.model
+    assert isinstance(model, ChatModelConfig)
+    assert (model.chat_template, model.chat_template_kwargs) == ("chat.jinja", {"enable_thinking": False})

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from ductile.config.checks.on_disk import model_findings
-from ductile.config.checks.written import WRITTEN, output_findings
+from ductile.config.checks.written import DRY_RUN, WRITTEN, output_findings, place_findings
+from ductile.config.reading.dump import write_resolved
+from ductile.config.schema.bench import BenchConfig
 from ductile.config.schema.run import RLConfig, SFTConfig
 from ductile.orchestrator.ending.folder import run_folder
 from tests.config.stories import furnish
@@ -126,3 +128,29 @@ def test_every_file_of_a_list_is_looked_at(tmp_path):
     task = {"type": "jsonl", "path": "rows.jsonl", "reward": ["math.sqrt", f"{tmp_path}/run/logs/r.py:f"]}
     config = RLConfig.model_validate({"output_dir": str(tmp_path / "run"), "orchestrator": {"task": task}})
     assert "would be lost" in "; ".join(finding.what for finding in output_findings(config))
+
+
+@pytest.mark.parametrize("name", ["config.toml", DRY_RUN])
+def test_a_config_beside_a_run_that_names_another_folder_is_refused(tmp_path, name):
+    """As after `cp -r x y`, or when a relative output_dir is read in another folder."""
+    x, y = tmp_path / "x", tmp_path / "y"
+    config = SFTConfig.model_validate({"output_dir": str(x), "model": {"name": "base"}})
+    for folder in (x, y):
+        (folder / "state" / "step_2").mkdir(parents=True)
+        write_resolved(config, folder, "sft", name)
+
+    def said(config: SFTConfig, source: Path | str) -> str:
+        return "; ".join(finding.what for finding in place_findings(config, str(source)))
+
+    assert said(config, y / name) == (
+        f"is another folder than {y}, where this file lies beside a run. To mean that one, write --output-dir {y}; "
+        f"for the other, --output-dir {x}"
+    )
+    assert said(config, x / name) == said(config, "command line") == ""
+    assert said(config.model_copy(update={"output_dir": str(tmp_path / "y/../x")}), x / name) == ""
+    assert said(config.model_copy(update={"bench": BenchConfig()}), y / name) == ""
+    (y / name).write_text("# by hand")
+    assert said(config, y / name) == ""
+    (y / "state" / "step_2").rmdir()
+    write_resolved(config, y, "sft", name)
+    assert said(config, y / name) == "", "there is no run"

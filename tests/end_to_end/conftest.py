@@ -1,4 +1,6 @@
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -23,3 +25,14 @@ def start():
     yield begin
     for life in lives:
         life.close()
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path):
+    """A folder where fsync costs nothing, where there is one."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with TemporaryDirectory(prefix="ductile-tests-", dir=memory) as folder:
+        yield Path(folder)

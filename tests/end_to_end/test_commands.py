@@ -28,19 +28,23 @@ def test_sft_lowers_the_loss_and_resumes(tmp_path: Path, model: Path):
     words = ["sft", "--model.name", model, "--data.path", data, "--data.batch-size", 8, "--data.seq-len", 64]
     words += ["--output-dir", tmp_path / "run", "--cluster.device", "cpu", "--deployment.num-gpus", 2]
     words += ["--optim.lr", "1e-2", "--ckpt.interval", 5, "--tensorboard"]
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|pad|>{% endfor %}")
+    words += ["--model.chat-template", template]
     first = ductile(*words, "--max-steps", 5)
     assert first.returncode == 0, first.stderr
     config = tmp_path / "run" / "config.toml"
     trained_with = config.read_text()
     unfit = ductile(*words, "--max-steps", 10, "--resume", "--optim.type", "sgd")
-    assert unfit.returncode == 1
+    assert unfit.returncode == 2
+    assert 'optim.type was "adamw" up to step 5 and is "sgd" now' in unfit.stderr
     assert config.read_text() == trained_with, "what is said to go on with is what the checkpoint was made with"
     second = ductile(*words, "--max-steps", 10, "--resume")
     assert second.returncode == 0, second.stderr
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
-    assert (tmp_path / "run" / "model" / "config.json").exists()
+    assert (tmp_path / "run" / "model" / "chat_template.jinja").read_text() == template.read_text()
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
 

@@ -7,7 +7,6 @@ is left, and `--resume` goes on.
 import os
 from collections import Counter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -17,17 +16,6 @@ from tests.end_to_end.real_endings import Ending
 NUM_VIRTUAL = int(os.environ.get("ENDINGS_VIRTUAL", "36"))
 NUM_REAL = os.environ.get("ENDINGS_REAL")
 IN_SUITE = (real_endings.KINDS.index(("terminal lost", "sft")),)
-
-
-@pytest.fixture
-def in_memory(tmp_path: Path):
-    """A folder where fsync costs nothing, where there is one."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with TemporaryDirectory(prefix="ductile-endings-", dir=memory) as folder:
-        yield Path(folder)
 
 
 @pytest.mark.slow

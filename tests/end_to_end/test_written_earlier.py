@@ -87,6 +87,8 @@ def test_it_goes_on(folder: Path):
     steps = [row["step"] for row in run.metrics() if "loss" in row]
     assert steps == [1, 2, 3, 4, 5]
     assert run.events("exported")[-1]["sentence"].startswith("The model of step 5")
+    [told] = run.events("resumed_otherwise")
+    assert "is of an earlier version and does not say with which examples" in told["sentence"]
     # Its moments were loaded too: a first step of Adam from zero moments would move each weight by the learning rate.
     last = json.loads((folder / "summary.json").read_text())
     assert last["began_at_step"] == 3

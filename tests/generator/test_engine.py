@@ -14,7 +14,7 @@ from ductile.core.layout.model.spec import ModelSpec
 from ductile.generator.engine.engine import Engine, num_cache_blocks
 from ductile.generator.engine.limits import RequestRefused
 from ductile.generator.generate_role import load_engine
-from ductile.generator.server.responses import Choice
+from ductile.generator.server.choice import Choice
 from ductile.generator.server.runner import Delta
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model

@@ -127,6 +127,19 @@ def test_the_client_chats(client: openai.OpenAI, qwen3: Family) -> None:
     assert choice.message.content == qwen3.tokenizer.decode(list(expected.token_ids))
 
 
+def test_the_client_sees_likely_tokens_and_echoes(client: openai.OpenAI, qwen3: Family) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    fixed: Any = {"model": str(qwen3.folder), "temperature": 0}
+    chat = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, max_tokens=2, **fixed)
+    assert chat.choices[0].logprobs is not None
+    for entry in chat.choices[0].logprobs.content or []:
+        assert len(entry.top_logprobs) == 2
+        assert (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob) == (entry.token, entry.logprob)
+    (echo,) = client.completions.create(prompt="hello", echo=True, logprobs=3, max_tokens=0, **fixed).choices
+    assert echo.logprobs is not None
+    assert (echo.text, echo.logprobs.tokens, echo.finish_reason) == ("hello", list("hello"), "length")
+
+
 def test_the_client_streams(client: openai.OpenAI, qwen3: Family) -> None:
     expected = run(qwen3.engine(), [request("r", "hello", 12)])["r"]
     fixed: Any = {"model": str(qwen3.folder), "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}

@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 from ductile.config.schema.inference import ServerConfig
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.kv_transfer import RequestKV
+from ductile.generator.engine.logprob_report import LogprobReport
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app
 from ductile.records import GenerateRequest, Generation
@@ -47,9 +48,17 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
     ("completions", {"prompt": "x", "max_tokens": 1.5}, "max_tokens is 1.5; it must be a whole number"),
     ("completions", {"prompt": "x", "n": 0}, "n is 0; it must be 1 or more"),
-    ("completions", {"prompt": "x", "stop": ""}, "stop is ('',); it must be strings of at least one character"),
-    ("completions", {"prompt": "x", "logprobs": 5}, "logprobs is 5; it must be 0 or 1: only the sampled"),
-    ("completions", {"prompt": "x", "echo": True}, "echo = true is not offered by this server; leave it out"),
+    ("completions", {"prompt": "x", "stop": ""}, 'stop is ""; each of its texts must have at least one character'),
+    ("completions", {"prompt": "x", "stop": ["a", ""]}, 'stop is ["a", ""]; each of its texts must have'),
+    ("completions", {"prompt": "x", "logprobs": 21}, "logprobs is 21; it must be 20 or less"),
+    (
+        "completions",
+        {"prompt": ["x"] * 4, "n": 1000, "max_tokens": 100, "logprobs": 20},
+        "4000 sequences have up to 400000 tokens, and 20 likely ones each are more than 2097152; lower max_tokens, n,",
+    ),
+    ("completions", {"prompt": "x", "logprobs": -1}, "logprobs is -1; it must be 0 or more"),
+    ("completions", {"prompt": "x", "echo": "yes"}, 'echo is "yes"; it must be true or false'),
+    ("completions", {"prompt": "x", "suffix": "end"}, 'suffix = "end" is not offered by this server; leave it out'),
     ("completions", {"prompt": "x", "best_of": 3}, "best_of = 3 is not offered"),
     (
         "completions",
@@ -70,13 +79,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "x", "seed": 2**63 - 1}, "it must be less than 9223372036854774784"),
     ("completions", {"prompt": "x", "n": 2000}, "n is 2000; it must be 1024 or less"),
     ("completions", {"prompt": ["x"] * 5, "n": 1000}, "5 prompts and n = 1000 make 5000 sequences"),
-    ("completions", {"prompt": "x", "stop": list("abcde")}, "stop may hold at most 4 texts of at most 256 characters"),
-    ("completions", {"prompt": "x", "stop": "a" * 257}, "stop may hold at most 4 texts of at most 256 characters"),
+    ("completions", {"prompt": "x", "stop": ["a"] * 65}, "stop may hold at most 64 texts of at most 256 characters"),
+    ("completions", {"prompt": "x", "stop": "a" * 257}, "stop may hold at most 64 texts of at most 256 characters"),
     ("completions", {"prompt": "x", "stop": [7]}, "stop is [7]; it must be a text or a list of texts"),
     ("completions", {"prompt": "x", "stop_token_ids": [1] * 129}, "it must be a list of at most 128"),
     ("completions", {"prompt": "x", "max_tokens": 256}, "max_tokens is 256, and the prompt has 1 tokens;"),
     ("completions", {"prompt": "x" * 4000}, "the prompt has 4000 characters; model.max_model_len 256 leaves room for"),
-    ("completions", {"prompt": "x", "tools": "t" * 100_000}, 'tools = "tttttttttttttt'),
+    ("completions", {"prompt": "x", "tools": ["t" * 100_000]}, 'tools = ["tttttttttttttt'),
     ("completions", {"prompt": "x" * 256}, "the prompt has 256 tokens; model.max_model_len 256 leaves room for 255"),
     ("completions", {"prompt": "x", "max_tokens": 200}, "may reach 201 tokens and the whole cache holds 128"),
     ("completions", {"prompt": "x", "stream": True, "max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
@@ -91,17 +100,17 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        'a part of the content is {"type": "image_url"}; it must be {"type": "text", "text": "..."}',
+        "messages.0 has a part 1 of type 'image_url'; parts are {",
     ),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3},
-        "top_logprobs = 3 is not offered",
+        "top_logprobs is 3, which goes with logprobs = true",
     ),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "tools": [{}]},
-        "tools = [{}] is not offered",
+        "tools.0.type is missing",
     ),
     (
         "chat/completions",
@@ -321,10 +330,12 @@ class Picky(Engine):
 
     when = "add"
 
-    def add(self, request: GenerateRequest, cache: RequestKV | None = None) -> None:
+    def add(
+        self, request: GenerateRequest, cache: RequestKV | None = None, report: LogprobReport | None = None
+    ) -> None:
         if self.when == "add" and len(request.prompt) == 3:
             raise OverflowError("three")
-        super().add(request, cache)
+        super().add(request, cache, report)
 
     def step(self) -> list[Generation]:
         done = super().step()
@@ -399,3 +410,22 @@ def test_a_response_that_ends_with_the_end_token_does_not_show_it(qwen3: Family)
     assert tuple(choice["token_ids"]) == plain[: end + 1]
     assert choice["text"] == qwen3.tokenizer.decode(list(plain[:end]))
     assert choice["finish_reason"] == "stop"
+
+
+def test_requests_that_say_nothing_are_sampled_by_the_models_own_defaults(qwen3: Family) -> None:
+    said = {"prompt": "hello", "return_token_ids": True, "ignore_eos": True}
+    chat = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+    defaults = {"temperature": 0.0, "max_new_tokens": 7}
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", defaults=defaults)) as client:
+
+        def drawn(**more: object) -> set[tuple[int, ...]]:
+            answers = [client.post("/v1/completions", json=said | more).json() for _ in range(3)]
+            return {tuple(answer["choices"][0]["token_ids"]) for answer in answers}
+
+        assert drawn() == drawn(temperature=0)
+        assert len(drawn(temperature=1)) == 3
+        lengths = [
+            client.post("/v1/chat/completions", json=chat | more).json()["usage"]["completion_tokens"]
+            for more in ({}, {"max_tokens": 9})
+        ]
+    assert lengths == [7, 9]

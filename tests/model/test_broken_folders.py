@@ -1,6 +1,8 @@
 """Model folders that cannot be used, and the sentence that each one gets."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.model.checkpoint import load_model
 from tests.tiny import make_hf_model
 
-Break = Callable[[Path], None]
+Break = Callable[[Path], object]
 
 
 def remove(name: str) -> Break:
@@ -60,6 +62,7 @@ def without(name: str) -> Break:
     return tensors(lambda found: {key: value for key, value in found.items() if key != name})
 
 
+EMBEDDINGS = "model.embed_tokens.weight"
 Q, V = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.v_proj.weight"
 
 BROKEN: dict[str, tuple[Break, str]] = {
@@ -108,6 +111,51 @@ BROKEN: dict[str, tuple[Break, str]] = {
         tensors(lambda found: found | {V.replace("weight", "bias"): torch.zeros(16)}),
         "{folder}/model.safetensors has model.layers.0.self_attn.v_proj.bias, which config.json does not call for",
     ),
+    "surplus_norm": (
+        tensors(lambda found: found | {V.replace("v_proj", "v_norm"): torch.ones(8), "model.extra": torch.ones(3)}),
+        "{folder}/model.safetensors has model.extra and 1 more, such as model.layers.0.self_attn.v_norm.weight, which "
+        "config.json does not call for",
+    ),
+    "fewer_layers": (
+        config(num_hidden_layers=1, layer_types=None),
+        "{folder}/model.safetensors has model.layers.1.input_layernorm.weight and 10 more, such as "
+        "model.layers.1.self_attn.v_proj.weight, which config.json does not call for (num_hidden_layers is 1)",
+    ),
+    "norm_of_another_length": (
+        tensors(lambda found: found | {"model.norm.weight": torch.ones(31)}),
+        "{folder}/model.safetensors: model.norm.weight has shape [31], but config.json calls for [32]",
+    ),
+    "biases_asked_for": (
+        config(attention_bias=True),
+        "{folder}/model.safetensors does not have model.layers.0.self_attn.q_proj.bias, which config.json calls for "
+        "(attention_bias says which)",
+    ),
+    "no_norms_of_heads": (
+        config(architectures=["LlamaForCausalLM"], model_type="llama"),
+        "{folder}/model.safetensors has model.layers.0.self_attn.k_norm.weight and 3 more",
+    ),
+    "another_head": (
+        tensors(lambda found: found | {"lm_head.weight": found[EMBEDDINGS] + (torch.arange(102) > 99)[:, None]}),
+        "{folder}/model.safetensors has an output head that config.json does not let the model have: 64 of the 3,264 "
+        "numbers of lm_head.weight are not those of model.embed_tokens.weight, and tie_word_embeddings is true. Write "
+        "false there, to use the head, or save the folder without lm_head.weight",
+    ),
+    "a_finer_head": (
+        tensors(lambda found: found | {EMBEDDINGS: found[EMBEDDINGS].bfloat16(), "lm_head.weight": found[EMBEDDINGS]}),
+        "numbers of lm_head.weight are not those of model.embed_tokens.weight, and tie_word_embeddings is true",
+    ),
+    "head_of_another_shape": (
+        tensors(lambda found: found | {"lm_head.weight": torch.zeros(3)}),
+        "{folder}/model.safetensors: lm_head.weight has shape [3], but config.json calls for [102, 32]",
+    ),
+    "rotations_of_another_head": (
+        tensors(lambda found: found | {V.replace("v_proj.weight", "rotary_emb.inv_freq"): torch.zeros(8)}),
+        "rotary_emb.inv_freq has shape [8], but config.json calls for [4]",
+    ),
+    "adapter": (
+        write("adapter_config.json", "{}"),
+        "{folder}/adapter_config.json says that the model has an adapter (LoRA), which ductile does not read. Merge",
+    ),
     "wrong_shape": (
         tensors(lambda found: found | {V: torch.zeros(16, 31)}),
         f"{{folder}}/model.safetensors: {V} has shape [16, 31], but config.json calls for [16, 32]",
@@ -137,6 +185,11 @@ def cut_shard(folder: Path) -> None:
     cut(second_shard(folder), 3000)(folder)
 
 
+def copy_into_second_shard(folder: Path) -> None:
+    file = folder / second_shard(folder)
+    save_file(load_file(file) | {EMBEDDINGS: torch.zeros(102, 32)}, file)
+
+
 def index(change: Callable[[dict[str, str]], object]) -> Break:
     def apply(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
@@ -156,7 +209,7 @@ BROKEN_SHARDED: dict[str, tuple[Break, str]] = {
     ),
     "not_listed": (
         index(lambda files: {name: file for name, file in files.items() if name != Q}),
-        f"{{folder}}/model.safetensors.index.json does not have {Q}, which config.json calls for",
+        f"has {Q}, and model.safetensors.index.json says that it is nowhere; download the folder again",
     ),
     "elsewhere": (
         index(lambda files: files | {Q: "../model.safetensors"}),
@@ -164,7 +217,23 @@ BROKEN_SHARDED: dict[str, tuple[Break, str]] = {
     ),
     "listed_in_the_wrong_file": (
         index(lambda files: files | {Q: files["model.embed_tokens.weight"]}),
-        f"does not have {Q}, though model.safetensors.index.json says so; download it again",
+        f"safetensors has {Q}, and model.safetensors.index.json says that it is in model-00001-of-",
+    ),
+    "listed_and_nowhere": (
+        index(lambda files: files | {"model.extra": files["model.embed_tokens.weight"]}),
+        "does not have model.extra, though model.safetensors.index.json says so; download it again",
+    ),
+    "in_two_shards": (
+        copy_into_second_shard,
+        f"/{{shard}} has {EMBEDDINGS}, and model.safetensors.index.json says that",
+    ),
+    "shards_of_another_save": (
+        lambda folder: shutil.copy(folder / second_shard(folder), folder / "model-00001-of-00007.safetensors"),
+        "{folder}/model.safetensors.index.json names no tensor of model-00001-of-00007.safetensors, which is there too",
+    ),
+    "whole_and_in_shards": (
+        lambda folder: shutil.copy(folder / second_shard(folder), folder / "model.safetensors"),
+        "{folder}/model.safetensors.index.json names no tensor of model.safetensors, which is there too: which of them",
     ),
 }
 
@@ -189,6 +258,19 @@ def assert_refused(folder: Path, break_it: Break, message: str) -> None:
     assert message.format(folder=folder) in str(caught.value)
     found = [finding.what for finding in model_findings("model.name", str(folder))]
     assert [what for what in found if "tokenizer.json" not in what], "a check would let the folder pass"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_that_is_no_number(number: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    make_hf_model("qwen3").to(dtype).save_pretrained(tmp_path)
+    load_model(tmp_path)
+    broken = load_file(tmp_path / "model.safetensors")
+    broken[Q][5, 7] = number
+    save_file(broken, tmp_path / "model.safetensors")
+    what = f"{Q} has 1 of 1,024 numbers that are NaN or infinite, the first at [5, 7]; download it again"
+    with pytest.raises(ModelFolderError, match=re.escape(what)):
+        load_model(tmp_path)
 
 
 def test_no_folder(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.model.checkpoint import load_model, read_spec, read_tensors, save_model, stored_dtype
 from ductile.model.transformer import Transformer
+from ductile.records import ChatFormat
 from tests.model.test_parity import documents, packed_logits
-from tests.tiny import IM_END, PAD, make_hf_model, make_model_folder, make_tokenizer_files
+from tests.tiny import BOS, IM_END, PAD, make_hf_model, make_model_folder, make_tokenizer_files
 
 
 def tensors_of(model: Transformer) -> dict[str, Tensor]:
@@ -112,7 +113,8 @@ def test_config_of_transformers_4_keeps_its_spelling(tmp_path: Path) -> None:
         ({"eos_token_id": PAD, "top_k": 20}, (PAD, IM_END), {"eos_token_id": [PAD, IM_END], "top_k": 20}),
         ({"eos_token_id": [PAD, IM_END]}, (IM_END, PAD), {"eos_token_id": [PAD, IM_END]}),
         (None, (IM_END,), None),  # config.json says so
-        (None, (IM_END, PAD), {"eos_token_id": [IM_END, PAD]}),
+        # Beside such a file nobody looks for the others in config.json any more.
+        (None, (IM_END, PAD), {"bos_token_id": BOS, "pad_token_id": PAD, "eos_token_id": [IM_END, PAD]}),
     ],
 )
 def test_what_ends_a_turn_is_written_where_others_look_for_it(
@@ -122,7 +124,7 @@ def test_what_ends_a_turn_is_written_where_others_look_for_it(
     settings = source / "generation_config.json"
     settings.unlink() if said is None else settings.write_text(json.dumps(said))
     model = load_model(source)
-    save_model(tmp_path / "saved", model.spec, tensors_of(model), source, eos_token_ids=trained)
+    save_model(tmp_path / "saved", model.spec, tensors_of(model), source, chat_format=ChatFormat(eos_token_ids=trained))
     written = tmp_path / "saved/generation_config.json"
     assert (json.loads(written.read_text()) if written.exists() else None) == expected
 
@@ -137,14 +139,45 @@ def test_random_weights_need_only_a_config(tmp_path: Path) -> None:
     assert torch.equal(first.norm.weight, torch.ones(32))
 
 
-def test_old_copies_of_tied_embeddings_and_constants_are_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_head", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_embeddings", [torch.float32, torch.bfloat16, torch.float16])
+def test_old_copies_of_tied_embeddings_and_constants_are_passed_over(
+    of_embeddings: torch.dtype, of_head: torch.dtype, tmp_path: Path
+) -> None:
+    """A copy may have been rounded: it says nothing that the embeddings do not say."""
     from safetensors.torch import save_file
 
     folder = make_model_folder(tmp_path / "m", "llama")
     tensors = stored(folder)
-    surplus = {"lm_head.weight": torch.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-    save_file(tensors | surplus, folder / "model.safetensors")
-    assert torch.equal(load_model(folder).embed.weight, tensors["model.embed_tokens.weight"])
+    embeddings = tensors["model.embed_tokens.weight"].to(of_embeddings)
+    constant = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    copy = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings.to(of_head, copy=True)}
+    save_file(tensors | copy | constant, folder / "model.safetensors")
+    assert torch.equal(load_model(folder).embed.weight, embeddings.float())
+
+
+def test_a_head_of_its_own_is_used_and_said_in_what_is_saved(tmp_path: Path) -> None:
+    """Where config.json says nothing of tied embeddings, the library's models have a head."""
+    source = make_model_folder(tmp_path / "source", "llama", tie_word_embeddings=False)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    (source / "config.json").write_text(json.dumps(config))
+    model = load_model(source)
+    assert torch.equal(model.lm_head.weight, stored(source)["lm_head.weight"])
+    save_model(tmp_path / "saved", model.spec, tensors_of(model), source)
+    assert json.loads((tmp_path / "saved/config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(stored(tmp_path / "saved")["lm_head.weight"], model.lm_head.weight)
+
+
+def test_a_folder_s_dtype_is_that_of_its_weights_whatever_its_config_says(tmp_path: Path) -> None:
+    source = make_model_folder(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(config))
+    assert stored_dtype(source) == torch.float32
+    model = load_model(source)
+    save_model(tmp_path / "saved", model.spec, tensors_of(model), source)
+    written = json.loads((tmp_path / "saved/config.json").read_text())
+    assert (written["dtype"], written["torch_dtype"]) == ("float32", "float32")
 
 
 class Gathered(Mapping[str, Tensor]):
@@ -221,6 +254,18 @@ def test_a_tensor_of_the_wrong_shape_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"norm.weight has shape \[31\], not \[32\]"):
         save_model(tmp_path / "saved", model.spec, wrong, source)
     assert not (tmp_path / "saved").exists()
+
+
+def test_what_a_dtype_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    source = make_model_folder(tmp_path / "source")
+    model = load_model(source)
+    large = tensors_of(model) | {"norm.weight": torch.full((32,), 1e5)}
+    with pytest.raises(
+        ModelFolderError, match=r"norm.weight has numbers up to 1e\+05, and as float16 some are NaN or inf"
+    ):
+        save_model(tmp_path / "saved", model.spec, large, source, dtype=torch.float16)
+    assert not (tmp_path / "saved").exists()
+    save_model(tmp_path / "saved", model.spec, large, source, dtype=torch.bfloat16)
 
 
 def test_tensors_can_be_read_one_by_one(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from ductile.config.schema.orchestrator import SamplingConfig, to_sampling
 from ductile.config.schema.run import OrchestratorRunConfig, RLConfig
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.commands.compose import prepare, run_loop
+from ductile.orchestrator.commands.rehearse import rehearse
 from ductile.orchestrator.commands.rollout_only import prepare_rollout_only, run_rollout_only, write_rollouts
 from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.ending.progress import CheckpointError
 from ductile.orchestrator.ending.run_until import SlotDied
 from ductile.orchestrator.ending.saving import ExportFailed
-from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, Sampling, StepReport
+from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, StepReport
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.orchestrator.doubles import read, write
@@ -192,6 +193,44 @@ def test_resume_goes_on_where_the_run_was(tmp_path, folder):
     assert "Resumed after step 2" in (tmp_path / "run" / "events.jsonl").read_text()
 
 
+@pytest.mark.parametrize("last", [2, 4])
+def test_the_evaluation_that_was_due_is_done_first(tmp_path, folder, last):
+    """Ctrl-C cuts it short; also the last one, after which there is no step to do."""
+    stop = asyncio.Event()
+
+    class Stopped(Learns):
+        async def optim_step(self, loss_denominator):
+            if self.step + 1 == last:
+                stop.set()
+            return await super().optim_step(loss_denominator)
+
+    settings = {"max_steps": 4, "orchestrator__eval__interval": 2}
+    evaluated = tmp_path / "run" / "metrics.jsonl"
+    rl(config(tmp_path, folder, **settings), folder, stop, Stopped)
+    assert [row["step"] for row in read_jsonl(evaluated) if "eval_reward" in row] == [0, 2, 4][: last // 2]
+    again = config(tmp_path, folder, ckpt__resume_step=-1, **settings)
+    assert prepare(again).schedule.owes_evaluation
+    _, result = rl(again, folder)
+    rows = read_jsonl(evaluated)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
+    assert "reward_mean" in rows[last], "what the row had, it has"
+    assert result.summary["eval_step_last"] == result.summary["steps"] == 4
+    assert not prepare(again).schedule.owes_evaluation
+
+
+def test_the_summary_compares_held_out_rewards_of_one_set(tmp_path, folder):
+    rl(config(tmp_path, folder), folder)
+    own = {"type": "builtin", "name": "addition", "config": {"max_value": 9}, "size": 4, "seed": 5}
+    later = {"max_steps": 5, "ckpt__resume_step": -1, "orchestrator__task__size": 36}
+    with pytest.raises(CheckpointError, match=r"The number of examples .* was 36 up to step 3 and is 32 now"):
+        prepare(config(tmp_path, folder, **later))
+    _, result = rl(config(tmp_path, folder, orchestrator__eval__task=own, **later), folder)
+    assert result.summary["eval_step_first"] == result.summary["eval_step_last"] == 5
+    told = [row["key"] for row in read_jsonl(tmp_path / "run" / "events.jsonl") if row["kind"] == "resumed_otherwise"]
+    assert set(told) == {"held_out", "max_steps", "orchestrator.task.size"}
+
+
 def test_a_resume_with_no_step_to_do_writes_the_model_that_failed(tmp_path, folder):
     class NoRoom(Learns):
         async def export(self, path, dtype):
@@ -312,8 +351,8 @@ def test_a_custom_advantage(tmp_path, folder):
 @pytest.mark.parametrize(("variables", "thinks"), [({}, True), ({"enable_thinking": False}, False)])
 def test_variables_of_the_chat_template_reach_every_prompt(tmp_path, folder, variables, thinks):
     may_think(folder)
-    rl = prepare(config(tmp_path, folder, orchestrator__chat_template_kwargs=variables))
-    tree = BASE["orchestrator"] | {"model": {"name": str(folder)}, "chat_template_kwargs": variables}
+    rl = prepare(config(tmp_path, folder, inference__model__chat_template_kwargs=variables))
+    tree = BASE["orchestrator"] | {"model": {"name": str(folder), "chat_template_kwargs": variables}}
     alone = prepare_rollout_only(OrchestratorRunConfig.model_validate(tree | {"output_dir": str(tmp_path / "alone")}))
     prompt = [{"role": "user", "content": "1+1="}]
     prompts = [prompt.token_ids for prompt in rl.eval_prompts]
@@ -362,6 +401,8 @@ def test_every_key_of_sampling_reaches_the_generator():
         stop=["x"],
         stop_token_ids=[4],
         ignore_eos=True,
+        skip_special_tokens=True,
+        include_stop_str_in_output=True,
     )
     sampling = to_sampling(given)
     assert given.model_dump() == {name: getattr(sampling, name) for name in SamplingConfig.model_fields} | {
@@ -371,4 +412,15 @@ def test_every_key_of_sampling_reaches_the_generator():
 
 
 def test_top_k_0_keeps_all_tokens():
-    assert to_sampling(SamplingConfig(top_k=0)) == Sampling()
+    assert to_sampling(SamplingConfig(top_k=0)) == to_sampling(SamplingConfig())
+    assert to_sampling(SamplingConfig()).top_k == -1
+
+
+def test_a_rehearsal_tells_what_the_template_opens_for_the_policy(tmp_path, folder):
+    template = tmp_path / "opens.jinja"
+    turns = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    template.write_text(turns + "{% if add_generation_prompt %}<|im_start|><think>\n{% endif %}")
+    assert rehearse(config(tmp_path, folder)).sentence == ""
+    about = rehearse(config(tmp_path, folder, inference__model__chat_template=str(template)))
+    assert about.sentence == "Rewards are given completions that begin with '<think>\\n', as prompts end."
+    assert about.first.endswith("<|im_start|><think>\n")

@@ -1,8 +1,10 @@
 import asyncio
+import json
 
 import pytest
 
 from ductile.config.schema.inference import InferenceConfig, InferenceModelConfig
+from ductile.config.schema.orchestrator import SamplingConfig, to_sampling
 from ductile.generator.engine.engine import Engine
 from ductile.model.checkpoint import load_model
 from ductile.orchestrator.loop.episode import Episodes
@@ -232,3 +234,32 @@ def test_more_finished_turns_go_first_and_then_more_finished_siblings(tmp_path, 
 def test_a_rollouts_own_priority_outweighs_turns(tmp_path, tokenizer):
     generators = play_on_one_engine(tmp_path, tokenizer, ("a", 2, 0), ("held out", 1, 1))
     assert generators.order[:3] == [f"held out/0/{turn}" for turn in range(3)]
+
+
+def test_rewards_and_replies_are_given_the_turn_as_the_conversation_has_it(tmp_path):
+    """Also where the template opens thoughts in the generation prompt, and its tags are special tokens."""
+    folder = make_tokenizer_files(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    opens = settings["chat_template"].replace("assistant\\n' }}{% endif %}", "assistant\\n<|unk|>' }}{% endif %}")
+    assert opens != settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": opens}))
+    given = []
+
+    class Asks(Riddle):
+        def reply(self, example, messages):
+            given.append(messages[-1]["content"])
+            return None if len(messages) > 2 else [{"role": "user", "content": "again"}]
+
+        def reward(self, example, completion, opened, token_ids):
+            given.append((completion, opened, token_ids))
+            return 0.0
+
+    tokenizer = Tokenizer.from_folder(folder)
+    play(
+        tokenizer,
+        Says(tokenizer, ("7<|pad|>", "stop"), ("8<|bos|>", "stop")),
+        Asks(),
+        sampling=to_sampling(SamplingConfig()),
+    )
+    ids = (*tokenizer.encode("8<|bos|>"), IM_END)
+    assert given == ["<|unk|>7<|pad|>", "<|unk|>8<|bos|>", ("<|unk|>8<|bos|>", "<|unk|>", ids)]

@@ -76,11 +76,11 @@ def test_white_space_that_the_template_cuts_is_not_trained(folder):
 
 def test_variables_of_the_chat_template_reach_every_sample(tmp_path, folder):
     data = {"type": "sft", "path": str(tmp_path / "rows.jsonl"), "batch_size": 1, "seq_len": 64}
-    data["chat_template_kwargs"] = {"enable_thinking": False}
     settings = json.loads((may_think(folder) / "tokenizer_config.json").read_text())
     template = settings["chat_template"].replace("'<|im_end|>'", "('' if enable_thinking else '!') + '<|im_end|>'")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    (sample,) = prepare_sft(config(tmp_path, folder, data=data)).batch(0)
+    model = {"name": str(folder), "chat_template_kwargs": {"enable_thinking": False}}
+    (sample,) = prepare_sft(config(tmp_path, folder, data=data, model=model)).batch(0)
     said = Tokenizer.from_folder(folder).decode(sample.token_ids)
     assert said.count("!") == 3  # the completion's own, and one at the end of each message
 
@@ -135,6 +135,7 @@ SHORT = {"role": "system", "content": "S"}
         ({"images": ["a.png"]}, "has a field images, which has no meaning"),
         ({"tools": [{"name": "add"}]}, "the chat template leaves out the tool add"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs may not hold tools"),
+        ({"chat_template_kwargs": {"x": 1}}, "the chat template does not read x, which chat_template_kwargs has"),
         ({"weight": 0.5}, "its weight is 0.5; it must be 0 or 1"),
         ({"system": "S"}, "has system beside a system message"),
         ({"text": "once"}, "has a field text"),

@@ -1,10 +1,11 @@
 import subprocess
 import sys
+import time
 import types
 
 import pytest
 
-from ductile.events.checkpoints import CheckpointSaved
+from ductile.events.checkpoints import CheckpointSaved, RunResumed
 from ductile.orchestrator.commands.sinks import SinkMissing, TensorboardSink, WandbSink
 
 
@@ -31,20 +32,72 @@ def test_tensorboard_needs_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_wandb_logs_metrics_by_step(tmp_path, monkeypatch):
-    calls = []
-    run = types.SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
-    )
-    wandb = types.ModuleType("wandb")
-    wandb.init = lambda **keys: calls.append(keys) or run
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+@pytest.fixture
+def wandb(monkeypatch):
+    """W&B as a module that keeps what it is called with in `calls`."""
+    module, run = types.ModuleType("wandb"), types.SimpleNamespace(id="abc123")
+    module.calls = []
+    run.log = lambda values, step: module.calls.append((step, values))
+    run.finish = lambda: module.calls.append("finish")
+    module.init = lambda **keys: module.calls.append(keys) or run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb_logs_metrics_by_step(tmp_path, wandb):
     sink = WandbSink(tmp_path, "p", "n", offline=True, config={"max_steps": 3})
     sink.on_metrics(1, {"loss": 0.5})
     sink.close()
-    assert calls[0]["mode"] == "offline"
-    assert (calls[0]["project"], calls[0]["dir"]) == ("p", str(tmp_path))
-    assert calls[1:] == [(1, {"loss": 0.5}), "finish"]
+    asked, *logged = wandb.calls
+    assert (asked["mode"], asked["project"], asked["dir"]) == ("offline", "p", str(tmp_path))
+    assert "id" not in asked
+    assert logged == [(1, {"loss": 0.5}), "finish"]
+
+
+def test_a_resumed_run_is_the_same_run_of_wandb_taken_back_to_its_step(tmp_path, wandb):
+    WandbSink(tmp_path, "p", None, offline=False, config={})
+    WandbSink(tmp_path, "p", None, offline=False, config={}, last_step=2)
+    assert [asked.get("resume_from") for asked in wandb.calls] == [None, "abc123?_step=2"]
+    WandbSink(tmp_path, "q", None, offline=False, config={}, last_step=2)
+    assert "id" not in wandb.calls[-1], "the other project does not have it"
+
+
+def test_where_wandb_cannot_go_back_the_run_is_the_same_and_the_user_is_told(tmp_path, wandb):
+    sink, init = WandbSink(tmp_path, "p", None, offline=False, config={}), wandb.init
+
+    def old(resume_from=None, **keys):
+        if resume_from:
+            raise ValueError("rewind is not enabled for your account")
+        return init(**keys)
+
+    wandb.init = old
+    assert sink.not_taken_back == ""
+    sink = WandbSink(tmp_path, "p", None, offline=False, config={}, last_step=2)
+    assert (wandb.calls[-1]["id"], wandb.calls[-1]["resume"]) == ("abc123", "allow")
+    assert "cannot take its run abc123 back to step 2" in sink.not_taken_back
+    assert "rewind is not enabled for your account" in sink.not_taken_back
+
+
+def test_tensorboard_forgets_steps_that_are_taken_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for life, steps in enumerate(((1, 2, 3, 4), (3, 4, 5))):
+        sink = TensorboardSink(tmp_path)
+        if life:
+            sink.on_event(RunResumed(2))
+        for step in steps:
+            sink.on_metrics(step, {"loss": float(10 * life + step)})
+        sink.close()
+        time.sleep(1.1)  # the files' names have seconds, and are read in their order
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert [(event.step, event.value) for event in reader.Scalars("loss")] == [
+        (1, 1),
+        (2, 2),
+        (3, 13),
+        (4, 14),
+        (5, 15),
+    ]
 
 
 def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):

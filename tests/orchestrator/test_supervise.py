@@ -15,6 +15,7 @@ from ductile.config.schema.trainer import CheckpointConfig
 from ductile.events.checkpoints import RunResumed
 from ductile.events.steps import BatchesReady
 from ductile.observe import read_jsonl
+from ductile.orchestrator.ending.meaning import Beginning
 from ductile.orchestrator.ending.old_run import set_aside
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_until import SlotDied, Stopped
@@ -27,6 +28,10 @@ from ductile.tasks.task import TaskError
 
 def end(tmp_path: Path, run, config=RLConfig, prepare=lambda config: None) -> int:
     return supervise("rl", config(output_dir=str(tmp_path)), prepare, lambda prepared: 3, run)
+
+
+def at_step_3(prepared: None) -> Beginning:
+    return Beginning(Progress(3))
 
 
 def save(tmp_path: Path) -> None:
@@ -240,7 +245,7 @@ def test_a_run_that_has_done_all_is_resumed_and_stays_as_it_is(tmp_path: Path, c
     (tmp_path / "config.toml").write_text("as it was run")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     config, started = RLConfig(output_dir=str(tmp_path), resume=True), raising(AssertionError("it was started"))
-    assert supervise("rl", config, lambda config: None, lambda prepared: max_steps, started, lambda prepared: 3) == 0
+    assert supervise("rl", config, lambda config: None, lambda prepared: max_steps, started, at_step_3) == 0
     said = capsys.readouterr().out
     assert f"has done 3 steps, and max_steps is {max_steps}: there is nothing to do, and nothing was changed" in said
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -261,7 +266,7 @@ def test_a_finished_run_whose_model_is_missing_is_resumed(tmp_path: Path, export
         started.append(session)
         return ""
 
-    assert supervise("rl", config, lambda config: None, lambda prepared: 3, run, lambda prepared: 3) == 0
+    assert supervise("rl", config, lambda config: None, lambda prepared: 3, run, at_step_3) == 0
     assert bool(started) == (exported != 3)
 
 
@@ -273,7 +278,25 @@ def test_what_is_left_of_a_resumed_run_is_done(tmp_path: Path, has_summary: bool
         (tmp_path / "summary.json").write_text("{}")
     run, config = raising(SlotLost("it was started")), RLConfig(output_dir=str(tmp_path), resume=True)
     max_steps = 4 if has_summary else 3
-    assert supervise("rl", config, lambda config: None, lambda prepared: max_steps, run, lambda prepared: 3) == 1
+    assert supervise("rl", config, lambda config: None, lambda prepared: max_steps, run, at_step_3) == 1
+
+
+@pytest.mark.parametrize("missing", ["evaluation", "summary", "nothing"])
+def test_what_a_finished_run_owes_is_done(tmp_path: Path, missing: str):
+    """The evaluation that was due after the last step, or the summary of it: there may be one of an earlier end."""
+    finished(tmp_path)
+    (tmp_path / "summary.json").write_text(f'{{"steps": {2 if missing == "summary" else 3}}}')
+    config, started = RLConfig(output_dir=str(tmp_path), resume=True), []
+
+    async def run(config, prepared, session: Session):
+        started.append(session)
+        return ""
+
+    def began(prepared: None) -> Beginning:
+        return Beginning(Progress(3), owes_evaluation=missing == "evaluation")
+
+    assert supervise("rl", config, lambda config: None, lambda prepared: 3, run, began) == 0
+    assert bool(started) == (missing != "nothing")
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -289,7 +312,7 @@ def test_a_resume_replaces_the_config_once_the_checkpoint_is_loaded_with_it(tmp_
             assert "max_steps = 5" in (tmp_path / "config.toml").read_text()
         raise Refused("slot 0: LoadState failed: the checkpoint does not fit this model")
 
-    assert supervise("rl", config, lambda config: None, lambda prepared: 5, run, lambda prepared: 3) == 1
+    assert supervise("rl", config, lambda config: None, lambda prepared: 5, run, at_step_3) == 1
     assert ((tmp_path / "config.toml").read_text() == "as it was run") == (not fits)
 
 
@@ -327,6 +350,16 @@ def test_done_prints_the_closing_and_keeps_the_config(tmp_path: Path, capsys):
     assert out.err == ""
     assert (tmp_path / "config.toml").exists()
     assert [row["kind"] for row in read_jsonl(tmp_path / "events.jsonl")] == ["data"]
+
+
+def test_a_run_that_is_stopped_in_its_first_step_has_done_none(tmp_path: Path, capsys):
+    async def run(config, prepared, session: Session):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(session.interrupt.graceful.wait(), 5)
+        return ""
+
+    assert end(tmp_path, run) == 130
+    assert "Stopped before a step was done, as asked." in capsys.readouterr().err
 
 
 def test_the_first_ctrl_c_lets_the_step_end(tmp_path: Path, capsys):

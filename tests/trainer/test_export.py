@@ -10,6 +10,8 @@ import torch
 
 from ductile.trainer.export import FolderNotWritten, export_model
 
+SPEC = SimpleNamespace(num_layers=1, tie_embeddings=True)
+
 
 def trainer_of(source: Path) -> Any:
     """A trainer on one slot, as far as an export looks at it before anything is written."""
@@ -17,7 +19,7 @@ def trainer_of(source: Path) -> Any:
     config = SimpleNamespace(model=SimpleNamespace(name=str(source)))
     precision = SimpleNamespace(parameters=torch.float32)
     return SimpleNamespace(
-        config=config, context=context, precision=precision, spec=None, device="cpu", export_weights=lambda _: iter(())
+        config=config, context=context, precision=precision, spec=SPEC, device="cpu", export_weights=lambda _: iter(())
     )
 
 
@@ -25,9 +27,12 @@ def trainer_of(source: Path) -> Any:
     ("files", "told"),
     [
         ({}, "config.json"),
-        ({"config.json": json.dumps({"dtype": "float32"}), "tokenizer.json": "{"}, "tokenizer.json"),
+        (
+            {"config.json": json.dumps({"dtype": "float32", "num_hidden_layers": 1}), "generation_config.json": "{"},
+            "generation_config.json is not JSON",
+        ),
     ],
-    ids=["no config", "a broken tokenizer"],
+    ids=["no config", "a broken generation config"],
 )
 def test_a_source_that_was_damaged_meanwhile_is_told(tmp_path: Path, files: dict[str, str], told: str) -> None:
     for name, text in files.items():

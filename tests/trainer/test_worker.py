@@ -28,7 +28,7 @@ from ductile.messages.workers import (
 from ductile.model import checkpoint as model_checkpoint
 from ductile.model.checkpoint import load_model
 from ductile.model.safetensors_writer import write_safetensors
-from ductile.records import MicroBatch, Sample
+from ductile.records import ChatFormat, MicroBatch, Sample
 from ductile.roles import RoleAssignment, StateKept
 from ductile.trainer.export import export_model
 from ductile.trainer.loss import LossInputs, LossOutputs
@@ -81,7 +81,7 @@ def live(place: RoleAssignment, settings: dict[str, Any], folder: str) -> dict[s
     if manifest is not None:
         published = {name: tensor.clone() for name, tensor in SharedMemory().receive(manifest).items()}
     role.handle(SaveState(f"{folder}/state"))
-    role.handle(ExportModel(f"{folder}/hf", "auto"))
+    role.handle(ExportModel(f"{folder}/hf", "auto", ChatFormat({"default": "{{ messages }}"}, (PAD, IM_END))))
     role.handle(ExportModel(f"{folder}/half", "bfloat16"))
     role.handle(ForwardBackward(share(place)))
     role.handle(OptimStep(1.0))
@@ -128,6 +128,7 @@ def test_a_whole_life_on_two_slots(settings: dict[str, Any], tmp_path: Path) -> 
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("hf", "half")]
     assert sizes[1] < 0.6 * sizes[0], "bfloat16 was asked for"
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [PAD, IM_END]
+    assert (tmp_path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def die_in_the_middle(place: RoleAssignment, settings: dict[str, Any]) -> list[str]:

@@ -142,8 +142,7 @@ class Agent:
         if slot is None:
             self.end(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
         elif not self._over.done() and self._processes.get(slot) is process and process.code is not None:
-            error = process.said[-1] if process.said else ""
-            self._outbox.put_nowait(SlotEnded(slot, process.pid, process.code, error))
+            self._outbox.put_nowait(SlotEnded(slot, process.pid, process.code, process.ending))
 
     def _on_error(self, sentence: str, error: Exception) -> None:
         self.end(f"{sentence}: {error_text(error)}")

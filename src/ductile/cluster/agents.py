@@ -21,6 +21,8 @@ from ductile.cluster.nodes import NodesCluster, SlotNode
 from ductile.cluster.processes import ForkedProcess
 from ductile.concurrency.background import start, start_reported
 from ductile.config.schema.cluster import ClusterConfig
+from ductile.deaths import ending
+from ductile.error_text import error_text
 from ductile.messages.agents import (
     AgentHello,
     AgentSettings,
@@ -50,17 +52,11 @@ class RemoteProcess(ForkedProcess):
 
     def __init__(self, slot: int, pid: int, send: Callable[[ToAgent], object]) -> None:
         super().__init__(slot_name(slot), pid, None)
-        self.lost = ""
-        """How it was lost with its node; "" when it was not."""
         self._slot, self._send = slot, send
 
     def signal(self, signum: signal.Signals) -> None:
         if self.code is None:
             self._send(SignalSlot(self._slot, self.pid, signum))
-
-    @property
-    def ending(self) -> str:
-        return self.lost or super().ending
 
 
 class RemoteNode:
@@ -146,7 +142,9 @@ class RemoteNode:
             with self._log.open("ab") as log:
                 self._agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
         except OSError as error:
-            raise StartFailed(f"the agent of node {self._settings.node} cannot be started: {error}") from error
+            raise StartFailed(
+                f"the agent of node {self._settings.node} cannot be started: {error_text(error)}"
+            ) from error
         assert self._agent.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which is seen below
             self._agent.stdin.write(msgspec.json.encode(settings) + b"\n")
@@ -157,7 +155,7 @@ class RemoteNode:
     def _on_agent_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         assert self._agent is not None
-        self._lose(ForkedProcess("agent", self._agent.pid, None, code=self._agent.wait(KILL_S)).ending)
+        self._lose(ending(self._agent.wait(KILL_S)))
 
     async def _receive(self) -> None:
         while True:
@@ -194,12 +192,10 @@ class RemoteNode:
                 starting = self._starting.get(attempt)
                 if starting is not None and not starting.done():
                     starting.set_exception(StartFailed(sentence))
-            case SlotEnded(slot, pid, code, error):
+            case SlotEnded(slot, pid, code, how):
                 process = self._processes.get(slot)
                 if process is not None and process.pid == pid and process.code is None:
-                    if error:
-                        process.said.append(error)
-                    process.end(code)
+                    process.end(code, how)
                     self._on_exit(process)
             case Renew() | AgentHello():
                 pass
@@ -232,8 +228,7 @@ class RemoteNode:
         self._agent.kill()  # a silent one goes on otherwise, and its slots
         for process in self._processes.values():
             if process.code is None:
-                process.lost = self._lost
-                process.end(-signal.SIGKILL)
+                process.end(-signal.SIGKILL, self._lost)
                 self._on_exit(process)
 
 

@@ -13,10 +13,9 @@ until the next capped run sweeps them.
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from ductile.cgroups import PROC, CgroupTree, find_tree
 from ductile.fabric.process import start_time
 
 PERIOD_US = 20_000
@@ -28,41 +27,12 @@ class CapNotPermitted(Exception):
     """`cluster.cpu_slot_fraction` cannot be kept here. The text says why, and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class CgroupTree:
-    """Place in which control groups may be made."""
-
-    version: Literal[1, 2]
-    folder: Path
-
-
-def find_tree(mounts: str, memberships: str) -> CgroupTree:
-    """Place of our own groups, by the texts of /proc/self/mountinfo and /proc/self/cgroup. Raises CapNotPermitted."""
-    own = {}
-    for line in memberships.splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):  # "" is version 2
-            own[controller] = path
-    version_2 = None
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        root, mount = before.split()[3:5]
-        kind, _, options = after.split()[:3]
-        if kind == "cgroup" and "cpu" in options.split(","):
-            return CgroupTree(1, _inside(mount, root, own.get("cpu", "/")))
-        if kind == "cgroup2":
-            version_2 = CgroupTree(2, _inside(mount, root, own.get("", "/")))
-    if version_2 is None:
-        raise CapNotPermitted("cluster.cpu_slot_fraction needs Linux control groups, and none are mounted here")
-    return version_2
-
-
 class CpuCap:
     """Makes the groups of one run. `group(slot)` may be given to any number of slots."""
 
     def __init__(self, fraction: float, tree: CgroupTree | None = None) -> None:
         self._fraction = fraction
-        self._tree = tree or find_tree(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+        self._tree = tree or _own_tree()
         self._parent = _parent_of_groups(self._tree)
         self._run = f"ductile-{os.getpid()}-{start_time(os.getpid())}"
         sweep(self._parent)
@@ -105,6 +75,13 @@ def sweep(parent: Path) -> list[Path]:
     return swept
 
 
+def _own_tree() -> CgroupTree:
+    tree = find_tree("cpu", (PROC / "self/mountinfo").read_text(), (PROC / "self/cgroup").read_text())
+    if tree is None:
+        raise CapNotPermitted("cluster.cpu_slot_fraction needs Linux control groups, and none are mounted here")
+    return tree
+
+
 def _parent_of_groups(tree: CgroupTree) -> Path:
     """Version 2 forbids processes beside groups with controllers, so there ours go beside our own group, not in it."""
     if tree.version == 1:
@@ -129,9 +106,3 @@ def _not_permitted(folder: Path, error: OSError) -> CapNotPermitted:
         f"cluster.cpu_slot_fraction needs permission to make control groups: {folder}: {error.strerror}. "
         "Run as root or with a delegated group (systemd-run --user --scope -p Delegate=yes), or leave it out"
     )
-
-
-def _inside(mount: str, root: str, own: str) -> Path:
-    """The folder of group `own` where the part of the tree below `root` is mounted on `mount`."""
-    below = os.path.relpath(own, root)
-    return Path(mount) if below.startswith("..") or below == "." else Path(mount, below)

@@ -17,6 +17,7 @@ from typing import Any
 from ductile.cluster.cluster import StartFailed
 from ductile.concurrency.background import start_reported
 from ductile.concurrency.deadline import said
+from ductile.deaths import ending
 
 
 @dataclass(slots=True)
@@ -31,30 +32,25 @@ class ForkedProcess:
     """The lines it passed to `say`. The last one of a process that failed is its error."""
     code: int | None = None
     """How it ended, once it has: negative is a signal's number."""
+    ending: str = "is alive"
+    """ "was killed by SIGKILL (the kernel's OOM killer took it: ...)", "ended with exit code 1 (ValueError: ...)"."""
+    killed: bool = False
+    """Whether we ourselves have killed it: then the machine is not asked why it ended."""
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def signal(self, signum: signal.Signals) -> None:
         """Send a signal; none if the process has ended (its number may be another process's by now)."""
         if self.code is None and self.pidfd is not None:
+            self.killed |= signum == signal.SIGKILL
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signum)
 
-    def end(self, code: int) -> None:
+    def end(self, code: int, ending: str) -> None:
         """Note that it has ended."""
-        self.code = code
+        self.code, self.ending = code, ending
         self.heard.set()
         self.ended.set()
-
-    @property
-    def ending(self) -> str:
-        """ "was killed by SIGKILL", "ended with exit code 1 (ValueError: ...)"."""
-        if self.code is None:
-            return "is alive"
-        if self.code < 0:
-            return f"was killed by {signal.Signals(-self.code).name}"
-        words = f" ({self.said[-1]})" if self.code and self.said else ""
-        return f"ended with exit code {self.code}{words}"
 
 
 class ProcessServer:
@@ -198,28 +194,35 @@ class ProcessServer:
                 else:  # too late: `fork` has given it up
                     self._unwanted.add(key)
                     process.signal(signal.SIGKILL)
+            case {"not_started": str(key), "why": str(why)}:
+                if (starting := self._starting.get(key)) is not None and not starting.done():
+                    starting.set_exception(StartFailed(f"{key.rpartition('#')[0]} cannot be started: {why}"))
             case {"said": str(key), "text": str(text)}:
                 self._processes[key].said.append(text)
                 self._processes[key].heard.set()
-            case {"exited": str(key), "code": int(code)}:
-                self._end(key, code)
+            case {"exited": str(key), "code": int(code), "cpu_s": float(cpu_s)}:
+                self._end(key, code, cpu_s)
 
     async def _server_ended(self) -> None:
+        assert self._server is not None
+        server = ForkedProcess("process server", self._server.pid, None)
+        server.end(code := self._server.wait(1.0), ending(code))
         if not self._ready.done():
-            self._ready.set_exception(StartFailed(f"the process server ended while starting; see {self._log}"))
+            self._ready.set_exception(StartFailed(f"the process server {server.ending} at its start; see {self._log}"))
         if self._ready.cancelled() or self._ready.exception():
             return
-        assert self._server is not None
-        server = ForkedProcess("process server", self._server.pid, None, code=self._server.wait(1.0))
         self._on_exit(server)
         for key, process in list(self._processes.items()):
             if process.pidfd is not None:
                 await _ending_of(process.pidfd)
+            process.killed = True  # by the kernel, which follows the server
             self._end(key, -signal.SIGKILL)
 
-    def _end(self, key: str, code: int) -> None:
+    def _end(self, key: str, code: int, cpu_s: float | None = None) -> None:
         process = self._processes.pop(key)
-        process.end(code)
+        words = f" ({process.said[-1]})" if code > 0 and process.said else ""
+        killed = process.killed and code == -signal.SIGKILL
+        process.end(code, "was killed by SIGKILL" if killed else f"{ending(code, cpu_s, logs_faults=True)}{words}")
         if process.pidfd is not None:
             os.close(process.pidfd)
             process.pidfd = None

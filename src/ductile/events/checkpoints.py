@@ -1,5 +1,7 @@
 """Events of what is written to go on from, and of going on from it."""
 
+from typing import Any
+
 from ductile.observe import RunEvent
 
 
@@ -12,6 +14,19 @@ class RunResumed(RunEvent, tag="resumed", frozen=True):
 
     step: int
     """Step of the checkpoint."""
+
+
+class ResumedOtherwise(RunEvent, tag="resumed_otherwise", frozen=True):
+    """Something is other than it was up to the checkpoint that the run goes on from, or may be."""
+
+    key: str = ""
+    """A key of the config, or a fact that `ductile.orchestrator.ending.meaning` names; "" where nothing is known."""
+    before: Any = None
+    now: Any = None
+
+
+class SinkNotTakenBack(RunEvent, tag="sink_not_taken_back", frozen=True):
+    """The run goes on from an earlier step, and a tool that is told of its metrics keeps those of later steps."""
 
 
 class StartedAnew(RunEvent, tag="started_anew", frozen=True):

@@ -73,6 +73,8 @@ class HttpGenerators:
             "stop": list(sampling.stop),
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
+            "skip_special_tokens": sampling.skip_special_tokens,
+            "repetition_penalty": 1.0,  # else a server may take that of the model's generation_config.json
             "logprobs": 1,
             "return_token_ids": True,
         }

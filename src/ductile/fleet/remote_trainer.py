@@ -36,7 +36,7 @@ from ductile.messages.workers import (
     Stepped,
     Withdraw,
 )
-from ductile.records import Manifest, MicroBatch, Sample, StepReport
+from ductile.records import AS_IN_SOURCE, ChatFormat, Manifest, MicroBatch, Sample, StepReport
 from ductile.roles import Late, Refused, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import R, ask_each
@@ -93,7 +93,10 @@ class _Kept:
 class RemoteTrainer:
     """Follows `ductile.roles.TrainerClient`."""
 
-    def __init__(self, mailbox: Mailbox, layout: ParallelLayout, deadlines: Deadlines) -> None:
+    def __init__(
+        self, mailbox: Mailbox, layout: ParallelLayout, deadlines: Deadlines, chat_format: ChatFormat = AS_IN_SOURCE
+    ) -> None:
+        """chat_format: of the models that are exported."""
         self.layout = layout
         """Slots that train."""
         self.epoch = 0
@@ -102,7 +105,7 @@ class RemoteTrainer:
         """A gradient has been accumulated since the last optimizer step."""
         self.version: int | None = None
         """Published version that the weights still are; None before the first, and once the weights have changed."""
-        self._mailbox, self._deadlines = mailbox, deadlines
+        self._mailbox, self._deadlines, self._chat_format = mailbox, deadlines, chat_format
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         """Changes and commands that wait for the next boundary."""
@@ -243,7 +246,7 @@ class RemoteTrainer:
 
     async def export(self, path: str, dtype: str) -> None:
         async with self.boundary():
-            await self._all(ExportModel(path, dtype), Done)
+            await self._all(ExportModel(path, dtype, self._chat_format), Done)
 
     @asynccontextmanager
     async def boundary(self) -> AsyncGenerator[None]:

@@ -128,7 +128,7 @@ def load_engine(
     Raises `ModelFolderError`, `TokenizerError`, `ValueError`."""
     if config.model.name is None:
         raise ValueError("model.name is not set; it must be a Hugging Face model folder")
-    tokenizer = tokenizer or Tokenizer.from_folder(config.model.name, config.model.chat_template)
+    tokenizer = tokenizer or Tokenizer.of(config.model)
     dtype = resolve_dtype(config.model.dtype, device)
     if with_weights:
         model = load_model(config.model.name, dtype=dtype, device=device)

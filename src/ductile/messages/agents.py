@@ -76,8 +76,8 @@ class SlotEnded(AgentMessage):
     pid: int
     code: int
     """How the process ended, as in subprocess: negative is a signal's number."""
-    error: str
-    """The error that ended it, where it could say one."""
+    ending: str
+    """The same in words, with the cause that the node's machine tells."""
 
 
 ToAgent = Renew | StartSlot | SignalSlot

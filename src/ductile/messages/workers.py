@@ -12,6 +12,8 @@ from ductile.columns import Floats
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.records import (
+    AS_IN_SOURCE,
+    ChatFormat,
     GenerateRequest,
     Generation,
     KVHandle,
@@ -140,6 +142,8 @@ class ExportModel(Message):
     path: str
     dtype: str
     """Dtype of the exported weights, spelled as in `ckpt.export_dtype`."""
+    chat_format: ChatFormat = AS_IN_SOURCE
+    """What the folder says of conversations."""
 
 
 # -- Commands: train, a resize (docs/resize.md) ------------------------------------------------------------------------

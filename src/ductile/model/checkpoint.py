@@ -22,6 +22,7 @@ from ductile.config.checks.weight_headers import (
     INDEX,
     WEIGHTS,
     ModelFolderError,
+    dtype_of_weights,
     find_weights,
     read_json,
     stranger,
@@ -31,6 +32,7 @@ from ductile.core.layout.model.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import exchange, named, sync, sync_tree
 from ductile.model.safetensors_writer import DTYPES, write_safetensors
 from ductile.model.transformer import Transformer
+from ductile.records import AS_IN_SOURCE, ChatFormat
 
 GENERATION_CONFIG = "generation_config.json"
 COPIED = (
@@ -39,13 +41,15 @@ COPIED = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
     "LICENSE",
 )
 """Files that a saved folder takes over from its source, where they are there."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+"""Files of chat templates, besides that of tokenizer_config.json: taken over, too, unless another takes their place."""
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Most bytes of weights in one file, as `transformers` writes them."""
@@ -68,7 +72,10 @@ def read_spec(folder: str | Path, num_layers: int | None = None) -> ModelSpec:
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype | None:
-    """The weights' dtype, as `config.json` says it; None where it does not, or says one that we do not write."""
+    """The dtype of most of the folder's weights; where there are none, what `config.json` says; None where it does not,
+    or says one that we do not write."""
+    if found := dtype_of_weights(Path(folder)):
+        return dtype_named(found)
     config = read_json(Path(folder) / CONFIG)
     return dtype_named(config.get("dtype", config.get("torch_dtype")))  # transformers 5's word, and 4's
 
@@ -110,7 +117,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device)
 def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Our names and full tensors, in the order of `parameters(spec)`, in the file's dtype. One at a time in memory.
     Raises ModelFolderError when the folder's tensors are not those of the model."""
-    path_of = find_weights(Path(folder), spec)
+    path_of = find_weights(Path(folder), spec, read_spec(folder).num_layers)
     opened: dict[Path, Any] = {}
     with ExitStack() as stack:
 
@@ -119,7 +126,7 @@ def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Ten
             try:
                 if path not in opened:
                     opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                return opened[path].get_tensor(part.name)
+                return _finite(opened[path].get_tensor(part.name), part.name, path)
             except (SafetensorError, OSError) as error:
                 raise ModelFolderError(
                     f"{path} is not a whole safetensors file ({error}); download it again"
@@ -128,6 +135,20 @@ def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Ten
         for parameter in parameters(spec):
             parts = [read(part) for part in parameter.parts]
             yield parameter.name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
+    """The tensor. Raises ModelFolderError where it has a number that is none: the model would say nothing else."""
+    if not _is_finite(tensor):
+        wrong = ~tensor.isfinite()
+        where = wrong.nonzero()[0].tolist()
+        what = f"has {int(wrong.sum()):,} of {tensor.numel():,} numbers that are NaN or infinite, the first at {where}"
+        raise ModelFolderError(f"{path}: {name} {what}; download it again, or save it anew")
+    return tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bound.isfinite() for bound in tensor.aminmax())  # either is NaN where any number is
 
 
 def random_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -152,17 +173,17 @@ def save_model(
     source: str | Path,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    eos_token_ids: Sequence[int] = (),
+    chat_format: ChatFormat = AS_IN_SOURCE,
 ) -> None:
-    """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files.
-    `eos_token_ids`: what ends generation; where `source` does not say all of them, the new folder does.
+    """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files, which say the `chat_format`.
 
     `tensors` are full, under our names; each is asked for once, in the order of `parameters(spec)`, and let go before
     the next, so a mapping that gathers on demand is enough. The folder appears whole or not at all; one that was there
-    before is replaced. Raises DiskError when it cannot be written.
+    before is replaced. Raises DiskError when it cannot be written, or ModelFolderError where `dtype` has
+    no room for a number.
     """
     in_order = (tensors[parameter.name] for parameter in parameters(spec))
-    begin_folder(folder, spec, source, dtype, max_shard_bytes, eos_token_ids)
+    begin_folder(folder, spec, source, dtype, max_shard_bytes, chat_format)
     try:
         write_weights(folder, spec, in_order, dtype, max_shard_bytes)
         finish_folder(folder)
@@ -176,7 +197,7 @@ def begin_folder(
     source: str | Path,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    eos_token_ids: Sequence[int] = (),
+    chat_format: ChatFormat = AS_IN_SOURCE,
 ) -> None:
     """Write all of a folder but the weights, under another name: `write_weights` goes on there, then `finish_folder`
     gives it its name, or `discard_folder` deletes it. Raises DiskError."""
@@ -188,7 +209,8 @@ def begin_folder(
             old.rename(folder)  # the writer was killed between two renames
         building.mkdir()
         _write_config(building, spec, Path(source), dtype)
-        _write_eos(building, eos_token_ids)
+        _copy_others(building, Path(source), COPIED if chat_format.templates else (*COPIED, *CHAT_TEMPLATES))
+        _write_chat_format(building, chat_format)
         _write_index(building, spec, dtype, max_shard_bytes)
     except OSError as error:
         discard_folder(folder)
@@ -225,24 +247,44 @@ def _write_config(building: Path, spec: ModelSpec, source: Path, dtype: torch.dt
     config["num_hidden_layers"] = spec.num_layers
     if isinstance(config.get("layer_types"), list):
         config["layer_types"] = config["layer_types"][: spec.num_layers]
+    config["tie_word_embeddings"] = spec.tie_embeddings
     # transformers 5 writes `dtype`, 4 wrote `torch_dtype`; both read either.
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    for key in config.keys() & {"torch_dtype", "dtype"} or {"dtype"}:
+        config[key] = str(dtype).removeprefix("torch.")
     (building / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in COPIED:
-        if (source / name).is_file():
-            if target := stranger(source / name, source):
-                raise ModelFolderError(f"{source / name} is a link to {target}, which is not copied into a model")
-            shutil.copyfile(source / name, building / name)
 
 
-def _write_eos(building: Path, eos_token_ids: Sequence[int]) -> None:
-    """A policy that was trained to end its turns with the chat template's token must be stopped there by others too."""
-    path = building / GENERATION_CONFIG
-    settings = read_json(path) if path.is_file() else {}
-    known = settings.get("eos_token_id", read_json(building / CONFIG).get("eos_token_id"))
-    if not set(eos_token_ids) <= set(known if isinstance(known, list) else [known]):
-        settings["eos_token_id"] = list(eos_token_ids)
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+def _copy_others(building: Path, source: Path, patterns: Sequence[str]) -> None:
+    for file in (file for pattern in patterns for file in sorted(source.glob(pattern)) if file.is_file()):
+        if target := stranger(file, source):
+            raise ModelFolderError(f"{file} is a link to {target}, which is not copied into a model")
+        copy = building / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def _write_chat_format(building: Path, chat_format: ChatFormat) -> None:
+    """Have others write conversations as the policy was trained on them, and stop it where it ends its turns."""
+    for name, text in chat_format.templates.items():
+        file = building / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8", newline="")
+    if chat_format.templates:
+        path = building / TOKENIZER_CONFIG
+        if path.is_file() and "chat_template" in (settings := read_json(path)):
+            del settings["chat_template"]
+            _write_json(path, settings)
+    path, config = building / GENERATION_CONFIG, read_json(building / CONFIG)
+    # Without that file transformers take these keys from config.json, and with it they do not.
+    of_config = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    settings = read_json(path) if path.is_file() else of_config
+    known = settings.get("eos_token_id", config.get("eos_token_id"))
+    if not set(chat_format.eos_token_ids) <= set(known if isinstance(known, list) else [known]):
+        _write_json(path, settings | {"eos_token_id": list(chat_format.eos_token_ids)})
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_weights(
@@ -255,7 +297,8 @@ def write_weights(
     num_writers: int = 1,
 ) -> None:
     """Write one writer's files into a folder that is begun: of several writers, each has every `num_writers`-th file.
-    `tensors` are all parameters in their order. Raises DiskError."""
+    `tensors` are all parameters in their order. Raises DiskError, or ModelFolderError where `dtype` has
+    no room for a number."""
     folder, building, _ = _names(folder)
     for number, (file, shard) in enumerate(_files(spec, dtype, max_shard_bytes)):
         of_shard = itertools.islice(tensors, len(shard))
@@ -307,6 +350,10 @@ def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryvi
     if tuple(tensor.shape) != parameter.shape:
         raise ValueError(f"{parameter.name} has shape {list(tensor.shape)}, not {list(parameter.shape)}")
     whole = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    if not _is_finite(whole):
+        largest, name = float(tensor.detach().abs().max()), str(dtype).removeprefix("torch.")
+        what = f"has numbers up to {largest:.3g}, and as {name} some are NaN or infinite"
+        raise ModelFolderError(f"{parameter.name} {what}; give another ckpt.export_dtype")
     return memoryview(whole.flatten().view(torch.uint8).numpy().data)
 
 

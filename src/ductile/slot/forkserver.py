@@ -7,9 +7,9 @@ its children behind when it ends, and knows no cgroups. On the control socket th
 
     in    {"start": "slot-0", "entry": "package.module:function", "arguments": {...}, "log": path, "cgroup": path | ""}
     out   {"ready": true}                          once, after the imports; or {"failed": sentence}
-          {"started": "slot-0", "pid": 123}
+          {"started": "slot-0", "pid": 123}        or {"not_started": "slot-0", "why": ...}
           {"said": "slot-0", "text": ...}          what `function(arguments, say)` passed to `say`
-          {"exited": "slot-0", "code": -9}         as in subprocess: negative is a signal's number
+          {"exited": "slot-0", "code": -9, "cpu_s": 7.5}      code as in subprocess: negative is a signal's number
 
 No process is left behind, whichever dies:
 
@@ -18,6 +18,7 @@ No process is left behind, whichever dies:
 - The server ends: the kernel kills its children (`fork_tied`).
 """
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -81,9 +82,20 @@ class ForkServer:
             self._start(json.loads(line))
 
     def _start(self, request: dict[str, Any]) -> None:
+        try:
+            self._fork(request)
+        except OSError as error:  # no handle, process or memory to spare: the others go on
+            self._send({"not_started": request["start"], "why": error_text(error)})
+
+    def _fork(self, request: dict[str, Any]) -> None:
         said_fd, say_fd = os.pipe2(os.O_CLOEXEC)
         sys.stdout.flush()
-        pid = fork_tied(signal.SIGKILL)
+        try:
+            pid = fork_tied(signal.SIGKILL)
+        except OSError:
+            os.close(said_fd)
+            os.close(say_fd)
+            raise
         if pid == 0:
             self._forget()
             os.close(said_fd)
@@ -114,7 +126,7 @@ class ForkServer:
 
     def _bury(self, child: _Child) -> None:
         self._relay(child)  # its last words
-        _, status = os.waitpid(child.pid, 0)
+        _, status, used = os.wait4(child.pid, 0)
         del self._children[child.pid]
         with suppress(KeyError):
             self._selector.unregister(child.said_fd)
@@ -122,7 +134,8 @@ class ForkServer:
         os.close(child.said_fd)
         os.close(child.pidfd)
         _remove_cgroup(child.cgroup)
-        self._send({"exited": child.name, "code": os.waitstatus_to_exitcode(status)})
+        cpu_s = used.ru_utime + used.ru_stime
+        self._send({"exited": child.name, "code": os.waitstatus_to_exitcode(status), "cpu_s": cpu_s})
 
     def _leave(self) -> None:
         for child in self._children.values():
@@ -162,6 +175,7 @@ def _live(request: dict[str, Any], say_fd: int) -> None:
             os.dup2(log_fd, 1)
             os.dup2(log_fd, 2)
             os.close(log_fd)
+        faulthandler.enable(2)  # the log has the line at which it broke
         module, _, function = request["entry"].partition(":")
         entry: EntryPoint = importlib.import_module(module).__dict__[function]
         entry(request["arguments"], lambda text: _say(say_fd, text))

@@ -48,21 +48,28 @@ class MarkingTag(GenerationTag):
 class ChatTemplate:
     def __init__(self, text: str) -> None:
         self.text = text
+        self.with_tools: ChatTemplate | None = None
+        """Template of conversations with tools, where that is another."""
         self._template = _parsed(text, GenerationTag)
         self._marking = _parsed(text, MarkingTag) if _GENERATION.search(text) else None
 
     def render(self, **variables: Any) -> str:
-        return _render(self._template, variables)
+        return _render(self._of(variables)._template, variables)
+
+    def names(self, name: str) -> bool:
+        """Return whether the template names this variable, or this field of a message."""
+        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
 
     def generations(self, **variables: Any) -> tuple[str, list[TextSpan]] | None:
         """Return the text and those parts of it that the template says are generated; None where it never says so.
 
         The text is the rendered one, but where the template goes on to work with what the tag is around.
         """
-        if self._marking is None:
+        marking = self._of(variables)._marking
+        if marking is None:
             return None
         text, spans, start = "", list[TextSpan](), 0
-        for piece in re.split(f"([{OPEN}{CLOSE}])", _render(self._marking, variables)):
+        for piece in re.split(f"([{OPEN}{CLOSE}])", _render(marking, variables)):
             if piece == OPEN:
                 start = len(text)
             elif piece == CLOSE:
@@ -70,6 +77,9 @@ class ChatTemplate:
             else:
                 text += piece
         return text, spans
+
+    def _of(self, variables: Mapping[str, Any]) -> "ChatTemplate":
+        return self.with_tools if self.with_tools and variables.get("tools") is not None else self
 
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")

@@ -10,7 +10,7 @@ completion, end-of-turn token included.
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ductile.tasks.left_out import LeftOut, RendersChat, refuse_left_out
+from ductile.tasks.left_out import LeftOut, RendersChat, refuse_left_out, refuse_unread
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -46,6 +46,7 @@ def first_turn(tokenizer: ChatTokenizer, messages: Messages, **variables: Any) -
     template = tokenizer.chat_template
     if template is None:
         return tokenizer.encode("\n".join(_texts(messages, variables)))
+    refuse_unread(template, variables)
     refuse_left_out(template, messages, add_generation_prompt=True, **variables)
     return template.apply_chat_template(messages, **variables)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ductile.config.schema.orchestrator import GradersConfig
+from ductile.host import shortage
 from ductile.records import Completion, RewardFailure
 from ductile.surrogates import mended
 from ductile.tasks.grader_log import appender
@@ -181,7 +182,7 @@ class Graders:
             worker = await self._start()
         except (TaskError, OSError) as error:  # OSError: the machine has no process to spare, or no handle
             self._num_failed_starts += 1
-            sentence = f"found no grader process: {error}"
+            sentence = f"found no grader process: {error}{shortage(error)}"
             if not self._workers and self._num_failed_starts >= MAX_FAILED_STARTS:
                 raise TaskError(f"{sentence}; so did the {MAX_FAILED_STARTS - 1} before it") from error
             raise WorkerLost(sentence) from error

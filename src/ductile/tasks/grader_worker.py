@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ductile.config.schema.orchestrator import GradersConfig
+from ductile.deaths import cause_of
 from ductile.records import RewardFailure
 from ductile.tasks.grader_protocol import MAX_LINE_BYTES, GraderReply, GraderRequest, decode_reply, encode
 from ductile.tasks.keeper import LEAVE
@@ -124,7 +125,11 @@ class GraderWorker:
         except TimeoutError:
             return "it closed its output"
         number = -code if code < 0 else code - 128  # a keeper tells of a signal as a shell does
-        return signal.Signals(number).name if number in set(signal.Signals) else f"exit code {code}"
+        if number not in set(signal.Signals):
+            return f"exit code {code}"
+        is_limit = number == signal.SIGXCPU  # which `grader_process` sets
+        cause = "more CPU time than all cores have until timeout_s" if is_limit else cause_of(number)
+        return f"{signal.Signals(number).name}{f': {cause}' if cause else ''}"
 
 
 async def _hear(stream: asyncio.StreamReader, on_print: Callable[[bytes], None]) -> None:

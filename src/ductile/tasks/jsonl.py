@@ -48,14 +48,15 @@ class JsonlDataset(Task):
         rows = read_rows(config.path)
         for path in self._reward_paths:
             _require_columns(path, rows)
-        self._rows = [row for _, row in rows]
+        self.rows = [row for _, row in rows]
+        """The file's lines, as rewards get them."""
         system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
         self._sources = [where for where, _ in rows]
         self._prompts = [prompt_of(where, row) for where, row in rows]
         self._system = system
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def messages(self, example: int) -> list[dict[str, str]]:
         return [*self._system, *self._prompts[example].messages]
@@ -80,7 +81,7 @@ class JsonlDataset(Task):
     def reward(self, example: int, completion: str, **facts: Any) -> Any:
         """The reward of one function as it is; for several the weighted sum, with each one among the metrics (`style`),
         and its own metrics behind its name (`style/length`)."""
-        calls = [(reward, _call(reward, self._rows[example], completion, facts)) for reward in self.rewards]
+        calls = [(reward, _call(reward, self.rows[example], completion, facts)) for reward in self.rewards]
         if any(isinstance(value, Awaitable) for _, value in calls):
             return _summed_later(calls)
         return _summed(calls)

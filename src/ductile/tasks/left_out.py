@@ -4,6 +4,7 @@ A template is a program that reads what it knows. A role, a field or a tool that
 word, and so is what a model should have learned from it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,11 +16,18 @@ NOT_WORDS = ("role", "name", "tool_call_id")
 
 
 class LeftOut(TaskError):
-    """Words that a chat template leaves out. The text is a sentence that names them."""
+    """Words that a chat template leaves out. The text is a sentence that names them; `place` is that of their message,
+    None for a tool's."""
+
+    def __init__(self, text: str, place: int | None = None) -> None:
+        super().__init__(text)
+        self.place = place
 
 
 class RendersChat(Protocol):
     """The part of `ductile.tasks.tokenizer.Tokenizer` that is used here."""
+
+    def reads(self, name: str) -> bool: ...
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -39,15 +47,27 @@ def refuse_left_out(
     marked = [marks.in_message(place, message) for place, message in enumerate(messages)]
     with_marks = variables | ({"tools": tools} if tools else {})
     text = tokenizer.render_chat(marked, add_generation_prompt, **with_marks)
+    found = set(_MARK.findall(text))
     for mark, (place, part) in marks.parts.items():
-        if mark in text:
+        if mark in found or mark in text:  # digits before a mark may hide it from the pass over the whole text
             continue
-        if part in THOUGHTS and mark in tokenizer.render_chat(marked[: place + 1], False, **with_marks):
+        if part in THOUGHTS and mark in tokenizer.render_chat([_SPOKEN, marked[place]], False, **with_marks):
             continue
         if place < 0:
             raise LeftOut(f"the chat template leaves out {part}")
         which = f"of message {place + 1}, whose role is {messages[place]['role']}"
-        raise LeftOut(f"the chat template leaves out the {part} {which}")
+        raise LeftOut(f"the chat template leaves out the {part} {which}", place)
+
+
+def refuse_unread(tokenizer: RendersChat, variables: Mapping[str, Any]) -> None:
+    """Raise LeftOut when the chat template does not read one of a row's variables."""
+    for name in variables:
+        if name != "tools" and not tokenizer.reads(name):
+            raise LeftOut(f"the chat template does not read {name}, which chat_template_kwargs has")
+
+
+_SPOKEN = {"role": "user", "content": "0"}
+_MARK, _MARK_OF = re.compile(r"904\d{6}173"), "904{:06d}173"
 
 
 class _Marks:
@@ -74,14 +94,19 @@ class _Marks:
         return {**tool, "function": marked} if "function" in tool else marked
 
     def _in_call(self, place: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Mark the call's arguments, or its name where it has none: where the ones are, the other is, too."""
         function = call.get("function", call)
-        marked = {**function, "name": function["name"] + self._new(place, f"tool call {function['name']}")}
+        mark = self._new(place, f"tool call {function['name']}")
         if given := function.get("arguments"):
-            mark = self._new(place, f"arguments of tool call {function['name']}")
-            marked["arguments"] = {**given, mark: mark} if isinstance(given, Mapping) else f"{given}{mark}"
+            marked = {
+                **function,
+                "arguments": {**given, mark: mark} if isinstance(given, Mapping) else f"{given}{mark}",
+            }
+        else:
+            marked = {**function, "name": function["name"] + mark}
         return {**call, "function": marked} if "function" in call else marked
 
     def _new(self, place: int, part: str) -> str:
-        mark = f"904{len(self.parts):06d}173"
+        mark = _MARK_OF.format(len(self.parts))
         self.parts[mark] = place, part
         return mark

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ductile.tasks.chat_template import TextSpan
-from ductile.tasks.left_out import refuse_left_out
+from ductile.tasks.left_out import refuse_left_out, refuse_unread
 from ductile.tasks.messages import THOUGHTS, TemplateMessage
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
@@ -40,6 +40,7 @@ def render(
     `_turn`. Raises LeftOut, and TokenizerError where the template refuses the messages.
     """
     drafts = _Drafts(tokenizer, messages, variables)
+    refuse_unread(tokenizer, variables)
     refuse_left_out(tokenizer, messages, **variables)
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     marked = tokenizer.generations(messages, **variables)

@@ -8,23 +8,35 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
+from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
 
+from ductile.config.schema.model import ChatModelConfig
+from ductile.records import ChatFormat
 from ductile.surrogates import mended
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError, TextSpan
 from ductile.tasks.conversation import after_completion
 from ductile.tasks.messages import as_given_to_templates
+from ductile.tasks.special_tokens import SpecialTokens, TokenizerError, read_object
+from ductile.tasks.template_files import read_template, with_defaults
+from ductile.tasks.token_bytes import TokenBytes
 from ductile.user_files import NotText, read_text
 
 ChatTurn = Mapping[str, Any]
 T = TypeVar("T")
 
 
-class TokenizerError(Exception):
-    """Tokenizer files that cannot be used, or a chat that they cannot express. The text says which file and why."""
+class ChatRefused(TokenizerError):
+    """A conversation that cannot be rendered. `reason` says why to those who see a model and no folder."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Tokenizer:
@@ -38,18 +50,25 @@ class Tokenizer:
         chat_template: ChatTemplate | None,
         source: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        replaces_template: bool = False,
     ) -> None:
+        """replaces_template: `chat_template` is not the one that `source` has."""
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
         self._special_tokens = dict(special_tokens)
-        self._chat_template = chat_template
+        self._chat_template, self._replaces_template = chat_template, replaces_template
         self._source = source
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._end_of_turn()]))
         """Generation ends after any of these: those of generation_config.json, config.json and the tokenizer, and what
         the chat template ends an assistant's turn with (base models come with a template, and with the end of a text as
         their only eos)."""
+
+    @classmethod
+    def of(cls, model: ChatModelConfig) -> "Tokenizer":
+        """Make the tokenizer of a command's model: whoever needs one in a run makes it so, of the same keys."""
+        return cls.from_folder(str(model.name), model.chat_template, model.chat_template_kwargs)
 
     @classmethod
     def from_folder(
@@ -62,12 +81,26 @@ class Tokenizer:
         every conversation."""
         folder = Path(folder)
         backend = _read_backend(folder / "tokenizer.json")
-        settings = _read_optional(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(_read_optional(folder / "special_tokens_map.json") | settings)
+        special_tokens = SpecialTokens(folder)
+        special_tokens.add_to(backend)
         _refuse_foreign(folder, backend)
-        eos = _eos_token_ids(folder, backend, special_tokens.get("eos_token"))
-        template = _read_template(folder, settings, chat_template)
-        return cls(backend, special_tokens, eos, template, str(folder), chat_template_kwargs)
+        eos = _eos_token_ids(folder, backend, special_tokens.named.get("eos_token"))
+        template = read_template(folder, special_tokens.settings, chat_template)
+        replaces = chat_template is not None
+        for name in chat_template_kwargs or {}:
+            if template is not None and not template.names(name):
+                raise TokenizerError(
+                    f"the chat template of {folder} does not read {name}, which chat_template_kwargs has"
+                )
+        return cls(backend, special_tokens.named, eos, template, str(folder), chat_template_kwargs, replaces)
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Return what tells this tokenizer from others: its vocabulary and rules, however their file spells them; its
+        chat template; and the tokens that end a turn."""
+        template = "" if self._chat_template is None else self._chat_template.text
+        texts = {"tokenizer": self._backend.to_str(), "chat_template": template}
+        found = {name: blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
+        return {**found, "eos_token_ids": list(self.eos_token_ids)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids
@@ -94,9 +127,10 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation. `variables` are further template variables: `enable_thinking=False`."""
         if self._chat_template is None:
-            raise TokenizerError(
+            raise ChatRefused(
                 f"{self._source} has no chat template; add chat_template.jinja to it, or name a file with "
-                "--inference.model.chat-template"
+                "model.chat_template",
+                "this model has no chat template, so it completes texts only",
             )
         return mended(self._with_template(self._chat_template.render, messages, add_generation_prompt, variables))
 
@@ -114,10 +148,11 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> T:
-        """Return what `render` makes of the messages, with an empty content where there is none for a template that
-        counts on one. A developer is a system to a template that does not name developers."""
+        """Return what `render` makes of the messages, with an empty content where there is none, or arguments of tool
+        calls in JSON, for a template that counts on these. A developer is a system to a template that does not show
+        developers."""
         given = [as_given_to_templates(message) for message in messages]
-        if self._chat_template and "developer" not in self._chat_template.text:
+        if not self._knows_developers:
             given = [each | {"role": "system"} if each.get("role") == "developer" else each for each in given]
         everything = {
             **{"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs, **variables},
@@ -126,10 +161,13 @@ class Tokenizer:
         try:
             return render(messages=given, **everything)
         except ChatTemplateError as error:
-            if any("content" not in message for message in given):
-                with suppress(ChatTemplateError):
-                    return render(messages=[{"content": "", **message} for message in given], **everything)
-            raise TokenizerError(f"the chat template of {self._source} refuses the messages: {error}") from error
+            for change in _WANTED:
+                changed = [change(message) for message in given]
+                if changed != given:
+                    with suppress(ChatTemplateError):
+                        return render(messages=changed, **everything)
+            what = f"refuses the messages: {error}"
+            raise ChatRefused(f"the chat template of {self._source} {what}", f"the chat template {what}") from error
 
     def apply_chat_template(
         self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any
@@ -141,6 +179,32 @@ class Tokenizer:
     def chat_template(self) -> "Tokenizer | None":
         """The tokenizer itself, where the folder has a template."""
         return None if self._chat_template is None else self
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        """Whether the chat template renders a developer's message: some name the role only to say who it is."""
+        messages = [{"role": "developer", "content": "trial"}, {"role": "user", "content": "0"}]
+        variables = {"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs}
+        if self._chat_template is None or not self.reads("developer"):
+            return False
+        with suppress(ChatTemplateError):
+            return "trial" in self._chat_template.render(messages=messages, add_generation_prompt=False, **variables)
+        return False
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template names this field of a message, or this variable."""
+        return self._chat_template is not None and self._chat_template.names(name)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._backend)
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """What a model that was trained with this tokenizer is saved with."""
+        if self._chat_template is None or not (self._replaces_template or self._chat_template_kwargs):
+            return ChatFormat(eos_token_ids=self.eos_token_ids)
+        return ChatFormat(with_defaults(self._chat_template, self._chat_template_kwargs), self.eos_token_ids)
 
     @property
     def end_texts(self) -> list[str]:
@@ -170,6 +234,31 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
 
+def _with_content(message: ChatTurn) -> ChatTurn:
+    return {"content": "", **message}
+
+
+def _with_json(message: ChatTurn) -> ChatTurn:
+    """The message with the arguments of its tool calls in JSON."""
+    if "tool_calls" not in message:
+        return message
+    calls: list[Any] = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        written = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+        calls.append({**call, "function": {**function, "arguments": written}} if "function" in call else call)
+    return {**message, "tool_calls": calls}
+
+
+_WANTED: tuple[Callable[[ChatTurn], ChatTurn], ...] = (
+    _with_content,
+    _with_json,
+    lambda message: _with_content(_with_json(message)),
+)
+"""What some templates want of a message, and fail without."""
+
+
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise TokenizerError(
@@ -186,74 +275,24 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 def _refuse_foreign(folder: Path, backend: tokenizers.Tokenizer) -> None:
     """A model may have more embeddings than the tokenizer has tokens (padding), never fewer."""
-    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-    model_size = _read_optional(folder / "config.json").get("vocab_size")
+    text, highest = max(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1), default=("", -1))
+    model_size = read_object(folder / "config.json").get("vocab_size")
     if isinstance(model_size, int) and highest >= model_size:
         raise TokenizerError(
-            f"{folder / 'tokenizer.json'} has token ids up to {highest}, but vocab_size in config.json is "
-            f"{model_size}; take the tokenizer that belongs to this model"
+            f"{folder / 'tokenizer.json'}, with the special tokens of the files beside it, has token ids up to "
+            f"{highest} ({text!r}), but vocab_size in config.json is {model_size}; take the tokenizer that belongs to "
+            "this model"
         )
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(read_text(path))
-    except NotText as error:
-        raise TokenizerError(str(error)) from error
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its kin, as templates see them. A token is written as text or as a table with `content`."""
-    found: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
-        value = settings.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
 
 
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> list[int]:
     """Chat models often name the end of a turn in one file and the end of a text in another; both end generation."""
     found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
-        value = _read_optional(folder / name).get("eos_token_id")
+        value = read_object(folder / name).get("eos_token_id")
         found += value if isinstance(value, list) else [value]
     found.append(backend.token_to_id(eos_token) if eos_token is not None else None)
     wrong = [value for value in found if value is not None and (isinstance(value, bool) or not isinstance(value, int))]
     if wrong:
         raise TokenizerError(f"{folder}: eos_token_id holds {wrong[0]!r}; it must be an integer or a list of integers")
     return list(dict.fromkeys(value for value in found if value is not None))
-
-
-def _read_template(folder: Path, settings: Mapping[str, Any], path: str | Path | None) -> ChatTemplate | None:
-    """Newer folders have chat_template.jinja; older ones tokenizer_config.json, with one template or a named list."""
-    if path is None and (folder / "chat_template.jinja").is_file():
-        path = folder / "chat_template.jinja"
-    if path is not None:
-        source = str(path)
-        try:
-            text = read_text(Path(path))
-        except NotText as error:
-            raise TokenizerError(f"chat template {error}") from error
-        except OSError as error:
-            raise TokenizerError(f"chat template {path} cannot be read: {error}") from error
-    else:
-        source = f"chat_template in {folder / 'tokenizer_config.json'}"
-        text = settings.get("chat_template")
-        if isinstance(text, list):
-            text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
-        if not isinstance(text, str):
-            return None
-    try:
-        return ChatTemplate(text)
-    except ChatTemplateError as error:
-        raise TokenizerError(f"{source} is not a template: {error}") from error

@@ -25,7 +25,7 @@ from ductile.model.checkpoint import (
     stored_dtype,
     write_weights,
 )
-from ductile.tasks.tokenizer import Tokenizer, TokenizerError
+from ductile.records import AS_IN_SOURCE, ChatFormat
 from ductile.trainer.trainer import Trainer
 
 
@@ -33,9 +33,15 @@ class FolderNotWritten(Exception):
     """The folder cannot be written. All slots are in step, and the trainer is as it was."""
 
 
-def export_model(trainer: Trainer, path: str, named_dtype: str, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def export_model(
+    trainer: Trainer,
+    path: str,
+    named_dtype: str,
+    chat_format: ChatFormat = AS_IN_SOURCE,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
     """Write the folder `path`, which appears whole or not at all; collective. `named_dtype`: "auto" is that of the
-    folder the model came from.
+    folder's weights that the model came from.
 
     Raises FolderNotWritten on each slot that cannot write its files, once all slots are through; the others return, and
     there is no folder.
@@ -48,8 +54,7 @@ def export_model(trainer: Trainer, path: str, named_dtype: str, max_shard_bytes:
         wanted = stored_dtype(source) if named_dtype == "auto" else dtype_named(named_dtype)
         dtype = wanted or dtype
         if context.is_first:
-            eos = Tokenizer.from_folder(source).eos_token_ids if (source / "tokenizer.json").is_file() else ()
-            begin_folder(path, trainer.spec, source, dtype, max_shard_bytes, eos)
+            begin_folder(path, trainer.spec, source, dtype, max_shard_bytes, chat_format)
 
     def write() -> None:
         named = trainer.export_weights(dtype)
@@ -76,7 +81,7 @@ def _by_all(step: Callable[[], None], trainer: Trainer) -> bool:
     failure: Exception | None = None
     try:
         step()
-    except (OSError, ModelFolderError, SpecError, TokenizerError) as error:  # all else is of the slots' work together
+    except (OSError, ModelFolderError, SpecError) as error:  # all else is of the slots' work together
         failure = error
     num_failed = trainer.context.sum(torch.tensor(float(failure is not None), device=trainer.device))
     if failure is not None:

@@ -99,9 +99,9 @@ class TrainRole:
             case LoadState(path=path):
                 with self._in_step():
                     checkpoint.load_state(self._live, path)
-            case ExportModel(path=path, dtype=dtype):
+            case ExportModel(path=path, dtype=dtype, chat_format=chat_format):
                 with self._keeping_state(), self._in_step():
-                    export_model(self._live, path, dtype)
+                    export_model(self._live, path, dtype, chat_format)
             case Prepare(order=order):
                 self._prepare(order)
             case Freeze(epoch=epoch, with_gradient=with_gradient):

@@ -125,6 +125,49 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
     "slices": ({"pretraining_tp": 2}, "pretraining_tp is 2; ductile computes pretraining_tp = 1 only"),
+    "other_code": (
+        {"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}},
+        "auto_map has 'modeling_x.XForCausalLM', code of the model's own",
+    ),
+    "other_model_type": (
+        {"model_type": "mistral"},
+        "architectures is 'LlamaForCausalLM' and model_type is 'mistral', which are different models; write 'llama'",
+    ),
+    "window_of_a_relative": ({"sliding_window": 4096}, "sliding_window is 4096; sliding-window attention is not supp"),
+    "layers_of_another_kind": (
+        {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+        "layer_types has 'linear_attention'; ductile has layers of 'full_attention' only",
+    ),
+    "dropout": ({"attention_dropout": 0.1}, "attention_dropout is 0.1; ductile computes attention_dropout = 0 only"),
+    "soft_cap": (
+        {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping is 30.0; ductile computes models without final_logit_softcapping only",
+    ),
+    "scaled_logits": ({"logits_scaling": 8.0}, "logits_scaling is 8.0; ductile computes logits_scaling = 1 only"),
+    "part_of_a_head_on_top": (
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor is 0.5; ductile computes partial_rotary_factor = 1 only",
+    ),
+    "rope_said_twice": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_scaling": {"rope_type": "default"}},
+        "rope_parameters and rope_scaling say different things; write one of them",
+    ),
+    "theta_said_twice": (
+        {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+        "rope_theta is 10000.0, and 1000000.0 in rope_parameters; write one of them",
+    ),
+    "rope_types": (
+        {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+        "rope_scaling.type is 'linear', and rope_scaling.rope_type is 'default'; write one of them",
+    ),
+    "rope_without_type": (
+        {"rope_scaling": {"factor": 4.0}},
+        "rope_scaling.factor is 4.0; rope_type 'default', the default, does not have it",
+    ),
+    "rope_sections": (
+        {"rope_scaling": {"type": "default", "mrope_section": [1, 2, 3]}},
+        r"rope_scaling.mrope_section is \[1, 2, 3\]; rope_type 'default' does not have it",
+    ),
     "rope_type": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         "rope_scaling.rope_type is 'yarn'; ductile has 'default', 'linear' and 'llama3'",
@@ -148,3 +191,19 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 def test_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         spec_from_hf(LLAMA | change)
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    """Of SmolLM2's config, of Qwen2.5's, and of the library's own dumps."""
+    harmless: dict[str, object] = {
+        "attention_dropout": 0.0,
+        "rope_interleaved": False,
+        "is_llama_config": True,
+        "transformers.js_config": {"kv_cache_dtype": {}},
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "rope_scaling": {},
+        "auto_map": {"AutoConfig": "configuration_x.XConfig"},
+        "logits_scaling": 1.0,
+    }
+    assert spec_from_hf(LLAMA | harmless) == spec_from_hf(LLAMA)

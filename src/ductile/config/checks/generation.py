@@ -1,11 +1,14 @@
 """What generators are asked, and what they hold: findings that an engine would otherwise make at the first request."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from pathlib import Path
 
+from ductile.config.checks.generation_config import FILE, GenerationDefaults, generation_defaults, values_listed
 from ductile.config.checks.model_lengths import cache_tokens
 from ductile.config.checks.on_disk import file_findings
 from ductile.config.finding import Finding
 from ductile.config.schema.inference import InferenceConfig
+from ductile.config.schema.model import ChatModelConfig
 from ductile.config.schema.orchestrator import OrchestratorConfig, SamplingConfig, to_sampling
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.rollouts.sampling_limits import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS, wrong_values
@@ -44,6 +47,23 @@ def sampling_warnings(key: str, sampling: SamplingConfig) -> list[str]:
     return [f"{names}: {why} (docs/trainer.md)"] if names else []
 
 
+def generation_config_notes(config: InferenceConfig | SamplingConfig, folder: str | None) -> list[str]:
+    """What the model's generation_config.json means for a server, or for rollouts, which are drawn as the config says.
+    A file that cannot be read is a finding of its own."""
+    try:
+        found = generation_defaults(Path(folder)) if folder else GenerationDefaults()
+    except ValueError:
+        return []
+    if isinstance(config, InferenceConfig):
+        return found.sentences() if config.server.generation_config == "auto" else []
+    drawn = config.model_dump()
+    others = {name: value for name, value in {**found.used, **found.unused}.items() if drawn.get(name) != value}
+    if not others:
+        return []
+    drawn = "rollouts are drawn as `sampling` says, and so without these"
+    return [f"{FILE} of {folder} says {values_listed(others)}; {drawn}"]
+
+
 def server_warnings(key: str, sampling: SamplingConfig) -> Iterator[str]:
     """What our own server refuses, and others may take."""
     longest = max(map(len, sampling.stop), default=0)
@@ -57,17 +77,19 @@ def server_warnings(key: str, sampling: SamplingConfig) -> Iterator[str]:
             yield f"{key}.{name} has {number} {what}: {limit}"
 
 
-def template_findings(key: str, variables: Mapping[str, object]) -> Iterator[Finding]:
-    """Variables of a chat template that it gets from us anyhow."""
-    for name in sorted(RESERVED_VARIABLES & variables.keys()):
-        yield Finding((key,), f"has {name}, which every template gets anyhow. Leave it out")
+def template_findings(at: str, model: ChatModelConfig) -> Iterator[Finding]:
+    """A chat template that is not there, and variables that it gets from us anyhow. `at` stands before the keys of
+    `model`: "inference.model"."""
+    if model.chat_template is not None:
+        yield from file_findings(f"{at}.chat_template", model.chat_template)
+    for name in sorted(RESERVED_VARIABLES & model.chat_template_kwargs.keys()):
+        yield Finding((f"{at}.chat_template_kwargs",), f"has {name}, which every template gets anyhow. Leave it out")
 
 
 def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None, device: str) -> Iterator[Finding]:
     """`at` stands before the keys of `config`: "inference." or nothing. `spec` is the model's; None where it cannot be
     read. `device` is `cluster.device`."""
-    if config.model.chat_template is not None:
-        yield from file_findings(f"{at}model.chat_template", config.model.chat_template)
+    yield from template_findings(f"{at}model", config.model)
     needed = -(-config.model.max_model_len // config.block_size)
     if config.num_blocks is not None and config.num_blocks < needed:
         yield Finding(

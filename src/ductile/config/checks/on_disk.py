@@ -57,7 +57,8 @@ def model_findings(
         yield Finding((key,), f"is a folder without weights (*.safetensors){hint}")
     elif needs_weights and not random_init:
         try:
-            find_weights(folder, replace(spec, num_layers=min(num_layers or spec.num_layers, spec.num_layers)))
+            wanted = replace(spec, num_layers=min(num_layers or spec.num_layers, spec.num_layers))
+            find_weights(folder, wanted, spec.num_layers)
         except ModelFolderError as error:
             yield Finding((key,), f"has weights that cannot be loaded: {error}")
     for file in sorted(folder.iterdir()):

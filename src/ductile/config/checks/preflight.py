@@ -6,12 +6,14 @@ with "no such folder". Each finding says what to write instead.
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from ductile.config.checks.access import client_findings, server_findings
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import scheduling_findings
 from ductile.config.checks.generation import (
+    generation_config_notes,
     generator_findings,
     length_findings,
     sampling_findings,
@@ -19,6 +21,8 @@ from ductile.config.checks.generation import (
     server_warnings,
     template_findings,
 )
+from ductile.config.checks.generation_config import generation_defaults
+from ductile.config.checks.numeric_traps import numeric_traps
 from ductile.config.checks.on_disk import (
     data_findings,
     import_findings,
@@ -81,11 +85,14 @@ def warnings(config: Section) -> list[str]:
     hardly anybody wants."""
     said = [*unread_notes(config), *_bench_notes(config)]
     if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
-        said += layout_warnings(config, len(placement_of(config).train))
+        said += [*layout_warnings(config, len(placement_of(config).train)), *numeric_traps(config)]
     if isinstance(config, RLConfig | SFTConfig):
         said += room_warnings(config)
     if isinstance(config, OrchestratorRunConfig):
         said += server_warnings("sampling", config.sampling)
+        said += generation_config_notes(config.sampling, config.model.name)
+    if isinstance(config, InferenceRunConfig):
+        said += generation_config_notes(config, config.model.name)
     if not isinstance(config, RLConfig):
         return said
     said += scorer_warnings(config, placement_of(config))
@@ -96,7 +103,21 @@ def warnings(config: Section) -> list[str]:
             'for "grpo", "custom" and kl_coef'
         )
     said += _deadline_warnings(config.cluster)
+    said += generation_config_notes(config.orchestrator.sampling, config.inference.model.name)
+    said += _system_prompts(config.orchestrator)
     return [*said, *sampling_warnings("orchestrator.sampling", config.orchestrator.sampling)]
+
+
+def _system_prompts(config: OrchestratorConfig) -> Iterator[str]:
+    """A note where a task of the evaluation's own asks without the system prompt that is trained with."""
+    train, evaluated = config.task, config.eval.task
+    if not isinstance(train, JsonlTask | ReasoningGymTask) or not isinstance(evaluated, JsonlTask | ReasoningGymTask):
+        return
+    if config.eval.enabled and train.system_prompt and not evaluated.system_prompt:
+        yield (
+            "orchestrator.task.system_prompt is not for orchestrator.eval.task, which has a key of its own: evaluation "
+            "asks without a system prompt"
+        )
 
 
 def _rl(config: RLConfig) -> Iterator[Finding]:
@@ -136,7 +157,6 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     yield from _batch(orchestrator, "orchestrator.")
     if config.bench is None:  # which evaluates nothing, and holds nothing out
         yield from _evaluation(orchestrator, "orchestrator.")
-    yield from template_findings("orchestrator.chat_template_kwargs", orchestrator.chat_template_kwargs)
     yield from length_findings(orchestrator, inference.model.max_model_len)
     tables = {"orchestrator.sampling": orchestrator.sampling}
     if orchestrator.eval.enabled:
@@ -159,8 +179,7 @@ def _sft(config: SFTConfig) -> Iterator[Finding]:
     yield from _trained_model(config.model)
     if config.bench is None:  # else the data is made up
         yield from data_findings(config.data)
-    if config.data.type == "sft":
-        yield from template_findings("data.chat_template_kwargs", config.data.chat_template_kwargs)
+    yield from template_findings("model", config.model)
     if config.model.seq_len < config.data.seq_len:
         yield Finding(
             ("model.seq_len", "data.seq_len"),
@@ -199,7 +218,7 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
     yield from client_findings(config.client, "client")
     yield from _task_findings(config, "")
     yield from sampling_findings("sampling", config.sampling, read_spec(config.model.name))
-    yield from template_findings("chat_template_kwargs", config.chat_template_kwargs)
+    yield from template_findings("model", config.model)
     yield from output_findings(config)
 
 
@@ -207,12 +226,22 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
     if config.model.name is None:
         yield _no_model("model.name")
     yield from model_findings("model.name", config.model.name)
+    yield from _generation_config(config)
     yield from generator_findings(config, "", read_spec(config.model.name), config.cluster.device)
     if config.parallel.dp not in (None, 1):
         what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
         yield Finding(("parallel.dp",), what)
     yield from server_findings(config.server, "server")
     yield from load_findings(config.bench, config)
+
+
+def _generation_config(config: InferenceRunConfig) -> Iterator[Finding]:
+    if config.model.name is not None and config.server.generation_config == "auto":
+        try:
+            generation_defaults(Path(config.model.name))
+        except ValueError as error:
+            what = f'has sampling defaults that cannot be used: {error}. server.generation_config = "ignore" skips them'
+            yield Finding(("model.name",), what)
 
 
 def _trained_model(config: TrainerModelConfig) -> Iterator[Finding]:

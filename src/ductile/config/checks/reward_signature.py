@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ductile.config.reading.errors import listed
 
-FACTS = ("num_tokens", "finish_reason", "num_turns", "token_ids")
+FACTS = ("num_tokens", "finish_reason", "num_turns", "token_ids", "opened")
 """What a reward may ask for besides the text (`ductile.records.Completion`)."""
 OF_TRL = ("completions", "completion_ids")
 """A function with one of these parameters is called as TRL calls it."""

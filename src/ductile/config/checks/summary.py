@@ -33,17 +33,25 @@ from ductile.core.scheduling.policies.names import described
 Row = tuple[str, str]
 
 
-def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "", data: str = "", first: str = "") -> str:
-    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for. data: a
-    sentence about it. first: the first example, as the model sees it."""
+def summary(
+    parsed: Parsed[RunConfig],
+    command: str,
+    resumes: Sequence[str] = (),
+    data: str = "",
+    first: str = "",
+    repeated: str = "",
+) -> str:
+    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for, and what is
+    other than it was. data: a sentence about it. first: the first example, as the model sees it.
+    repeated: another sentence, where held-out rows are trained on, too."""
     config = parsed.config
     rows = [
         ("files", " < ".join(parsed.files) or "none: flags and defaults"),
         ("model", _model(config)),
         ("output", _output(config)),
-        *([("resumes", resumes)] if resumes else []),
-        *_work(config, repeats=bool(data)),
-        *([("rows", data)] if data else []),
+        *_column("resumes", resumes),
+        *_work(config, repeats=bool(repeated)),
+        *_column("rows", [sentence for sentence in (data, repeated) if sentence]),
         *_slots(config),
         *(_mesh(config) if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig) else []),
         *_scheduling(config),
@@ -74,7 +82,7 @@ def _output(config: RunConfig) -> str:
     return config.output_dir + (", where it deletes the run that is there when its first step is done" if there else "")
 
 
-def _column(name: str, texts: list[str]) -> list[Row]:
+def _column(name: str, texts: Sequence[str]) -> list[Row]:
     return [(name if index == 0 else "", text) for index, text in enumerate(texts)]
 
 

@@ -62,6 +62,24 @@ def _folder(config: WritingConfig) -> Iterator[Finding]:
         yield Finding(("output_dir", "clean") if config.clean else ("output_dir",), what)
 
 
+def place_findings(config: Section, source: str) -> Iterator[Finding]:
+    """A run's folder was copied or moved, and its `config.toml` still names the first one: which is meant?
+
+    source: the file that says output_dir, as the user named it.
+    """
+    if not isinstance(config, WritingConfig) or config.bench is not None:
+        return
+    file, folder = Path(source), Path(config.output_dir)
+    try:
+        is_a_runs = file.name in ("config.toml", DRY_RUN) and file.read_bytes().startswith(RESOLVED.encode())
+        if not is_a_runs or file.parent.resolve() == folder.resolve() or of_a_run(file.parent) is None:
+            return
+    except OSError:
+        return
+    what = f"is another folder than {file.parent}, where this file lies beside a run. To mean that one, write"
+    yield Finding(("output_dir",), f"{what} --output-dir {file.parent}; for the other, --output-dir {folder}")
+
+
 def _of_somebody_else(folder: Path) -> Path | None:
     """Something of a name that runs write, in a folder in which none has been."""
     if any((folder / mark).exists() for mark in MARKS):

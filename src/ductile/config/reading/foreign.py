@@ -73,9 +73,11 @@ _OTHERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("inference.parallel.dp",): ("data_parallel_size",),
     ("scorer.tp",): ("ref.megatron.tensor_model_parallel_size",),
     ("inference.gpu_memory_utilization",): ("gpu_memory_utilization", "vllm_gpu_memory_utilization"),
-    ("orchestrator.chat_template_kwargs", "data.chat_template_kwargs"): (
+    ("model.chat_template",): ("chat_template", "chat_template_path", "custom_chat_template"),
+    ("model.chat_template_kwargs",): (
         "chat_template_kwargs",
         "apply_chat_template_kwargs",
+        "default_chat_template_kwargs",
     ),
     ("orchestrator.sampling.stop_token_ids",): ("stop_token_ids",),
     ("inference.engine",): ("use_vllm",),

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,22 @@ def import_object(import_path: str) -> Any:
         near = did_you_mean(attribute, vars(module), ". Did you mean {}?")
         raise ImportPathError(f"{import_path!r}: {source} has no {attribute!r}{where}{near}")
     return vars(module)[attribute]
+
+
+def source_of(import_path: str) -> Path | None:
+    """Return the file that `import_path` names something in, found without running any; None where there is none."""
+    if _IN_FILE.fullmatch(import_path):
+        file = Path(import_path.rpartition(":")[0])
+        return file if file.is_file() else None
+    where: list[str] | None = [*sys.path, os.getcwd()]
+    found: Path | None = None
+    for name in accumulate(re.split(r"[.:]", import_path), "{}.{}".format):
+        spec = None if where is None else PathFinder.find_spec(name, where)
+        if spec is None:  # the attribute, of what was found last
+            break
+        found = Path(spec.origin) if spec.origin else None
+        where = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    return found if found is not None and found.is_file() else None
 
 
 def unfit(import_path: str, before: Sequence[str] = ()) -> str:

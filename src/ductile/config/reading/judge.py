@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from ductile.config.checks.model_lengths import follow
 from ductile.config.checks.preflight import preflight
+from ductile.config.checks.written import place_findings
 from ductile.config.finding import Finding
 from ductile.config.reading.errors import Problem, about, did_you_mean, flag, listed, show
 from ductile.config.reading.fit import Fit
@@ -41,7 +42,7 @@ def judge(root: type[Section], fitted: Fit, draft: Draft) -> tuple[Section | Non
     if config is None:
         return None, problems, ()
     config, followed = follow(config)
-    findings = [*_not_built(config), *preflight(config)]
+    findings = [*_not_built(config), *preflight(config), *place_findings(config, draft.origin(("output_dir",)).source)]
     for finding in findings:
         paths = [tuple(key.split(".")) for key in finding.keys]
         if not any(_covered(path, rejected) or _covers(path, rejected) for path in paths):

@@ -46,6 +46,8 @@ _RESUME = (
 SHARED: dict[type[Section], tuple[Shared, ...]] = {
     RLConfig: (
         Shared("model.name", ("trainer.model.name", "inference.model.name")),
+        Shared("model.chat_template", ("inference.model.chat_template",)),
+        Shared("model.chat_template_kwargs", ("inference.model.chat_template_kwargs",)),
         Shared("max_steps", ("trainer.max_steps", "orchestrator.max_steps")),
         Shared(
             "seq_len",
@@ -66,7 +68,7 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
                 must_agree=False,
                 why="evaluation may have limits of its own",
             )
-            for limit in ("max_tokens", "stop", "stop_token_ids")
+            for limit in ("max_tokens", "stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output")
         ),
         *_RESUME,
     ),

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ductile.config.schema.model import ModelConfig
-from ductile.config.schema.section import FilePath, NotBuilt, Section
+from ductile.config.schema.model import ChatModelConfig
+from ductile.config.schema.section import NotBuilt, Section
 
 MIN_KEY_CHARS = 8
 """Least length of an API key; a shorter one can be guessed."""
@@ -22,6 +22,9 @@ class ServerConfig(Section):
     """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """What clients call the model; default: `model.name`."""
+    generation_config: Literal["auto", "ignore"] = "auto"
+    """Sampling of requests that say nothing of it. auto: by `temperature`, `top_p`, `top_k`, `min_p` and
+    `max_new_tokens` of the model's generation_config.json, as vLLM does; ignore: from all tokens at temperature 1."""
     max_connections: int = Field(default=1024, ge=1)
     """Connections that are open at a time. One more takes the place of the connection that has waited longest without a
     whole request."""
@@ -41,14 +44,12 @@ class ParallelConfig(Section):
     """Copies of the model. In `ductile rl` it must equal the generate slots divided by `tp`, or be left out."""
 
 
-class InferenceModelConfig(ModelConfig):
+class InferenceModelConfig(ChatModelConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     max_model_len: int = Field(default=2048, ge=2)
     """Longest prompt plus completion, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most,
     in `inference` as far as the KV cache holds them."""
-    chat_template: FilePath | None = None
-    """A Jinja file; default: the model folder's own."""
 
 
 _HEALTH = NotBuilt("the generators' health monitor")

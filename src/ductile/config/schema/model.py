@@ -22,6 +22,17 @@ class ModelConfig(Section):
     vlm: Annotated[VisionConfig | None, NotBuilt("vision-language models")] = None
 
 
+class ChatModelConfig(ModelConfig):
+    """A model as those have it who turn conversations into its tokens: all of a command's tokenizers are made of it
+    (`ductile.tasks.tokenizer.Tokenizer.of`)."""
+
+    chat_template: FilePath | None = None
+    """A Jinja file; default: the model folder's own. Models that are trained with it are saved with it."""
+    chat_template_kwargs: dict[str, object] = {}
+    """Variables of the chat template: {"enable_thinking": false}. Models that are trained with them are saved with a
+    template that has them as defaults; a request to a server may say others."""
+
+
 class ActivationCheckpointing(Section):
     mode: Literal["full", "selective"] = "full"
     freq: int = Field(default=1, ge=1)
@@ -148,3 +159,7 @@ class TrainerModelConfig(ModelConfig):
         """`fused_lm_head_token_chunk_size` as a number of tokens; None lets the head choose it."""
         size = self.fused_lm_head_token_chunk_size
         return {"auto": None, "disabled": sys.maxsize}[size] if isinstance(size, str) else size
+
+
+class SFTModelConfig(ChatModelConfig, TrainerModelConfig):
+    """The model of `ductile sft`, which trains it on conversations."""

@@ -23,6 +23,12 @@ class SamplingConfig(Section):
     """Tokens that end a completion, besides the model's own and the chat template's end of turn."""
     ignore_eos: bool = False
     """Always generate `max_tokens`; for benchmarks."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the text that rewards and a task's `reply` get. Otherwise only the token that ended
+    the turn is left out. `samples.jsonl` has all that was sampled."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string that ended the turn in that text, as a reward for a closed tag needs it with `stop`
+    ["</answer>"]."""
 
 
 class ReasoningGymTask(Section):
@@ -78,8 +84,8 @@ class EvalConfig(Section):
     num_examples: int = Field(default=64, ge=1)
     samples_per_example: int = Field(default=1, ge=1)
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    """Sampling of the evaluation, greedy by default. `max_tokens`, `stop` and `stop_token_ids` are those of
-    `orchestrator.sampling` where they are absent."""
+    """Sampling of the evaluation, greedy by default. `max_tokens`, `stop`, `stop_token_ids`, `skip_special_tokens` and
+    `include_stop_str_in_output` are those of `orchestrator.sampling` where they are absent."""
     enabled: bool = True
 
 
@@ -140,8 +146,6 @@ class OrchestratorConfig(Section):
     max_off_policy_steps: int = Field(default=8, ge=0)
     """A group whose oldest token is more versions behind than this is thrown away, and asked again."""
     sampling: SamplingConfig = SamplingConfig()
-    chat_template_kwargs: dict[str, object] = {}
-    """Variables of the chat template: {"enable_thinking": false}."""
     eval: EvalConfig = EvalConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     drop_zero_advantage: bool = True

@@ -16,7 +16,7 @@ from ductile.config.schema.cluster import (
     TrainDeploymentConfig,
 )
 from ductile.config.schema.inference import InferenceConfig
-from ductile.config.schema.model import ModelConfig, TrainerModelConfig
+from ductile.config.schema.model import ChatModelConfig, SFTModelConfig
 from ductile.config.schema.orchestrator import OrchestratorConfig
 from ductile.config.schema.section import FilePath, NotBuilt, Section
 from ductile.config.schema.trainer import (
@@ -65,7 +65,7 @@ class TensorboardConfig(Section):
 class RLConfig(Section):
     """`ductile rl`: the whole RL loop."""
 
-    model: ModelConfig = ModelConfig()
+    model: ChatModelConfig = ChatModelConfig()
     """Shared: goes to trainer, inference and orchestrator."""
     seq_len: int | None = Field(default=None, ge=2)
     """Shared: `trainer.model.seq_len` and `inference.model.max_model_len`."""
@@ -113,8 +113,6 @@ class JsonlData(Section):
     shuffle: bool = True
     loss_on: Literal["assistant", "all"] = "assistant"
     """Which tokens are trained: the assistant's turns (or the completion), or everything."""
-    chat_template_kwargs: dict[str, object] = {}
-    """Variables of the chat template: {"enable_thinking": false}."""
 
 
 class FakeData(Section):
@@ -133,7 +131,7 @@ SFTData = Annotated[JsonlData | FakeData, Field(discriminator="type")]
 class SFTConfig(Section):
     """`ductile sft`: supervised fine-tuning, with the same trainer."""
 
-    model: TrainerModelConfig = TrainerModelConfig()
+    model: SFTModelConfig = SFTModelConfig()
     data: SFTData = JsonlData()
     optim: OptimConfig = AdamWConfig(lr=1e-5)
     scheduler: SchedulerConfig = ConstantSchedule()
@@ -176,8 +174,8 @@ class TrainerRunConfig(TrainerConfig):
 class OrchestratorRunConfig(OrchestratorConfig):
     """`ductile orchestrator`: rollouts and rewards against a running server, without training."""
 
-    model: ModelConfig = ModelConfig()
-    """Its tokenizer and chat template."""
+    model: ChatModelConfig = ChatModelConfig()
+    """The model that the server has: its tokenizer and chat template."""
     output_dir: FilePath = "runs/orchestrator"
     clean: bool = False
     bench: BenchConfig | None = None

@@ -209,7 +209,7 @@ class CheckpointConfig(Section):
     export_model: bool = True
     """Also write an HF folder at each save."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the exported weights. "auto": what the config.json of `model.name` says."""
+    """Dtype of the exported weights. "auto": that of the weights of `model.name`."""
     keep_interval: Annotated[int | None, NotBuilt("keeping every n-th checkpoint for good")] = Field(default=None, ge=1)
     output_dir: Annotated[str | None, NotBuilt("checkpoints outside `output_dir`")] = None
     skip_progress: Annotated[bool, NotBuilt("resuming a part of the state")] = False

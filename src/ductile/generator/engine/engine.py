@@ -19,8 +19,9 @@ from ductile.fabric import heap
 from ductile.generator.engine.kv_cache import BlockPool
 from ductile.generator.engine.kv_transfer import KVUnavailable, RequestKV, fetch
 from ductile.generator.engine.limits import RequestRefused, SequenceLimits
+from ductile.generator.engine.logprob_report import LogprobReport, take_likeliest
 from ductile.generator.engine.paged_attention import KVCache, PagedAttention, order_for_attention, without_cudnn
-from ductile.generator.engine.sampler import sample, stream_key
+from ductile.generator.engine.sampler import all_logprobs, draw, stream_key
 from ductile.generator.engine.scheduler import Chunk, Scheduler
 from ductile.generator.engine.sequence import Sequence
 from ductile.generator.engine.step_profiler import StepLoad
@@ -94,9 +95,11 @@ class Engine:
             raise KVUnavailable(f"has {handle.num_tokens} tokens, and the request {num_known}")
         return fetch(handle, self._cache.shape_outside(handle.num_tokens), self._cache.dtype)
 
-    def add(self, request: GenerateRequest, cache: RequestKV | None = None) -> None:
+    def add(
+        self, request: GenerateRequest, cache: RequestKV | None = None, report: LogprobReport | None = None
+    ) -> None:
         """Take a request, a new one or one that another engine began, with what `fetch` returned for it just now.
-        Raises `RequestRefused`."""
+        `report` is filled from step to step, and stays here when the request migrates. Raises `RequestRefused`."""
         self.check(request)
         sampling = request.sampling
         stops = frozenset(sampling.stop_token_ids)
@@ -113,6 +116,7 @@ class Engine:
                 if sampling.stop
             ],
             imported=cache,
+            report=report,
         )
         self._num_arrived += 1
         if reason := sequence.finish_reason():  # one that has migrated may have said its last word already
@@ -223,24 +227,38 @@ class Engine:
                 last_rows.append(len(token_ids) - 1)
         self._attention = PagedAttention(self._cache, chunks, self._attention)
         rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)  # there may be none
+
+        def head(hidden: Tensor, weight: Tensor) -> Tensor:
+            """Prefilled tokens need no logits, unless a client asks for theirs: only the last one's hidden state goes
+            to the vocabulary."""
+            offset = 0
+            for chunk in chunks:
+                if (report := chunk.sequence.report) and report.with_prompt:
+                    of_chunk = hidden[offset : offset + chunk.count]
+                    report.score_prompt(chunk.sequence.request.prompt, chunk.start, of_chunk, weight)
+                offset += chunk.count
+            return linear(hidden[rows], weight)
+
         with without_cudnn():
             logits = self.model(
                 torch.tensor(token_ids, device=self.device),
                 torch.tensor(positions, device=self.device),
                 self._attention,
-                # Prefilled tokens need no logits; only the last one's hidden state goes to the vocabulary.
-                head=lambda hidden, weight: linear(hidden[rows], weight),
+                head=head,
             )
         return ready, logits
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
-        tokens, logprobs = sample(
-            logits,
-            [sequence.request.sampling for sequence in sequences],
+        samplings = [sequence.request.sampling for sequence in sequences]
+        of_all = all_logprobs(logits, samplings)
+        tokens, logprobs = draw(
+            of_all,
+            samplings,
             [sequence.stream for sequence in sequences],
             [sequence.num_generated for sequence in sequences],
         )
         self._num_sampled += len(sequences)
+        take_likeliest([sequence.report for sequence in sequences], of_all)
         for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             try:
                 reason = self._append(sequence, token, logprob)

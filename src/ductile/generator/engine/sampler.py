@@ -40,11 +40,21 @@ def sample(
     logits: Tensor, samplings: Sequence[Sampling], streams: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """`logits` [N, V] -> tokens [N] int64 and log-probs [N] fp32. `positions` count each completion's tokens from 0."""
+    return draw(all_logprobs(logits, samplings), samplings, streams, positions)
+
+
+def all_logprobs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """[N, V] -> log-probs [N, V] fp32 at each request's temperature, of the whole vocabulary."""
     logits = logits.float()
     if any(s.temperature not in (0.0, 1.0) for s in samplings):
         logits = logits / logits.new_tensor([s.temperature or 1.0 for s in samplings])[:, None]
-    logprobs = logits.log_softmax(-1)
+    return logits.log_softmax(-1)
 
+
+def draw(
+    logprobs: Tensor, samplings: Sequence[Sampling], streams: Sequence[int], positions: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """`all_logprobs` [N, V] -> tokens [N] int64 and their log-probs [N]."""
     greedy = [s.temperature == 0.0 for s in samplings]
     if all(greedy):
         chosen, tokens = logprobs.max(-1)
@@ -52,7 +62,7 @@ def sample(
     candidates = logprobs
     filtered = [i for i, s in enumerate(samplings) if s.temperature and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)]
     if filtered:
-        rows = torch.tensor(filtered, device=logits.device)
+        rows = torch.tensor(filtered, device=logprobs.device)
         kept = keep_likeliest(logprobs[rows], [samplings[i] for i in filtered])
         candidates = logprobs.index_copy(0, rows, kept)
     tokens = inverse_cdf(candidates, uniforms(streams, positions))

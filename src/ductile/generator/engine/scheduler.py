@@ -138,8 +138,7 @@ class Scheduler:
         if self.share_prefixes:
             sequence.keys.clear()
             extend_keys(sequence.keys, sequence.tokens, self.pool.block_size, self._weights_serial)
-            # At least one token must be computed: the next one is sampled from its hidden state.
-            num_useful = (len(sequence.tokens) - 1) // self.pool.block_size
+            num_useful = sequence.num_reusable // self.pool.block_size
             shared = self.pool.find(sequence.keys[:num_useful])
         num_needed = self.pool.blocks_for(len(sequence.tokens))
         with_next = self.pool.blocks_for(len(sequence.tokens) + 1)
@@ -152,7 +151,7 @@ class Scheduler:
         sequence.weights_serial = self._weights_serial
         cache, sequence.imported = sequence.imported, None
         if cache:
-            end = min(cache.num_tokens, len(sequence.tokens) - 1)  # one is computed here too
+            end = min(cache.num_tokens, sequence.num_reusable)
             if end > sequence.num_computed:
                 self.kv_imports.append(KVImport(sequence, cache, sequence.num_computed, end))
                 sequence.num_computed = end

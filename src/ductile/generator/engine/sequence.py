@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ductile.columns import Floats, TokenIds, Versions
 from ductile.generator.engine.kv_transfer import RequestKV
+from ductile.generator.engine.logprob_report import LogprobReport
 from ductile.generator.engine.text_stream import TextStream
 from ductile.records import FinishReason, GenerateRequest, Generation
 
@@ -24,6 +25,8 @@ class Sequence:
     """Streams that look for the stop strings; empty when there are none."""
     imported: RequestKV | None = None
     """KV cache that another engine computed of the sequence; None once it has blocks here or the weights changed."""
+    report: LogprobReport | None = None
+    """Log-probs that the client asks for beside those of the sampled tokens."""
     tokens: "array[int]" = field(init=False)
     """Tokens of the prompt, then of the completion."""
     logprobs: "array[float]" = field(init=False)
@@ -56,6 +59,14 @@ class Sequence:
     def num_pending(self) -> int:
         """Known tokens that are not computed: 1 while it decodes, more before its prefill is through."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose keys and values may come from elsewhere: the hidden states of the others are needed."""
+        num_prompt = len(self.request.prompt)
+        if self.report and self.report.with_prompt and len(self.report.prompt) < num_prompt - 1:
+            return len(self.report.prompt)
+        return len(self.tokens) - 1  # the next token is sampled from the last one's
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)

@@ -6,9 +6,7 @@ The engine and the server both follow a completion with a `TextStream`, so that 
 from collections.abc import Callable, Collection
 
 from ductile.records import Sampling
-
-INCOMPLETE = "\ufffd"
-"""What decoders write for bytes that are not (yet) a whole character."""
+from ductile.tasks.token_bytes import INCOMPLETE
 
 MOST_INCOMPLETE = 3
 """Most `INCOMPLETE`s at the end of a text that may still become a character; those before them never will."""
@@ -43,8 +41,18 @@ class TextStream:
         self._num_open_tokens = 0
         """Tokens at the window's end that came since all of its text was taken."""
         self._held = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+        """The stop string that has come."""
+
+    @property
+    def stopped(self) -> bool:
         """Whether a stop string has come."""
+        return self.stopped_by is not None
+
+    def follow(self, tokens: list[int]) -> str:
+        """Take tokens before the completion, in which no stop string is looked for, and return their text. A character
+        that they only begin comes with the completion."""
+        return self._new_text(tokens, last=False)
 
     def push(self, tokens: list[int], last: bool) -> str:
         """Take tokens and return the text that is certain now. `last`: no more will come, so nothing is held back
@@ -54,10 +62,10 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += self._new_text(tokens, last)
-        cuts = [at for text in self._stop if (at := self._held.find(text)) >= 0]
+        cuts = [(at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
         if cuts:
-            self.stopped = True
-            return self._held[: min(cuts)]
+            cut, self.stopped_by = min(cuts)
+            return self._held[:cut]
         keep = 0 if last else self._may_become_stop()
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown

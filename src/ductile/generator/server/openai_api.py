@@ -1,10 +1,12 @@
 """What the HTTP server understands: OpenAI's completions and chat, with vLLM's extensions, and vLLM's token endpoint.
 
 A field that we do not offer is accepted at the value that changes nothing and refused at any other; an unknown field
-is refused. Nothing that would change a response is ignored.
+is refused. Nothing that would change a response is ignored. Null is the same as leaving a field out.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -13,34 +15,50 @@ from ductile.config.checks.generation import RESERVED_VARIABLES
 from ductile.config.reading.errors import did_you_mean, show
 from ductile.core.rollouts.sampling_limits import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from ductile.records import Sampling
+from ductile.tasks.messages import BadMessage, TemplateMessage, for_template
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "best_of": (None, 1),
-    "use_beam_search": (None, False),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "min_tokens": (None, 0),
-    "prompt_logprobs": (None,),
-    "top_logprobs": (None, 0),
-    "include_stop_str_in_output": (None, False),
-    "continue_final_message": (None, False),
-    "truncate_prompt_tokens": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "documents": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "features": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "min_tokens": (0,),
+    "prompt_logprobs": (),
+    "top_logprobs": (0,),
+    "include_stop_str_in_output": (False,),
+    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "documents": ([],),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "logits_processors": ([],),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "thinking_token_budget": (),
+    "include_reasoning": (True,),
+    "features": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
 }
-"""Fields of the two APIs that we know, and the values that ask for nothing."""
+"""Fields of the two APIs that we know, and the values besides null that ask for nothing. A body that has the field
+takes others, too."""
 
 IGNORED = frozenset(
     {
@@ -52,6 +70,10 @@ IGNORED = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "parallel_tool_calls",
+        "reasoning_effort",
+        "verbosity",
+        "prediction",
+        "include_obfuscation",
         "spaces_between_special_tokens",
         "detokenize",
         "output_kind",
@@ -59,7 +81,7 @@ IGNORED = frozenset(
         "request_id",
     }
 )
-"""Fields that say nothing about the response."""
+"""Fields that say nothing about the response: whose it is, where it is kept, and how it comes sooner."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -69,13 +91,19 @@ MAX_CHOICES = 1024
 """Most choices of one prompt."""
 
 
+MAX_LOGPROBS = 20
+"""Most likeliest tokens at each place; OpenAI's limit for chat, and vLLM's by default."""
+
+MAX_TOOLS = 1024
+"""Most tools of a request."""
+
+NumLikeliest = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
 def _sampled_only(logprobs: Any) -> Any:
     if type(logprobs) is int and logprobs not in (0, 1):
         raise ValueError(f"logprobs is {show(logprobs)}; it must be 0 or 1: only the sampled tokens' are offered")
     return logprobs
-
-
-Logprobs = Annotated[int | None, BeforeValidator(_sampled_only)]
 
 
 class Body(BaseModel):
@@ -86,14 +114,16 @@ class Body(BaseModel):
     def _refuse_what_we_do_not_offer(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        taken = {name: value for name, value in data.items() if name in cls.model_fields}
         known = cls.model_fields.keys() | NEUTRAL.keys() | IGNORED
-        for name in data.keys() - known:
-            near = did_you_mean(name[:80], known)
-            raise PydanticCustomError("unknown_field", "", {"name": name[:80], "near": near})
-        for name, neutral in NEUTRAL.items():
-            if name in data and data[name] not in neutral:
-                raise ValueError(f"{name} = {show(data[name])} is not offered by this server; leave it out")
-        return {name: value for name, value in data.items() if name not in NEUTRAL and name not in IGNORED}
+        for name in data.keys() - taken.keys() - IGNORED:
+            value = data[name]
+            if name not in NEUTRAL and value is not None:
+                near = did_you_mean(name[:80], known)
+                raise PydanticCustomError("unknown_field", "", {"name": name[:80], "near": near})
+            if value is not None and value not in NEUTRAL[name]:
+                raise ValueError(f"{name} = {show(value)} is not offered by this server; leave it out")
+        return taken
 
 
 class SamplingFields(Body):
@@ -118,10 +148,17 @@ class SamplingFields(Body):
     def _several_stops(cls, stop: Any) -> Any:
         stops = [stop] if isinstance(stop, str) else stop
         if stops is None or (isinstance(stops, list) and all(isinstance(one, str) for one in stops)):
+            if not all(stops or ()):
+                raise ValueError(f"stop is {show(stop)}; each of its texts must have at least one character")
             if stops and (len(stops) > MAX_STOPS or max(map(len, stops)) > MAX_STOP_CHARS):
                 raise ValueError(f"stop may hold at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters each")
             return stops
         raise ValueError(f"stop is {show(stop)}; it must be a text or a list of texts")
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """Return the body with these values in the place of those that it does not say."""
+        said = self.model_dump(include=set(defaults), exclude_none=True)
+        return self.model_copy(update={name: value for name, value in defaults.items() if name not in said})
 
     def sampling(self, default_max_tokens: int) -> Sampling:
         """The sampling of choice 0 of a prompt."""
@@ -143,6 +180,8 @@ class SamplingFields(Body):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+    """OpenAI's padding of chunks, against those who read along; nothing here is padded."""
 
 
 class TextRequest(SamplingFields):
@@ -162,9 +201,27 @@ class TextRequest(SamplingFields):
 class CompletionRequest(TextRequest):
     prompt: list[str | list[int]]
     """Prompts, each a text or a list of token ids. The body may also give a single one."""
-    logprobs: Logprobs = None
-    """0 and 1 both ask for the sampled tokens' log-probs; alternatives are not offered."""
+    logprobs: NumLikeliest | None = None
+    """Asks for the sampled tokens' log-probs, and those of so many of the likeliest."""
+    echo: bool | None = None
+    """Put the prompt before each completion, with its log-probs if these are asked for."""
     add_special_tokens: bool | None = None
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the prompt is all that is asked for."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling(self, default_max_tokens: int) -> Sampling:
+        """An echo alone samples one token, which is left out: the engine gives each sequence at least one."""
+        sampling = super().sampling(default_max_tokens)
+        return replace(sampling, max_tokens=1) if self.only_echo else sampling
+
+    @model_validator(mode="after")
+    def _some_tokens(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0; it must be 1 or more, or echo must be true")
+        return self
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -180,36 +237,49 @@ class CompletionRequest(TextRequest):
 
 
 class ChatMessage(BaseModel):
-    """A message of a chat. Fields besides these go to the template as they are."""
+    """A message of a chat. `ductile.tasks.messages` knows what else is in it."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | None = None
-    """Text of the message. The body may also give a list of parts that are texts."""
+    role: Literal["system", "developer", "user", "assistant", "tool"]
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_parts(cls, content: Any) -> Any:
-        """Content in parts becomes one text, which is what templates expect."""
-        if content is None or isinstance(content, str):
-            return content
-        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-            raise ValueError(f"content is {show(content)}; it must be a text or a list of parts")
-        for part in content:
-            if part.get("type") != "text" or not isinstance(part.get("text", ""), str):
-                raise ValueError(f'a part of the content is {show(part)}; it must be {{"type": "text", "text": "..."}}')
-        return "".join(part.get("text", "") for part in content)
 
-    def for_template(self) -> dict[str, Any]:
-        return {name: value for name, value in self.model_dump().items() if value is not None}
+class OfferedFunction(BaseModel):
+    """A function that the model may call. All of it goes to the template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: Annotated[str, Field(min_length=1)]
+    parameters: dict[str, Any] | None = None
+
+
+class OfferedTool(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["function"]
+    function: OfferedFunction
 
 
 class ChatRequest(TextRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
+    top_logprobs: NumLikeliest | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    """What the model may do with the tools; "none": it is not shown them."""
+    parallel_tool_calls: bool | None = None
+    """False: calls after the first are left out."""
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message, which stays open."""
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _nothing_forced(cls, choice: Any) -> Any:
+        if choice not in (None, "none", "auto"):
+            raise ValueError(f'tool_choice is {show(choice)}; it must be "auto" or "none": no call can be forced here')
+        return choice
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -220,16 +290,30 @@ class ChatRequest(TextRequest):
         return variables
 
     @model_validator(mode="after")
-    def _one_limit(self) -> "ChatRequest":
+    def _fits_together(self) -> "ChatRequest":
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}, which goes with logprobs = true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt are both true; keep one of them")
         return self
+
+    def conversation(self) -> list[TemplateMessage]:
+        """The messages as templates take them. Raises ValueError, which names the message."""
+        taken: list[TemplateMessage] = []
+        for number, message in enumerate(self.messages):
+            try:
+                taken.append(for_template(message.model_dump()))
+            except BadMessage as problem:
+                raise ValueError(f"messages.{number} {problem}") from None
+        return taken
 
 
 class TokenSampling(SamplingFields):
     """`sampling_params` of the token endpoint."""
 
-    logprobs: Logprobs = None
+    logprobs: Annotated[int | None, BeforeValidator(_sampled_only)] = None
 
 
 class TokenRequest(Body):

@@ -89,4 +89,4 @@ def _rule(type: str, context: Mapping[str, Any]) -> str:
         "too_long": "a list of at most {max_length}",
         "too_short": "a list of at least {min_length}",
     }
-    return rules.get(type, "").format(**context)
+    return rules.get(type, "").format(**context).replace("'", '"')  # pydantic quotes as Python does

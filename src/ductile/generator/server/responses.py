@@ -1,55 +1,33 @@
 """What the HTTP server says: whole responses and streamed chunks, for completions and for chat.
 
-A `Choice` collects one sequence; a format (`Chat`, `TextCompletion`) knows how the API spells it.
+A format (`Chat`, `TextCompletion`) knows how the API spells a `Choice`.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ductile.generator.engine.text_stream import TextStream
+from ductile.generator.server.choice import Called, Choice, ChoiceDelta, ScoredToken
 from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TextRequest
-from ductile.generator.server.runner import Delta
-from ductile.records import FinishReason, GenerateRequest
+from ductile.tasks.token_bytes import token_text
 from ductile.tasks.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
 
-class Choice:
-    def __init__(self, index: int, request: GenerateRequest, tokenizer: Tokenizer) -> None:
-        self.index = index
-        self.prompt = request.prompt
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.text = ""
-        self.finish_reason: FinishReason | None = None
-        stop_ids = () if request.sampling.ignore_eos else tokenizer.eos_token_ids
-        self._stream = TextStream(tokenizer.decode, request.sampling, (*stop_ids, *request.sampling.stop_token_ids))
-
-    def push(self, delta: Delta) -> str:
-        """Take what was generated; returns the text that it adds."""
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.finish_reason = delta.finish_reason
-        text = self._stream.push(delta.token_ids, last=delta.finish_reason is not None)
-        self.text += text
-        return text
-
-
 class _Spelling:
     def __init__(self, body: TextRequest, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._bytes = tokenizer.token_bytes
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._with_ids = bool(body.return_token_ids)
 
     def _token(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.decode([token_id], False)
+        return f"token_id:{token_id}" if self._as_ids else token_text(self._bytes.of(token_id))
 
-    def _entry(
-        self, index: int, said: Json, logprobs: Json | None, ended: FinishReason | None, **ids: Sequence[int]
-    ) -> Json:
+    def _entry(self, choice: Choice, said: Json, logprobs: Json | None, **ids: Sequence[int]) -> Json:
         lists = {name: list(each) for name, each in ids.items()} if self._with_ids else {}
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": ended} | lists
+        ended: Json = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return {"index": choice.index, **said, "logprobs": logprobs, **ended} | lists
 
 
 class Chat(_Spelling):
@@ -57,33 +35,44 @@ class Chat(_Spelling):
 
     def __init__(self, body: ChatRequest, tokenizer: Tokenizer) -> None:
         super().__init__(body, tokenizer)
-        self._with_logprobs = bool(body.logprobs)
 
     def whole(self, choice: Choice) -> Json:
         """The entry of a whole response."""
-        said = {"message": {"role": "assistant", "content": choice.text}}
-        logprobs = self._logprobs(choice.token_ids, choice.logprobs)
-        return self._entry(choice.index, said, logprobs, choice.finish_reason, token_ids=choice.token_ids)
+        message: Json = {"role": "assistant", "content": choice.text}
+        if choice.calls:
+            message |= {"content": choice.text.strip() or None, "tool_calls": [_call(each) for each in choice.calls]}
+        logprobs = self._logprobs(choice, choice.scored()) if choice.report else None
+        return self._entry(choice, {"message": message}, logprobs, token_ids=choice.token_ids)
 
-    def piece(self, choice: Choice, text: str, delta: Delta) -> Json:
+    def piece(self, choice: Choice, piece: ChoiceDelta) -> Json:
         """The entry of a streamed chunk."""
-        said, logprobs = {"delta": {"content": text}}, self._logprobs(delta.token_ids, delta.logprobs)
-        return self._entry(choice.index, said, logprobs, delta.finish_reason, token_ids=delta.token_ids)
+        delta: Json = {"content": piece.text}
+        if piece.calls:
+            delta["tool_calls"] = [{"index": each.index, **_call(each)} for each in piece.calls]
+        logprobs = self._logprobs(choice, choice.scored(piece.start)) if choice.report else None
+        return self._entry(choice, {"delta": delta}, logprobs, token_ids=choice.token_ids[piece.start :])
 
     def opening(self, choice: Choice) -> Json:
         """The entry of the chunk before the first token."""
-        return self._entry(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+        said: Json = {"delta": {"role": "assistant", "content": ""}}
+        return {"index": choice.index, **said, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> Json | None:
-        if not self._with_logprobs:
-            return None
-        spelled = zip(map(self._token, token_ids), logprobs, strict=True)
+    def _logprobs(self, choice: Choice, scored: Iterable[ScoredToken]) -> Json:
         return {
             "content": [
-                {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-                for token, logprob in spelled
+                self._entry_of(token.token_id, token.logprob, token.shown)
+                | {
+                    "top_logprobs": [
+                        self._entry_of(token_id, logprob, choice.shown(token_id, token.first))
+                        for token_id, logprob in token.likeliest
+                    ]
+                }
+                for token in scored
             ]
         }
+
+    def _entry_of(self, token_id: int, logprob: float | None, shown: bytes) -> Json:
+        return {"token": self._token(token_id), "logprob": logprob, "bytes": list(shown)}
 
 
 class TextCompletion(_Spelling):
@@ -91,39 +80,52 @@ class TextCompletion(_Spelling):
 
     def __init__(self, body: CompletionRequest, tokenizer: Tokenizer) -> None:
         super().__init__(body, tokenizer)
-        self._with_logprobs = body.logprobs is not None
-        self._with_top = body.logprobs == 1
+        self._echo, self._with_top = bool(body.echo), bool(body.logprobs)
 
     def whole(self, choice: Choice) -> Json:
-        said, logprobs = {"text": choice.text}, self._logprobs(choice.token_ids, choice.logprobs, 0)
+        logprobs = None
+        if choice.report:
+            prompt = choice.scored_prompt() if self._echo else ()
+            logprobs = self._logprobs([*prompt, *choice.scored()])
         ids = {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
-        return self._entry(choice.index, said, logprobs, choice.finish_reason, **ids)
+        return self._entry(choice, {"text": choice.text}, logprobs, **ids)
 
-    def piece(self, choice: Choice, text: str, delta: Delta) -> Json:
-        logprobs = self._logprobs(delta.token_ids, delta.logprobs, len(choice.text) - len(text))
-        return self._entry(choice.index, {"text": text}, logprobs, delta.finish_reason, token_ids=delta.token_ids)
+    def piece(self, choice: Choice, piece: ChoiceDelta) -> Json:
+        logprobs = self._logprobs(list(choice.scored(piece.start))) if choice.report else None
+        return self._entry(choice, {"text": piece.text}, logprobs, token_ids=choice.token_ids[piece.start :])
 
-    def opening(self, choice: Choice) -> None:
-        """There is none: the first chunk has the first token."""
-
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float], offset: int) -> Json | None:
-        if not self._with_logprobs:
+    def opening(self, choice: Choice) -> Json | None:
+        """The echo, where one is asked for; else there is none: the first chunk has the first token."""
+        if not self._echo:
             return None
-        tokens = [self._token(token_id) for token_id in token_ids]
-        offsets: list[int] = []
-        for token_id in token_ids:
-            offsets.append(offset)
-            offset += len(self._tokenizer.decode([token_id], False))
-        top = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
+        logprobs = self._logprobs(list(choice.scored_prompt())) if choice.report else None
+        return {"index": choice.index, "text": choice.echoed, "logprobs": logprobs, "finish_reason": None}
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json:
         return {
-            "tokens": tokens,
-            "token_logprobs": list(logprobs),
-            "top_logprobs": top if self._with_top else None,
-            "text_offset": offsets,
+            "tokens": [self._token(token.token_id) for token in scored],
+            "token_logprobs": [token.logprob for token in scored],
+            "top_logprobs": [self._top(token) for token in scored] if self._with_top else None,
+            "text_offset": [token.offset for token in scored],
         }
+
+    def _top(self, token: ScoredToken) -> dict[str, float] | None:
+        """The likeliest tokens and the one in their place, as vLLM has them. Of two that are spelled alike the likelier
+        counts."""
+        if token.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for token_id, logprob in (*token.likeliest, (token.token_id, token.logprob)):
+            top.setdefault(self._token(token_id), logprob)
+        return top
 
 
 Format = Chat | TextCompletion
+
+
+def _call(called: Called) -> Json:
+    arguments = json.dumps(called.call.arguments, ensure_ascii=False)
+    return {"id": called.id, "type": "function", "function": {"name": called.call.name, "arguments": arguments}}
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:

@@ -21,6 +21,7 @@ from ductile.columns import TokenIds
 from ductile.error_text import error_text
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import RequestRefused
+from ductile.generator.engine.logprob_report import LogprobReport
 from ductile.records import FinishReason, GenerateRequest, Generation, Sampling
 
 STALLED_AFTER_S = 60.0
@@ -84,15 +85,21 @@ class EngineRunner:
         self._calls.put(lambda: None)
         await asyncio.to_thread(self._thread.join, deadline_s)
 
-    async def generate(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
-        """Yields until all requests ended: their tokens after each step, or all at the end.
+    async def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        each_step: bool,
+        reports: Sequence[LogprobReport | None] | None = None,
+    ) -> AsyncGenerator[Delta]:
+        """Yields until all requests ended: their tokens after each step, or all at the end. `reports`, one for each
+        request, know at least as much as the deltas that have come.
 
         A caller that stops iterating aborts what has not ended. Raises `RequestRefused` before the first delta,
         `RequestFailed` and `EngineFailed` at any time.
         """
         mailbox: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         unfinished = {index: request.id for index, request in enumerate(requests)}
-        self._calls.put(lambda: self._add(requests, mailbox, each_step))
+        self._calls.put(lambda: self._add(requests, mailbox, each_step, reports or [None] * len(requests)))
         try:
             while unfinished:
                 item = await self._next(mailbox)
@@ -188,12 +195,16 @@ class EngineRunner:
             self._loop.call_soon_threadsafe(callback)
 
     def _add(
-        self, requests: Sequence[GenerateRequest], mailbox: "asyncio.Queue[Delta | Exception]", each_step: bool
+        self,
+        requests: Sequence[GenerateRequest],
+        mailbox: "asyncio.Queue[Delta | Exception]",
+        each_step: bool,
+        reports: Sequence[LogprobReport | None],
     ) -> None:
         try:
             self.engine.check(*requests)
-            for index, request in enumerate(requests):
-                self.engine.add(request)
+            for index, (request, report) in enumerate(zip(requests, reports, strict=True)):
+                self.engine.add(request, report=report)
                 self._listeners[request.id] = _Listener(index, mailbox, each_step)
         except RequestRefused as refusal:
             self._post([(mailbox, refusal)])

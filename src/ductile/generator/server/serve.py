@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ductile.config.checks.access import server_findings
+from ductile.config.checks.generation_config import GenerationDefaults, generation_defaults
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.config.reading.errors import dotted, show
 from ductile.config.reading.key_tree import value_at
@@ -48,8 +49,9 @@ def serve(config: InferenceRunConfig) -> int:
         return _print_error(error)
     with listener:
         try:
-            tokenizer = Tokenizer.from_folder(name, config.model.chat_template)
+            tokenizer = Tokenizer.of(config.model)
             engine = load_engine(config, _device(config), tokenizer)
+            defaults = _defaults(config, name).used
         except (ModelFolderError, TokenizerError, ValueError) as error:
             return _print_error(error)
         failures: list[EngineFailed] = []
@@ -58,7 +60,8 @@ def serve(config: InferenceRunConfig) -> int:
             failures.append(failure)
             server.should_exit = True
 
-        server = _server(create_app(engine, tokenizer, name, config.server, end), config.server)
+        app = create_app(engine, tokenizer, name, config.server, end, defaults=defaults)
+        server = _server(app, config.server)
 
         def leave(signum: int, frame: FrameType | None) -> None:
             server.should_exit = True
@@ -117,6 +120,10 @@ def _model_name(config: InferenceRunConfig) -> str:
             f"parallel.dp is {config.parallel.dp}; a server holds one copy of the model, so start one server for each"
         )
     return config.model.name
+
+
+def _defaults(config: InferenceRunConfig, name: str) -> GenerationDefaults:
+    return generation_defaults(Path(name)) if config.server.generation_config == "auto" else GenerationDefaults()
 
 
 def _listen(server: ServerConfig) -> socket.socket:

@@ -14,7 +14,7 @@ the middleware (`ductile.generator.server.middleware`), before a body is read.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated
 
@@ -26,13 +26,15 @@ from ductile.config.reading.errors import show
 from ductile.config.schema.inference import ServerConfig
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import Overloaded, RequestRefused
+from ductile.generator.server.chat_prompt import render_prompt
+from ductile.generator.server.choice import Asked
 from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
 from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TokenRequest
 from ductile.generator.server.request_body import BadBody, read_body
 from ductile.generator.server.responses import Chat, Json, TextCompletion, error
 from ductile.generator.server.runner import EngineFailed, RequestFailed
 from ductile.generator.server.service import TOKEN_MAX_TOKENS, ClientGone, Service, UnknownModel
-from ductile.tasks.tokenizer import Tokenizer, TokenizerError
+from ductile.tasks.tokenizer import ChatRefused, Tokenizer, TokenizerError
 
 
 def create_app(
@@ -42,16 +44,20 @@ def create_app(
     config: ServerConfig | None = None,
     on_failure: Callable[[EngineFailed], None] = lambda failure: None,
     health_deadline_s: float = 10.0,
+    defaults: Mapping[str, float] | None = None,
 ) -> FastAPI:
     """The engine belongs to the app from its start to its end: no other code may touch it. `on_failure` is called when
-    it is dead: by then every client has been told, and nothing but a new process can help."""
+    it is dead: by then every client has been told, and nothing but a new process can help. `defaults` are the values of
+    the model's generation_config.json that count for requests which say nothing of them."""
     config = config or ServerConfig()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         model_id = config.served_model_name or model_name
         max_waiting_chars = BODIES_AT_ONCE * config.max_body_bytes
-        app.state.service = Service(engine, tokenizer, model_id, config.max_sequences, max_waiting_chars, on_failure)
+        app.state.service = Service(
+            engine, tokenizer, model_id, config.max_sequences, max_waiting_chars, on_failure, defaults or {}
+        )
         app.state.health_deadline_s = health_deadline_s
         app.state.service.runner.start()
         yield
@@ -116,33 +122,31 @@ def _model(service: Service) -> Json:
 
 @_routes.post("/v1/completions")
 async def completions(service: SharedService, http: Request) -> Response:
-    body = read_body(CompletionRequest, _take_body(http))
+    body = read_body(CompletionRequest, _take_body(http)).with_defaults(service.sampling_defaults)
     service.admit(len(body.prompt), body.n)
     texts = [one for one in body.prompt if isinstance(one, str)]
     encoded = iter(await service.encode(texts, body.add_special_tokens is not False, http))
     prompts = [next(encoded) if isinstance(one, str) else one for one in body.prompt]
     # A response may take minutes: what is not needed any more goes.
     body, texts = body.model_copy(update={"prompt": []}), []
-    form = TextCompletion(body, service.tokenizer)
-    return await service.complete_text(body, form, prompts, TOKEN_MAX_TOKENS, http)
+    form, asked = TextCompletion(body, service.tokenizer), Asked(body.logprobs, bool(body.echo), body.only_echo)
+    return await service.complete_text(body, form, asked, prompts, TOKEN_MAX_TOKENS, http)
 
 
 @_routes.post("/v1/chat/completions")
 async def chat(service: SharedService, http: Request) -> Response:
-    body = read_body(ChatRequest, _take_body(http))
+    body = read_body(ChatRequest, _take_body(http)).with_defaults(service.sampling_defaults)
     service.admit(1, body.n)
-    text = await asyncio.to_thread(
-        service.tokenizer.render_chat,
-        [message.for_template() for message in body.messages],
-        body.add_generation_prompt is not False,
-        **(body.chat_template_kwargs or {}),
-    )
+    text = await asyncio.to_thread(render_prompt, service.tokenizer, body)
+    calls = service.call_streams(body, text) if body.tools else None
     # The template writes the special tokens, so none are added.
     prompts = await service.encode([text], add_special_tokens=False, http=http)
     # A response may take minutes: what is not needed any more goes.
-    body, text = body.model_copy(update={"messages": [], "chat_template_kwargs": None}), ""
+    body, text = body.model_copy(update={"messages": [], "tools": None, "chat_template_kwargs": None}), ""
+    num_likeliest = (body.top_logprobs or 0) if body.logprobs else None
+    asked = Asked(num_likeliest, calls=calls, one_call=body.parallel_tool_calls is False)
     form = Chat(body, service.tokenizer)
-    return await service.complete_text(body, form, prompts, None, http)
+    return await service.complete_text(body, form, asked, prompts, service.chat_max_tokens, http)
 
 
 @_routes.post("/inference/v1/generate")
@@ -165,6 +169,10 @@ def _translate_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestRefused)
     async def _(http: Request, problem: RequestRefused) -> JSONResponse:
         return JSONResponse(error(problem.reason), 400)
+
+    @app.exception_handler(ChatRefused)
+    async def _(http: Request, problem: ChatRefused) -> JSONResponse:
+        return JSONResponse(error(problem.reason[:1000], param="messages"), 400)
 
     @app.exception_handler(TokenizerError)
     async def _(http: Request, problem: Exception) -> JSONResponse:

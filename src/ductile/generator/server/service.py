@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -16,19 +18,26 @@ from ductile.columns import TokenIds
 from ductile.config.reading.errors import show
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import Overloaded, RequestRefused
+from ductile.generator.server.choice import Asked, Choice
 from ductile.generator.server.metrics import ServerMetrics
-from ductile.generator.server.openai_api import SamplingFields, TextRequest, TokenRequest
+from ductile.generator.server.openai_api import ChatRequest, SamplingFields, TextRequest, TokenRequest
 from ductile.generator.server.prompt_text import PromptEncoder
-from ductile.generator.server.responses import Choice, Format, Json, error, usage
+from ductile.generator.server.responses import Format, Json, error, usage
 from ductile.generator.server.runner import Delta, EngineFailed, EngineRunner, RequestFailed
 from ductile.kernels.device import peak_memory
 from ductile.records import GenerateRequest
 from ductile.tasks.tokenizer import Tokenizer
+from ductile.tasks.tool_calls import FORMS, THINK, CallStream, ToolForm, form_of
 
 T = TypeVar("T")
+LOG = logging.getLogger(__name__)
 
 TOKEN_MAX_TOKENS = 16
 """The default of OpenAI's completions and of vLLM's `SamplingParams`."""
+
+
+MAX_REPORTED = 2**21
+"""Most likeliest tokens in a response, over all places of its sequences: each takes some two hundred bytes."""
 
 
 class ClientGone(Exception):
@@ -51,9 +60,10 @@ class Service:
         max_sequences: int,
         max_waiting_chars: int,
         on_failure: Callable[[EngineFailed], None],
+        defaults: Mapping[str, float],
     ) -> None:
         """max_waiting_chars: of large texts that wait to be tokenised. `on_failure` is called when the engine is
-        dead."""
+        dead. defaults: as `create_app`'s."""
         self.model_id = model_id
         self.limits = engine.limits
         self.tokenizer = tokenizer
@@ -61,7 +71,26 @@ class Service:
         self.runner = EngineRunner(engine, on_failure)
         self.metrics = ServerMetrics(engine.stats, lambda: peak_memory(engine.device).used_bytes)
         self._max_sequences, self._num_sequences = max_sequences, 0
+        self.sampling_defaults = {name: value for name, value in defaults.items() if name != "max_new_tokens"}
+        self.chat_max_tokens = None if "max_new_tokens" not in defaults else int(defaults["max_new_tokens"])
+        """Most tokens of a chat's response that says none; None: as many as there is room for."""
         self._prompts = PromptEncoder(tokenizer, engine.limits, max_waiting_chars)
+
+    def call_streams(self, body: ChatRequest, prompt: str) -> Callable[[], CallStream] | None:
+        """What tells calls from text, in the form of the chat template; None where nothing is to be called."""
+        if not body.tools or body.tool_choice == "none" or self._tool_form is None:
+            return None
+        form, thinking = self._tool_form, prompt.rstrip().endswith(THINK)
+        tools = [tool.model_dump() for tool in body.tools]
+        return lambda: CallStream(form, tools, thinking)
+
+    @cached_property
+    def _tool_form(self) -> ToolForm | None:
+        form = form_of(self.tokenizer.render_chat)
+        if form is None:
+            known = ", ".join(each.name for each in FORMS)
+            LOG.warning(f"the chat template writes calls of tools in no form that is known ({known}): they stay text")
+        return form
 
     def admit(self, num_prompts: int, n: int | None) -> None:
         """Raise `RequestRefused` or `Overloaded` for a request with more sequences than the server has room for."""
@@ -78,15 +107,22 @@ class Service:
         return await unless_gone(http, self._prompts.encode(texts, add_special_tokens))
 
     async def complete_text(
-        self, body: TextRequest, form: Format, prompts: Sequence[Sequence[int]], max_tokens: int | None, http: Request
+        self,
+        body: TextRequest,
+        form: Format,
+        asked: Asked,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int | None,
+        http: Request,
     ) -> Response:
         """`max_tokens` is for a request that says none; None: as many as there is room for."""
         head = self.head(body.model, form.prefix)
         requests = self.make_requests(head["id"], body, prompts, max_tokens, body.priority)
-        choices = [Choice(index, request, self.tokenizer) for index, request in enumerate(requests)]
+        _refuse_long_report(requests, asked)
+        choices = [Choice(index, request, self.tokenizer, asked) for index, request in enumerate(requests)]
         ids: Json = {"prompt_token_ids": list(prompts[0])} if body.return_token_ids and len(prompts) == 1 else {}
         if body.stream:
-            deltas = self._deltas(requests, each_step=True)
+            deltas = self._deltas(requests, choices, each_step=True)
             # The first token comes before the status line, so that a refusal can still be a 400.
             first = await unless_gone(http, anext(deltas))
             chunks = _chunks(head | {"object": form.chunk_object}, ids, form, choices, first, deltas)
@@ -159,13 +195,17 @@ class Service:
                 requests.append(GenerateRequest(f"{group}-{choice}", shared, seeded, group, priority=-(priority or 0)))
         return requests
 
-    async def _deltas(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
+    async def _deltas(
+        self, requests: Sequence[GenerateRequest], choices: Sequence[Choice], each_step: bool
+    ) -> AsyncGenerator[Delta]:
         """`EngineRunner.generate`, counted and limited."""
         self._refuse_overload(len(requests))
         self._num_sequences += len(requests)
         started, first = time.monotonic(), True
         try:
-            async with aclosing(self.runner.generate(requests, each_step)) as deltas:
+            async with aclosing(
+                self.runner.generate(requests, each_step, [choice.report for choice in choices])
+            ) as deltas:
                 async for delta in deltas:
                     if first:
                         self.metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))
@@ -187,10 +227,21 @@ class Service:
             )
 
     async def _collect(self, requests: Sequence[GenerateRequest], choices: Sequence[Choice]) -> None:
-        async with aclosing(self._deltas(requests, each_step=False)) as deltas:
+        async with aclosing(self._deltas(requests, choices, each_step=False)) as deltas:
             async for delta in deltas:
                 choices[delta.index].push(delta)
                 await asyncio.sleep(0)  # a step may end a thousand of them, and others are waiting
+
+
+def _refuse_long_report(requests: Sequence[GenerateRequest], asked: Asked) -> None:
+    """Raise `RequestRefused` where the likeliest tokens may be too many."""
+    places = sum(request.sampling.max_tokens + asked.echo * len(request.prompt) for request in requests)
+    if places * (asked.num_likeliest or 0) > MAX_REPORTED:
+        raise RequestRefused(
+            "",
+            f"{len(requests)} sequences have up to {places} tokens, and {asked.num_likeliest} likely ones each are "
+            f"more than {MAX_REPORTED}; lower max_tokens, n, or the number of log-probs",
+        )
 
 
 def _whole(around: Json, entry: Callable[[Choice], Json], choices: Sequence[Choice]) -> Response:
@@ -227,9 +278,10 @@ async def _chunks(
         delta: Delta | None = first
         while delta is not None:
             choice = choices[delta.index]
-            opening = None if choice.index in opened else form.opening(choice)
+            # In a thread: an echo may have a long prompt's log-probs.
+            opening = None if choice.index in opened else await asyncio.to_thread(form.opening, choice)
             opened.add(choice.index)
-            for entry in (opening, form.piece(choice, choice.push(delta), delta)):
+            for entry in (opening, form.piece(choice, choice.push(delta))):
                 if entry is not None:
                     yield head | ids | {"choices": [entry]}
                     ids = {}

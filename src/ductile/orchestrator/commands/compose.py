@@ -26,6 +26,8 @@ from ductile.observe import Recorder
 from ductile.orchestrator.commands.graders import graders_of
 from ductile.orchestrator.commands.reference import pinned
 from ductile.orchestrator.commands.run_context import RunContext
+from ductile.orchestrator.commands.run_meaning import rl_meaning
+from ductile.orchestrator.ending.meaning import Beginning, going_on
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import since_start, summarise_rl
 from ductile.orchestrator.ending.run_until import run_until
@@ -37,7 +39,7 @@ from ductile.orchestrator.loop.evaluate import EvalReport, Evaluation
 from ductile.orchestrator.loop.loop import PausableTrainer
 from ductile.orchestrator.loop.rollouts import Rollouts
 from ductile.orchestrator.loop.run_output import RunOutput
-from ductile.orchestrator.loop.run_schedule import RunSchedule
+from ductile.orchestrator.loop.run_schedule import RunSchedule, owes_evaluation
 from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Prompt
 from ductile.roles import Generators, Scorer, Task
@@ -61,15 +63,17 @@ class Prepared:
     eval_prompts: Sequence[Prompt]
     advantage: Advantage
     checkpoints: Checkpoints
-    progress: Progress
-    """Place where the run goes on; step 0 for a new run."""
+    began: Beginning
+
+    @property
+    def progress(self) -> Progress:
+        return self.began.progress
 
     @property
     def trainer(self) -> TrainerConfig:
         """The trainer's config as the train slots need it: its `max_steps` counts optimizer steps."""
-        return self.config.trainer.model_copy(
-            update={"max_steps": self.schedule.max_steps * self.schedule.n_minibatches}
-        )
+        num_updates = self.progress.updates_by(self.schedule.max_steps, self.schedule.n_minibatches)
+        return self.config.trainer.model_copy(update={"max_steps": num_updates})
 
     @property
     def repeated(self) -> str:
@@ -100,14 +104,13 @@ def prepare(config: RLConfig) -> Prepared:
     Raises TaskError, TokenizerError, ImportPathError or CheckpointError, each with a sentence.
     """
     orchestrator, bench = config.orchestrator, config.bench is not None
-    model = config.inference.model
-    tokenizer = Tokenizer.from_folder(str(model.name), model.chat_template, orchestrator.chat_template_kwargs)
+    tokenizer = Tokenizer.of(config.inference.model)
     assert orchestrator.task is not None, "preflight asks for a task"
     tasks = {"train": build_task(orchestrator.task)}
     train_examples: Sequence[int] = range(len(tasks["train"]))
     eval_prompts: list[Prompt] = []
+    name, held_out = "train", range(0)
     if orchestrator.eval.enabled and not bench:
-        name, held_out = "train", range(0)
         if orchestrator.eval.task is None:
             train_examples, held_out = split(len(tasks["train"]), orchestrator.eval.num_examples)
         else:
@@ -119,6 +122,12 @@ def prepare(config: RLConfig) -> Prepared:
     one_epoch = max(1, len(train_examples) // groups_per_step)
     given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
     max_steps = config.bench.steps if config.bench else given or one_epoch
+    checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
+    resume_step = None if bench else config.ckpt.resume_step
+    progress = where_to_begin(checkpoints, resume_step, Path(config.output_dir) / "model")
+    if needs_reference(config.trainer.loss):
+        reference = pinned(progress, Path(str(config.trainer.model.name)), checkpoints.path(progress.step))
+        progress = replace(progress, reference=reference)
     schedule = RunSchedule(
         max_steps=max_steps,
         staleness=StalenessBound(groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps),
@@ -129,12 +138,13 @@ def prepare(config: RLConfig) -> Prepared:
         max_reward_error_share=orchestrator.graders.max_error_share,
         max_skipped_steps=config.trainer.optim.max_skipped_steps,
     )
-    checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
-    resume_step = None if bench else config.ckpt.resume_step
-    progress = where_to_begin(checkpoints, resume_step, Path(config.output_dir) / "model")
-    if needs_reference(config.trainer.loss):
-        reference = pinned(progress, Path(str(config.trainer.model.name)), checkpoints.path(progress.step))
-        progress = replace(progress, reference=reference)
+    began = Beginning(progress)
+    if not bench:
+        owed = bool(eval_prompts) and owes_evaluation(Path(config.output_dir), progress.step, schedule)
+        schedule = replace(schedule, owes_evaluation=owed)
+        meaning = rl_meaning(config, tokenizer, tasks, train_examples, (name, held_out))
+        began = going_on(progress, meaning, max_steps, schedule.n_minibatches, Path(config.output_dir))
+        began = began.measured(owed)
     return Prepared(
         config=config,
         schedule=schedule,
@@ -144,7 +154,7 @@ def prepare(config: RLConfig) -> Prepared:
         eval_prompts=eval_prompts,
         advantage=_advantage(orchestrator.advantage),
         checkpoints=checkpoints,
-        progress=progress,
+        began=began,
     )
 
 
@@ -172,7 +182,10 @@ async def run_loop(
     model_folder = prepared.folder / "model" if config.ckpt.export_model and saves else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if saves:
-        await run_until(saver.resume(progress, asked=config.ckpt.resume_step is not None), death=context.death_watch())
+        await run_until(
+            saver.resume(progress, config.ckpt.resume_step is not None, prepared.began.changes),
+            death=context.death_watch(),
+        )
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
     eval_task = orchestrator.eval.task if "eval" in prepared.tasks else None
     tasks = {"train": orchestrator.task, "eval": eval_task}
@@ -192,7 +205,7 @@ async def run_loop(
             num_samples=orchestrator.num_samples_kept,
             counted=(buffer, graders, context),
             saver=saver if saves else None,
-            reference=progress.reference,
+            began=progress,
         )
         loop = assemble(
             prepared.schedule,
@@ -205,10 +218,10 @@ async def run_loop(
             begin_scheduling(buffer, accounting),
             context.stop,
         )
-        await loop.run(context.death_watch())
+        step = await loop.run(context.death_watch())
     since_start_s = context.wall_s()
-    summary = summarise_rl(record.rows(), context.slots(), earlier_s + since_start_s)
-    summary |= {**since_start(prepared.schedule.max_steps, progress.step, since_start_s), **spent()}
+    summary = summarise_rl(record.rows(), context.slots(), earlier_s + since_start_s, progress.measured_from)
+    summary |= {"steps": step, **since_start(prepared.schedule.max_steps, progress.step, since_start_s), **spent()}
     record.summary(summary)
     return RunResult(
         summary=summary,

@@ -5,6 +5,7 @@ prompts, checkpoints, custom functions. What only the machine can tell at the ti
 slots) stays for the start.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig
@@ -15,7 +16,9 @@ from ductile.orchestrator.commands.sinks import need
 from ductile.orchestrator.ending.progress import Checkpoints
 from ductile.roles import Task
 from ductile.tasks.prompts import prompt_ids
+from ductile.tasks.task import messages_of, variables_of
 from ductile.tasks.tokenizer import Tokenizer
+from ductile.tasks.turn_text import TurnText
 
 
 def rehearse(config: RunConfig) -> AboutData:
@@ -26,15 +29,15 @@ def rehearse(config: RunConfig) -> AboutData:
     """
     if isinstance(config, OrchestratorRunConfig):
         alone = prepare_rollout_only(config)
-        return AboutData(first=_first_prompt(alone.tokenizer, alone.task, 0))
+        return _first_prompt(alone.tokenizer, alone.task, 0)
     if isinstance(config, RLConfig):
         prepared = prepare(config)
-        first = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
-        about = AboutData(prepared.repeated, first=first)
+        about = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
+        about = replace(about, repeated=prepared.repeated)
     elif isinstance(config, SFTConfig):
         about = prepare_sft(config).data
     elif isinstance(config, InferenceRunConfig):
-        Tokenizer.from_folder(str(config.model.name), config.model.chat_template)
+        Tokenizer.of(config.model)
         about = AboutData()
     else:
         about = prepare_fake(config).data
@@ -45,14 +48,20 @@ def rehearse(config: RunConfig) -> AboutData:
     return about
 
 
-def _first_prompt(tokenizer: Tokenizer, task: Task, example: int) -> str:
-    return tokenizer.decode(prompt_ids(task, tokenizer, example), skip_special_tokens=False)
+def _first_prompt(tokenizer: Tokenizer, task: Task, example: int) -> AboutData:
+    """Return the prompt, and how the policy's turn begins for a reward, where the prompt has begun it."""
+    opened = TurnText(tokenizer).opened(messages_of(task, example), **variables_of(task, example))
+    sentence = f"Rewards are given completions that begin with {opened!r}, as prompts end." if opened else ""
+    return AboutData(sentence, first=tokenizer.decode(prompt_ids(task, tokenizer, example), skip_special_tokens=False))
 
 
-def resumes(config: RunConfig) -> str:
-    """The checkpoint that the command would go on from; "" when it is not asked to resume. Raises what it refuses."""
+def resumes(config: RunConfig) -> list[str]:
+    """Return the checkpoint that the command would go on from, and a sentence for what is other than when it was
+    written; nothing when it is not asked to resume. Raises what it refuses."""
     if not isinstance(config, RLConfig | SFTConfig) or config.ckpt.resume_step is None or config.bench is not None:
-        return ""
+        return []
     checkpoints = Checkpoints(Path(config.output_dir) / "state")
-    step = checkpoints.find(config.ckpt.resume_step)
-    return f"nothing: {checkpoints.folder} has no checkpoint yet" if step is None else str(checkpoints.path(step))
+    prepared = prepare(config) if isinstance(config, RLConfig) else prepare_sft(config)
+    if not prepared.progress.step:
+        return [f"nothing: {checkpoints.folder} has no checkpoint yet"]
+    return [str(checkpoints.path(prepared.progress.step)), *(each.sentence for each in prepared.began.changes)]

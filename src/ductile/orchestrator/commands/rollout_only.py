@@ -28,6 +28,7 @@ from ductile.surrogates import ESCAPED
 from ductile.tasks.build import build_task
 from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts
 from ductile.tasks.tokenizer import Tokenizer
+from ductile.tasks.turn_text import sampled_text
 
 MAX_LEN_TOKENS = 1 << 20
 """The server knows its own limit, and says so."""
@@ -47,7 +48,7 @@ def prepare_rollout_only(config: OrchestratorRunConfig) -> PreparedRolloutOnly:
     task = build_task(config.task)
     one_epoch = max(1, len(task) * config.rollouts_per_example // config.batch_size)
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
-    tokenizer = Tokenizer.from_folder(str(config.model.name), chat_template_kwargs=config.chat_template_kwargs)
+    tokenizer = Tokenizer.of(config.model)
     check_prompts(task, tokenizer, range(len(task)))  # what raises is found before the start
     return PreparedRolloutOnly(config, tokenizer, task, max_steps)
 
@@ -106,7 +107,8 @@ def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepar
         for group in groups:
             prompt = prepared.task.messages(group.prompt.example)[-1]["content"]
             for rollout in group.rollouts:
-                texts = {"prompt": prompt, "completion": prepared.tokenizer.decode(rollout.token_ids)}
+                completion = sampled_text(prepared.tokenizer, group.prompt.token_ids, rollout.token_ids)
+                texts = {"prompt": prompt, "completion": completion}
                 row = {"step": step, "prompt_id": group.prompt.id, **texts, **asdict(rollout)}
                 row["prompt_token_ids"] = group.prompt.token_ids
                 stream.write(json.dumps(row, ensure_ascii=False, default=list) + "\n")

@@ -49,6 +49,7 @@ from ductile.orchestrator.commands.sft import PreparedBatches, prepare_fake, pre
 from ductile.orchestrator.control.endpoint import Endpoint
 from ductile.orchestrator.control.live_run import LiveRun
 from ductile.orchestrator.ending.final_summary import batches_summary, rl_summary, rollout_only_summary
+from ductile.orchestrator.ending.meaning import Beginning
 from ductile.orchestrator.ending.run_until import SlotDied, Stopped, run_until
 from ductile.orchestrator.ending.supervise import Session, supervise
 from ductile.transport.deadlines import Deadlines
@@ -60,11 +61,11 @@ START_CANCEL_S = 8.0
 
 
 def run_rl(config: RLConfig) -> int:
-    return supervise("rl", config, prepare, lambda prepared: prepared.schedule.max_steps, _rl, _step)
+    return supervise("rl", config, prepare, lambda prepared: prepared.schedule.max_steps, _rl, _began)
 
 
 def run_sft(config: SFTConfig) -> int:
-    return supervise("sft", config, prepare_sft, lambda prepared: prepared.max_steps, _batches, _step)
+    return supervise("sft", config, prepare_sft, lambda prepared: prepared.max_steps, _batches, _began)
 
 
 def run_trainer(config: TrainerRunConfig) -> int:
@@ -82,8 +83,8 @@ def run_inference(config: InferenceRunConfig) -> int:
     return become_server(config) if config.bench is None else bench_server(config, config.bench)
 
 
-def _step(prepared: Prepared | PreparedBatches) -> int:
-    return prepared.progress.step
+def _began(prepared: Prepared | PreparedBatches) -> Beginning:
+    return prepared.began
 
 
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
@@ -126,7 +127,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(placement.train, rules)
         taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.graceful, cluster.death())
-        trainer = RemoteTrainer(cluster.mailbox, layout, deadlines)
+        trainer = RemoteTrainer(cluster.mailbox, layout, deadlines, prepared.chat_format)
         async with _live(config, prepared.trainer, cluster, trainer, activity, session, rules) as resizer:
             context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
             summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
@@ -257,7 +258,7 @@ async def _take_roles(
         begin_instances(mailbox, generators, generate, timeout_s),
         begin_instances(mailbox, scorers, score, timeout_s, cluster.rendezvous),
     )
-    trainer = RemoteTrainer(mailbox, layout, deadlines)
+    trainer = RemoteTrainer(mailbox, layout, deadlines, prepared.tokenizer.chat_format)
     leases = WeightLeases(mailbox, trainer, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
 

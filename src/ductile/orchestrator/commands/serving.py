@@ -13,6 +13,7 @@ from rich.console import Console
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.bench import InferenceBenchConfig, load_of, own_server
 from ductile.config.schema.run import InferenceRunConfig
+from ductile.deaths import ending
 from ductile.orchestrator.commands.bench import written
 from ductile.orchestrator.commands.serving_bench import ServingBench, run_rounds
 from ductile.roles import Failure, Late, Refused, SlotLost
@@ -71,8 +72,13 @@ def _server(config: InferenceRunConfig) -> Iterator[str]:
             if not select.select([said], [], [], START_S)[0]:
                 raise Late(f"the server did not load its model within {START_S:g} s")
             if not (line := said.readline()):
+                process.wait(LEAVE_S)
                 raise SlotLost("")
             yield line.split()[-1]
+    except Failure as error:
+        if (code := process.poll()) is None or code >= 0:
+            raise
+        raise SlotLost(f"the server {ending(code)}") from error
     finally:
         process.terminate()
         try:

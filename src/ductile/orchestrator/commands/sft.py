@@ -6,7 +6,7 @@ summary = await run_batches(prepared, trainer, RunContext(record, stop, slots))
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from ductile.core.batch.loss_aggregation import loss_denominator, weigh
 from ductile.events.steps import BatchesReady
 from ductile.observe import Stopwatch
 from ductile.orchestrator.commands.run_context import RunContext
+from ductile.orchestrator.commands.run_meaning import sft_meaning
 from ductile.orchestrator.commands.sft_data import Conversations, fake_samples, marked, read_conversations
+from ductile.orchestrator.ending.meaning import Beginning, going_on
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import per_second, since_start
 from ductile.orchestrator.ending.run_until import run_until
@@ -25,9 +27,10 @@ from ductile.orchestrator.ending.save_once import SaveOncePerStep, saved_in_the_
 from ductile.orchestrator.ending.saving import Saver, where_to_begin
 from ductile.orchestrator.loop.skipped_steps import SkippedSteps
 from ductile.orchestrator.loop.step_metrics import utilisation
-from ductile.records import Sample, StepReport
+from ductile.records import AS_IN_SOURCE, ChatFormat, Sample, StepReport
 from ductile.roles import TrainerClient
-from ductile.tasks.prompts import ExampleOrder
+from ductile.tasks.prompts import ExampleOrder, PromptPosition
+from ductile.tasks.rows import read_rows
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.user_files import read_text
 
@@ -43,6 +46,8 @@ class AboutData:
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
     first: str = ""
     """First sample as the model sees it (`sft_data.marked`)."""
+    repeated: str = ""
+    """A sentence where held-out rows are trained on, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +59,43 @@ class PreparedBatches:
     ckpt: CheckpointConfig = field(default_factory=CheckpointConfig)
     checkpoints: Checkpoints | None = None
     """Checkpoints of the run; None saves nothing."""
-    progress: Progress = field(default_factory=Progress)
+    began: Beginning = field(default_factory=lambda: Beginning(Progress()))
     model_folder: Path | None = None
+    chat_format: ChatFormat = AS_IN_SOURCE
+    """What the models that are saved say of conversations."""
+
+    @property
+    def progress(self) -> Progress:
+        return self.began.progress
 
 
 def prepare_sft(config: SFTConfig) -> PreparedBatches:
     """Raises TaskError, TokenizerError or CheckpointError, each with a sentence."""
     data, bench = config.data, config.bench is not None
+    checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
+    progress, tokenizer, rows, num_samples = Progress(), None, list[object](), 0
+    if checkpoints:
+        progress = where_to_begin(checkpoints, config.ckpt.resume_step, Path(config.output_dir) / "model")
+    if progress.step and not progress.prompts.next:  # earlier versions did not write it
+        progress = replace(progress, prompts=PromptPosition(progress.step * data.batch_size))
     if bench or isinstance(data, FakeData):
         fake = data if isinstance(data, FakeData) else FakeData(batch_size=data.batch_size, seq_len=data.seq_len)
         batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
         unread = "" if fake is data else "; --bench does not read data.path"
         one_epoch, about = 1, AboutData(f"Made-up data, {fake.batch_size} samples a step{unread}.")
     else:
-        folder = str(config.model.name)
-        tokenizer = Tokenizer.from_folder(folder, chat_template_kwargs=data.chat_template_kwargs)
+        tokenizer = Tokenizer.of(config.model)
         read = read_conversations(str(data.path), tokenizer, data.seq_len, data.loss_on)
         order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
-        batch = _batch_of(read.samples, order, data.batch_size)
+        batch = _batch_of(read.samples, order, progress, data.batch_size)
+        rows, num_samples = [row for _, row in read_rows(str(data.path))], len(read.samples)
         one_epoch = -(-len(read.samples) // data.batch_size)
         about = _about(read, data, marked(tokenizer, read.samples[0]))
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
-    checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
-    progress = Progress()
-    if checkpoints:
-        progress = where_to_begin(checkpoints, config.ckpt.resume_step, Path(config.output_dir) / "model")
+    began = Beginning(progress)
+    if not bench:
+        meaning = sft_meaning(config, tokenizer, rows, num_samples)
+        began = going_on(progress, meaning, max_steps, 1, Path(config.output_dir))
     return PreparedBatches(
         trainer=TrainerConfig(
             model=config.model,
@@ -95,8 +112,9 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         max_steps=max_steps,
         ckpt=config.ckpt,
         checkpoints=checkpoints,
-        progress=progress,
+        began=began,
         model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
+        chat_format=tokenizer.chat_format if tokenizer else AS_IN_SOURCE,
         data=about,
     )
 
@@ -143,7 +161,8 @@ async def run_batches(
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
         await run_until(
-            saver.resume(prepared.progress, asked=prepared.ckpt.resume_step is not None), death=context.death_watch()
+            saver.resume(prepared.progress, prepared.ckpt.resume_step is not None, prepared.began.changes),
+            death=context.death_watch(),
         )
     record.event(BatchesReady(**prepared.data.counts, sentence=prepared.data.sentence))
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
@@ -175,6 +194,7 @@ class _Training:
     ) -> None:
         self.step = prepared.progress.step
         """Steps that are done."""
+        self._next_sample = prepared.progress.prompts.next
         self._prepared, self._trainer, self._saver, self._context = prepared, trainer, saver, context
         self.save, self._watch = SaveOncePerStep(self._write, self.step, context.record), Stopwatch()
         self._skips = SkippedSteps(prepared.trainer.optim.max_skipped_steps, context.record)
@@ -193,7 +213,7 @@ class _Training:
 
     async def _write(self, step: int) -> None:
         if self._saver:
-            await self._saver.save(Progress(step))
+            await self._saver.save(self._prepared.progress.after(step, PromptPosition(self._next_sample)))
 
     async def _update(self, samples: Sequence[Sample]) -> None:
         await self.save.update_begins()
@@ -201,7 +221,7 @@ class _Training:
             report = await self._trainer.optim_step(
                 loss_denominator(samples, loss_aggregation(self._prepared.trainer.loss))
             )
-        self.step += 1
+        self.step, self._next_sample = self.step + 1, self._next_sample + len(samples)
         self.save.step_ends(self.step)
         self._skips.note(report)
         self._context.record.metrics(
@@ -246,8 +266,14 @@ def _about(read: Conversations, data: JsonlData, first: str) -> AboutData:
     return AboutData(sentence, counts, first)
 
 
-def _batch_of(samples: Sequence[Sample], order: ExampleOrder, batch_size: int) -> MakeBatch:
-    return lambda step: [samples[order[step * batch_size + i][1]] for i in range(batch_size)]
+def _batch_of(samples: Sequence[Sample], order: ExampleOrder, began: Progress, batch_size: int) -> MakeBatch:
+    """began: where the run goes on. It has the place of the next sample, as batches may have been of another size."""
+
+    def batch(step: int) -> list[Sample]:
+        first = began.prompts.next + (step - began.step) * batch_size
+        return [samples[order[first + i][1]] for i in range(batch_size)]
+
+    return batch
 
 
 def _fake_batch(fake: FakeData, vocab_size: int) -> MakeBatch:

@@ -2,12 +2,18 @@
 
 import importlib
 import importlib.util
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ductile.observe import Listener
+from ductile.error_text import error_text
+from ductile.events.checkpoints import RunResumed, StartedAnew
+from ductile.observe import Listener, RunEvent, write_json
+
+RUN_ID = "ductile.json"
+"""File in a run's `wandb` folder that keeps the id of its W&B run."""
 
 
 class SinkMissing(Exception):
@@ -20,8 +26,16 @@ class TensorboardSink(Listener):
     def __init__(self, folder: Path) -> None:
         writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._event = _import("tensorboard.compat.proto.event_pb2", "tensorboard").Event
+        self._log = _import("tensorboard.compat.proto.event_pb2", "tensorboard").SessionLog
         self._summary = _import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
         self._writer = writer.EventFileWriter(str(folder))
+
+    def on_event(self, event: RunEvent) -> None:
+        """TensorBoard forgets what it was told of steps that are taken back."""
+        if isinstance(event, RunResumed | StartedAnew):
+            step = event.step + 1 if isinstance(event, RunResumed) else 0
+            start = self._log(status=self._log.START)
+            self._writer.add_event(self._event(wall_time=time.time(), step=step, session_log=start))
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -34,23 +48,53 @@ class TensorboardSink(Listener):
 
 
 class WandbSink(Listener):
-    """One W&B run. `offline` writes to `folder` only; `wandb sync` sends it later."""
+    """One W&B run, however often the run is resumed. `offline` writes to `folder` only; `wandb sync` sends it later."""
 
-    def __init__(self, folder: Path, project: str, name: str | None, offline: bool, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        project: str,
+        name: str | None,
+        offline: bool,
+        config: Mapping[str, Any],
+        last_step: int | None = None,
+    ) -> None:
+        """last_step: the run goes on, and W&B forgets what it was told of later steps; None begins a run of W&B's."""
         wandb = _import("wandb", "wandb")
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            dir=str(folder),
-            mode="offline" if offline else "online",
-            config=dict(config),
-        )
+        asked = {"project": project, "name": name, "dir": str(folder), "config": dict(config)}
+        asked["mode"] = "offline" if offline else "online"
+        file = folder / "wandb" / RUN_ID
+        known = _read_id(file, project) if last_step is not None else None
+        self.not_taken_back = ""
+        """A sentence where W&B could not take its run back to the step."""
+        if known is None:
+            self._run = wandb.init(**asked)
+            file.parent.mkdir(exist_ok=True)
+            write_json(file, {"id": str(self._run.id), "project": project})
+            return
+        try:
+            self._run = wandb.init(**asked, id=known, resume_from=f"{known}?_step={last_step}")
+        except Exception as error:  # an older package, or a server that cannot do it
+            what = (
+                f"W&B cannot take its run {known} back to step {last_step}, and keeps what it was told of later steps"
+            )
+            self.not_taken_back = f"{what}: {error_text(error)}."
+            self._run = wandb.init(**asked, id=known, resume="allow")
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _read_id(file: Path, project: str) -> str | None:
+    """The id of the W&B run that was logged to `project`; None when there is none."""
+    try:
+        known = json.loads(file.read_bytes())
+        return str(known["id"]) if known["project"] == project else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def need(package: str) -> None:

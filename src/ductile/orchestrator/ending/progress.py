@@ -1,7 +1,7 @@
 """How far a run has come, and the folders in which a checkpoint keeps it.
 
     state/step_20/trainer/        the trainer's state (DCP), for any number of slots
-    state/step_20/progress.json   step and data position
+    state/step_20/progress.json   step and data position, and what they mean
     state/step_20/complete.json   every file with its size; written last
 
 A checkpoint is made under another name and renamed when it is whole, so a kill never leaves half of one under its name,
@@ -15,7 +15,7 @@ saved one of its own.
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,37 @@ class Progress:
     prompts: PromptPosition = field(default_factory=PromptPosition)
     reference: str = ""
     """Fingerprint of the reference model of a KL term; empty where there is none."""
+    updates: int | None = None
+    """Optimizer steps; None in a checkpoint of an earlier version."""
+    measured_from: int = 0
+    """The first step whose held-out reward can be compared with those since."""
+    meaning: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What these counts mean (`ductile.orchestrator.ending.meaning`); empty where an earlier version wrote them."""
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "Progress":
         prompts = PromptPosition(value["prompts"]["next"], tuple(value["prompts"]["under_way"]))
-        return Progress(value["step"], prompts, str(value.get("reference", "")))
+        return Progress(
+            value["step"],
+            prompts,
+            str(value.get("reference", "")),
+            value.get("updates"),
+            value.get("measured_from", 0),
+            value.get("meaning", {}),
+        )
+
+    def updates_done(self, per_step: int = 1) -> int:
+        """Return the number of optimizer steps. per_step: as many were in each step, where nothing else is known."""
+        return self.step * per_step if self.updates is None else self.updates
+
+    def updates_by(self, step: int, per_step: int = 1) -> int:
+        """Return the number of optimizer steps that are done at the end of `step`, which is not before this one."""
+        return self.updates_done(per_step) + max(0, step - self.step) * per_step
+
+    def after(self, step: int, prompts: PromptPosition, per_step: int = 1) -> "Progress":
+        """Return the progress of a run that has gone on from here to `step`, with `per_step` optimizer steps in each
+        step."""
+        return replace(self, step=step, prompts=prompts, updates=self.updates_by(step, per_step))
 
 
 class Checkpoints:

@@ -6,14 +6,16 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
-def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s: float) -> dict[str, Any]:
+def summarise_rl(
+    rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s: float, measured_from: int = 0
+) -> dict[str, Any]:
     """`summary.json` of `ductile rl`.
 
     slots: by role, at the end. wall_s: of this life of the run, and what the steps took that earlier lives left in the
-    rows.
+    rows. measured_from: as `Progress.measured_from`.
     """
     steps = [row for row in rows if row["step"] > 0]
-    evaluated = [row for row in rows if row.get("eval_reward") is not None]
+    evaluated = [row for row in rows if row.get("eval_reward") is not None and row["step"] >= measured_from]
     first, last = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
     rewards = [row["reward_mean"] for row in steps if row.get("reward_mean") is not None]
     return {
@@ -27,10 +29,10 @@ def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s
         "wall_s": wall_s,
         "tokens_per_s_generate": per_second(steps, "sampled_tokens", ["step_s"]),
         "tokens_per_s_train": per_second(steps, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
-        "sampled_tokens": sum(row["sampled_tokens"] for row in steps),
+        "sampled_tokens": sum(row.get("sampled_tokens") or 0 for row in steps),
         "steps_without_loss": sum("loss" not in row for row in steps),
-        "groups_dropped": steps[-1]["groups_dropped"] if steps else 0,
-        "reward_errors": steps[-1]["reward_errors"] if steps else 0,
+        "groups_dropped": steps[-1].get("groups_dropped", 0) if steps else 0,
+        "reward_errors": steps[-1].get("reward_errors", 0) if steps else 0,
         "slots": {role: list(held) for role, held in slots.items()},
     }
 

@@ -2,14 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ductile.config.reading.command_line import as_sentence
 from ductile.config.schema.trainer import CheckpointConfig
 from ductile.disk import folder_bytes, require_room
-from ductile.events.checkpoints import CheckpointRenamed, CheckpointSaved, ModelExported, RunResumed, StartedAnew
+from ductile.events.checkpoints import (
+    CheckpointRenamed,
+    CheckpointSaved,
+    ModelExported,
+    ResumedOtherwise,
+    RunResumed,
+    StartedAnew,
+)
 from ductile.observe import Recorder, read_jsonl
+from ductile.orchestrator.ending.meaning import MeaningChange
 from ductile.orchestrator.ending.progress import TRAINER, CheckpointError, Checkpoints, Progress
 from ductile.roles import Failure, TrainerClient
 
@@ -87,10 +95,11 @@ class Saver:
             ) from error
         self._record.event(ModelExported(step, sentence=f"The model of step {step} is in {folder}."))
 
-    async def resume(self, progress: Progress, asked: bool) -> None:
+    async def resume(self, progress: Progress, asked: bool, changes: Sequence[MeaningChange] = ()) -> None:
         """Load what `progress` belongs to, set aside what was written after it, and write the model that is missing.
 
-        asked: the user wants to go on. When there is nothing to go on from (step 0), an event says so.
+        asked: the user wants to go on. When there is nothing to go on from (step 0), an event says so. changes:
+        what the user is told of.
         """
         if progress.step:  # first of all: what cannot be loaded must not cost what could be
             await self._trainer.load(str(self._checkpoints.path(progress.step) / TRAINER))
@@ -102,6 +111,8 @@ class Saver:
             again = f"; the metrics of {later} are written anew" if num_dropped else ""
             sentence = f"Resumed after step {progress.step}{again}."
             self._record.event(RunResumed(progress.step, sentence=sentence))
+            for each in changes:
+                self._record.event(ResumedOtherwise(each.key, each.before, each.now, sentence=each.sentence))
             if self._model_folder and await asyncio.to_thread(lacks_model, self._model_folder, progress.step):
                 await self._export(progress.step)
         elif asked:

@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -34,14 +35,16 @@ from ductile.dashboard.printable import printable
 from ductile.dashboard.run_display import RunDisplay, show
 from ductile.disk import FULL, named
 from ductile.error_text import capitalised, error_with_place, place_in
-from ductile.events.checkpoints import OldRunReplaced
+from ductile.events.checkpoints import OldRunReplaced, SinkNotTakenBack
 from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure, StopAsked
 from ductile.events.run_state import RunState
+from ductile.host import shortage
 from ductile.observe import Recorder, RunEvent
 from ductile.orchestrator.commands.bench import Bench, written
 from ductile.orchestrator.commands.sinks import SinkMissing, TensorboardSink, WandbSink
 from ductile.orchestrator.ending.folder import FolderInUse, bench_folder, run_folder
 from ductile.orchestrator.ending.interrupt import Interrupt, interrupts
+from ductile.orchestrator.ending.meaning import NEW, Beginning
 from ductile.orchestrator.ending.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.orchestrator.ending.progress import CheckpointError, Checkpoints
 from ductile.orchestrator.ending.replace_config import ReplaceConfig
@@ -100,11 +103,11 @@ def supervise(
     prepare: Callable[[C], P],
     max_steps: Callable[[P], int],
     run: Callable[[C, P, Session], Awaitable[RenderableType]],
-    steps_done: Callable[[P], int] = lambda prepared: 0,
+    began: Callable[[P], Beginning] = lambda prepared: NEW,
 ) -> int:
     """Prepare, run, and say how it ended. Returns the exit code.
 
-    steps_done: of the run that is gone on with. When there is nothing left to do, nothing is started or written.
+    began: where the run that is gone on with is. When there is nothing left to do, nothing is started or written.
     """
     session = None
     try:
@@ -112,7 +115,8 @@ def supervise(
             with run_folder(config.output_dir, clean=False):
                 pass  # to enter it puts back what a start that was killed had set aside
         prepared = prepare(config)
-        if nothing := _nothing_to_do(config, steps_done(prepared), max_steps(prepared)):
+        beginning = began(prepared)
+        if nothing := _nothing_to_do(config, beginning, max_steps(prepared)):
             print(f"ductile {command}: {nothing}")
             return DONE
         with ExitStack() as stack:
@@ -126,10 +130,15 @@ def supervise(
             else:
                 write_config()
             record.listeners.append(ForgetOldRun(folder))
-            _add_sinks(record, config)
+            not_taken_back = _add_sinks(record, config, beginning)
+            if sys.stdout.isatty():  # events pass by in the live view
+                for change in beginning.changes:
+                    print(f"note: {printable(change.sentence)}", file=sys.stderr)
             state = RunState(num_kept=NUM_KEPT)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
             record.listeners.extend([state, view, bench] if bench else [state, view])
+            if not_taken_back:
+                record.event(SinkNotTakenBack(sentence=not_taken_back))
             if is_aside(folder):
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event(OldRunReplaced(sentence=f"The run that is in {folder} is deleted {when}."))
@@ -166,7 +175,8 @@ async def _run(session: Session, running: Awaitable[RenderableType], abandon: Ca
             return _record_end(session, EndedByFailure(error.code), _End(FAILED, str(error)))
         except Exception as error:
             if session.record.last_step is not None:
-                sentence = str(error) if isinstance(error, UNFIT) else error_with_place(error, ours=True)
+                unfit = isinstance(error, UNFIT)
+                sentence = _words(error, session.folder) if unfit else error_with_place(error, ours=True)
                 failed = EndedByFailure(traceback=traceback.format_exc(), sentence=as_sentence(capitalised(sentence)))
                 session.record.event(failed)
             raise
@@ -175,8 +185,8 @@ async def _run(session: Session, running: Awaitable[RenderableType], abandon: Ca
             lost = _End(FAILED, f"the folder {session.folder} {said}", summary)
             return _record_end(session, EndedByFailure(), lost)
         if session.interrupt.graceful.is_set():
-            stopped = _End(INTERRUPTED, "stopped after a whole step, as asked", summary)
-            return _record_end(session, EndedAsAsked(), stopped)
+            when = "before a step was done" if session.record.last_step is None else "after a whole step"
+            return _record_end(session, EndedAsAsked(), _End(INTERRUPTED, f"stopped {when}, as asked", summary))
         return _End(DONE, summary=summary)
 
 
@@ -222,11 +232,12 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
             os.dup2(nowhere.fileno(), 1)
 
 
-def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
-    """Why a resume starts nothing, in sentences; "" when there are steps to do, or its end or its model is missing."""
-    folder = Path(config.output_dir)
-    has_ended = done > max_steps or (folder / "summary.json").exists()
-    if not done or done < max_steps or not has_ended:
+def _nothing_to_do(config: Config, began: Beginning, max_steps: int) -> str:
+    """Why a resume starts nothing, in sentences; "" when there are steps to do, or something that was due after the
+    last one is missing."""
+    folder, done = Path(config.output_dir), began.progress.step
+    has_ended = done > max_steps or _has_summary(folder / "summary.json", done)
+    if not done or done < max_steps or not has_ended or began.owes_evaluation:
         return ""
     if isinstance(config, RLConfig | SFTConfig) and config.ckpt.export_model and lacks_model(folder / "model", done):
         return ""
@@ -235,6 +246,14 @@ def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
         f"The run in {folder} has done {done} {steps}, and max_steps is {max_steps}: there is nothing to do, and "
         f"nothing was changed. To go on, give {more}; to go back, --ckpt.resume-step with an earlier one."
     )
+
+
+def _has_summary(file: Path, step: int) -> bool:
+    """Whether there is a summary of a run that ended at `step`: an earlier life of it may have ended before."""
+    try:
+        return json.loads(file.read_bytes()).get("steps", step) == step
+    except (OSError, ValueError):
+        return False
 
 
 def _put_back(config: Config, session: Session | None) -> str:
@@ -278,19 +297,23 @@ def _goes_on(config: Config) -> bool:
     return isinstance(config, RLConfig | SFTConfig) and config.ckpt.resume_step is not None
 
 
-def _add_sinks(record: Recorder, config: Config) -> None:
+def _add_sinks(record: Recorder, config: Config, began: Beginning) -> str:
+    """Returns a sentence where a sink keeps what it was told of steps that are taken back."""
     if not isinstance(config, RLConfig | SFTConfig) or config.bench is not None:
-        return
+        return ""
     if config.tensorboard:
         record.listeners.append(TensorboardSink(Path(config.tensorboard.dir or record.folder / "tensorboard")))
-    if config.wandb:
-        wandb = config.wandb
-        sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config))
-        record.listeners.append(sink)
+    if not config.wandb:
+        return ""
+    wandb = config.wandb
+    sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config), began.last_kept)
+    record.listeners.append(sink)
+    return sink.not_taken_back
 
 
 def _words(error: Exception, folder: Path) -> str:
-    """What to say of an UNFIT error. A full disk is named: what failed to write may not know its file."""
+    """What to say of an UNFIT error: what there was too little of has its limit, and a full disk is named, as what
+    failed to write may not know its file."""
     if isinstance(error, OSError) and error.errno in FULL:
         return str(named(error, Path(str(error.filename or folder))))
-    return str(error)
+    return f"{error}{shortage(error)}"

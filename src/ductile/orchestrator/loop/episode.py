@@ -1,6 +1,6 @@
 """One prompt, one completion: turn by turn with the task's environment, to a scored Rollout."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -23,6 +23,7 @@ from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
 from ductile.tasks.grader import Graded, Graders
 from ductile.tasks.task import messages_of, takes_turns, variables_of
+from ductile.tasks.turn_text import TurnText
 
 ABOVE_TURNS = 1_000_000
 """One step of a rollout's own priority outweighs any number of turns and siblings."""
@@ -78,7 +79,7 @@ class Episodes:
     ) -> None:
         """tasks: by `Prompt.task`. max_len_tokens: of a prompt and everything after it."""
         self.tasks, self.tokenizer, self._generators, self._graders = tasks, tokenizer, generators, graders
-        self._max_len_tokens = max_len_tokens
+        self._turn_text, self._max_len_tokens = TurnText(tokenizer), max_len_tokens
         self._groups: dict[str, _Siblings] = {}
         """Siblings by prompt id."""
 
@@ -107,11 +108,12 @@ class Episodes:
         messages, variables = list(first), variables_of(task, prompt.example)
         num_turns, verdict = 0, None
         while True:
+            opened = self._turn_text.opened(messages, **variables)
             room = self._max_len_tokens - len(prompt.token_ids) - len(tokens.ids)
             generation = await self._generators.generate(
                 GenerateRequest(
                     id=f"{prompt.id}/{member}/{num_turns}",
-                    prompt=prompt.token_ids + tokens.ids,
+                    prompt=(before := prompt.token_ids + tokens.ids),
                     sampling=_of_turn(sampling, prompt, member, num_turns, room),
                     group=prompt.id,
                     priority=priority * ABOVE_TURNS + siblings.priority(num_turns),
@@ -121,7 +123,7 @@ class Episodes:
             tokens.sampled(generation)
             num_turns += 1
             finish = generation.finish_reason
-            text = before_stop(self.tokenizer.decode(generation.token_ids), sampling.stop if finish == "stop" else ())
+            text = opened + self._turn_text.said(before, generation, sampling)
             if finish != "stop" or not takes_turns(task):
                 break
             messages.append({"role": "assistant", "content": text})
@@ -137,7 +139,8 @@ class Episodes:
             tokens.given(TokenIds(between))
             messages += reply.messages
         if verdict is None:
-            completion = Completion(text, tokens.mask.count(True), finish, num_turns, generation.token_ids)
+            num_tokens = tokens.mask.count(True)
+            completion = Completion(text, num_tokens, finish, num_turns, generation.token_ids, opened)
             siblings.num_grading += 1
             try:
                 verdict = await self._graders.reward(prompt.task, prompt.example, completion)
@@ -167,12 +170,6 @@ class Episodes:
             siblings.num_playing -= 1
             if not siblings.num_playing:
                 self._groups.pop(prompt.id)
-
-
-def before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first of the strings that ended it: they are sampled and trained on, and no part of what the
-    policy said."""
-    return text[: min((at for at in map(text.find, filter(None, stop)) if at >= 0), default=len(text))]
 
 
 def _of_turn(sampling: Sampling, prompt: Prompt, member: int, turn: int, room: int) -> Sampling:

@@ -9,9 +9,9 @@ from ductile.core.batch.rewards import scored, too_many_failed
 from ductile.events.steps import Evaluated
 from ductile.observe import Recorder
 from ductile.orchestrator.loop.episode import Episodes
-from ductile.orchestrator.loop.transcript import transcript
 from ductile.records import Prompt, Rollout, Sampling
 from ductile.roles import Failure
+from ductile.tasks.turn_text import sampled_text
 
 SOLVED = 1.0
 """A reward from here on counts as solved in pass@k."""
@@ -119,7 +119,7 @@ class Evaluation:
             samples=tuple(
                 Sampled(
                     prompt=self._episodes.tasks[prompt.task].messages(prompt.example)[-1]["content"],
-                    completion=transcript(self._episodes.tokenizer, group[0]),
+                    completion=sampled_text(self._episodes.tokenizer, prompt.token_ids, group[0].token_ids),
                     reward=group[0].reward,
                 )
                 for prompt, group in zip(self._prompts[:NUM_SHOWN], by_prompt, strict=False)

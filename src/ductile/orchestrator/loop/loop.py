@@ -106,10 +106,11 @@ class Loop:
     async def train(self) -> None:
         """Step after step, from the first weights to the last ones."""
         async with self.publisher:
-            await self.make_live(is_evaluated=self.step == 0)
+            is_evaluated = self.step == 0 or self.schedule.owes_evaluation
+            await self.make_live(is_evaluated=is_evaluated)
             await self.publisher.finish()
             async with self.rollouts, self.training:
-                if self.step == 0:
+                if is_evaluated:
                     await self.evaluate()
                 self.output.begin(self.step)
                 while self.step < self.schedule.max_steps and not self.stop.is_set():

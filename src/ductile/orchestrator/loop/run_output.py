@@ -38,15 +38,16 @@ class RunOutput(StepListener):
         num_samples: int = 0,
         counted: Sequence[Counted] = (),
         saver: Saver | None = None,
-        reference: str = "",
+        began: Progress | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """num_samples: rollouts of each step that are kept for people to read. counted: what has metrics of its own.
-        saver: None writes no checkpoints. reference: as `Progress.reference`. clock: of the metrics."""
+        saver: None writes no checkpoints. began: where the run began or went on. clock: of the metrics."""
         self.save = SaveOncePerStep(self._write_checkpoint, buffer.version, record)
         """Saves a step, unless that was tried before."""
         self._record, self._schedule, self._buffer, self._saver = record, schedule, buffer, saver
-        self._tokenizer, self._num_samples, self._counted, self._reference = tokenizer, num_samples, counted, reference
+        self._tokenizer, self._num_samples, self._counted = tokenizer, num_samples, counted
+        self._began = began or Progress(buffer.version)
         self._watch = Stopwatch(clock)
         self._metrics = StepMetrics(buffer.version)
         self._evaluated: Mapping[str, float] = {}
@@ -75,9 +76,9 @@ class RunOutput(StepListener):
                 pass
 
     def begin(self, step: int) -> None:
-        """Training is about to begin or to go on after `step`. Write what the evaluation before the first has found."""
-        if step == 0:
-            self._record.metrics(0, self._evaluated)
+        """Training is about to begin or to go on after `step`. Write what the evaluation before that has found."""
+        if step == 0 or self._evaluated:
+            self._record.add_metrics(step, self._evaluated)
         self._evaluated = {}
         self._watch.lap()
 
@@ -107,7 +108,8 @@ class RunOutput(StepListener):
 
     async def _write_checkpoint(self, step: int) -> None:
         if self._saver is not None:
-            await self._saver.save(Progress(step, self._buffer.position(), self._reference))
+            position, per_step = self._buffer.position(), self._schedule.n_minibatches
+            await self._saver.save(self._began.after(step, position, per_step))
 
 
 def _learns_nothing(phase: StepPhase) -> bool:

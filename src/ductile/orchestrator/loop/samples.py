@@ -3,18 +3,19 @@
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from ductile.orchestrator.loop.transcript import transcript
 from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.tasks.conversation import ChatTokenizer
+from ductile.tasks.turn_text import sampled_text
 
 
 def sample_rows(groups: Sequence[RolloutGroup], tokenizer: ChatTokenizer, num: int) -> Iterator[dict[str, object]]:
-    """Rows of at most `num` rollouts. `prompt` is the prompt as the policy has read it, without special tokens."""
+    """Rows of at most `num` rollouts. `prompt` is the prompt as the policy has read it, and `completion` all that
+    follows it, the environment's words too; both with their special tokens."""
     for prompt, rollout in choose(groups, num):
         yield {
             "prompt_id": prompt.id,
-            "prompt": tokenizer.decode(prompt.token_ids),
-            "completion": transcript(tokenizer, rollout),
+            "prompt": tokenizer.decode(prompt.token_ids, skip_special_tokens=False),
+            "completion": sampled_text(tokenizer, prompt.token_ids, rollout.token_ids),
             "reward": rollout.reward,
             "metrics": rollout.metrics,
             "error": rollout.error,

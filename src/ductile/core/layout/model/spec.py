@@ -33,6 +33,40 @@ for."""
 MOST_PARAMETERS = 10**13
 
 
+NEUTRAL: dict[str, object] = {
+    "pretraining_tp": 1,
+    "attention_dropout": 0,
+    "partial_rotary_factor": 1,
+    "rope_interleaved": False,
+    "use_parallel_residual": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "attention_multiplier": None,
+    "attention_chunk_size": None,
+    "attn_temperature_tuning": False,
+    "clip_qkv": None,
+    "no_rope_layers": None,
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "logits_scaling": 1,
+    "logit_scale": 1,
+    "scale_emb": 1,
+    "use_bidirectional_attention": False,
+}
+"""Keys that change what some model of these families or their relatives computes, and the only value that ours does:
+one that a config has is refused with any other, never dropped."""
+NEEDED_BY = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+}
+"""Keys that a table of rotary positions has for each `rope_type`, beside those that each of them may have."""
+ALLOWED_BY_ALL = frozenset(
+    {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+)
+
+
 class SpecError(ValueError):
     """A `config.json` that we cannot build a model from. The text names the key, the value and what is possible."""
 
@@ -127,7 +161,7 @@ def _short(number: int) -> str:
 def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
     """Read a `config.json` of transformers 4 or 5. Raises `SpecError` on anything that we would compute differently."""
     family = _family(config)
-    _refuse_the_unsupported(config)
+    _refuse_the_unsupported(config, family)
     hidden_size, num_heads = _read(config, "hidden_size", int), _read(config, "num_attention_heads", int)
     theta, scaling = _rope(config)
     biased = _read(config, "attention_bias", bool, False)
@@ -156,7 +190,7 @@ def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
         output_bias=family != "qwen2" and biased,
         mlp_bias=family == "llama" and _read(config, "mlp_bias", bool, False),
         qk_norm=family == "qwen3",
-        max_position=_read(config, "max_position_embeddings", int, 2048),
+        max_position=_read(config, "max_position_embeddings", int, 2048 if family == "llama" else 32768),
         initializer_range=_read(config, "initializer_range", float, 0.02),
     )
 
@@ -166,7 +200,13 @@ def _family(config: Mapping[str, object]) -> Family:
     if isinstance(architectures, list) and architectures:
         name = str(cast(list[object], architectures)[0])
         if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+            family, model_type = ARCHITECTURES[name], config.get("model_type")
+            if model_type not in (None, family):
+                raise SpecError(
+                    f"architectures is {name!r} and model_type is {model_type!r}, which are different models; write "
+                    f"{family!r} if it is one"
+                )
+            return family
         raise SpecError(f"architectures is {name!r}; ductile has {', '.join(ARCHITECTURES)}")
     for family in ARCHITECTURES.values():
         if config.get("model_type") == family:
@@ -177,58 +217,93 @@ def _family(config: Mapping[str, object]) -> Family:
     )
 
 
-def _refuse_the_unsupported(config: Mapping[str, object]) -> None:
+def _refuse_the_unsupported(config: Mapping[str, object], family: Family) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise SpecError(f"hidden_act is {activation!r}; ductile computes 'silu' only")
+    for key, neutral in NEUTRAL.items():
+        if config.get(key) not in (None, neutral):
+            which = f"{key} = {neutral!r} only" if neutral is not None else f"models without {key} only"
+            raise SpecError(f"{key} is {config[key]!r}; ductile computes {which}")
     layer_types = config.get("layer_types")
-    sliding = isinstance(layer_types, list) and "sliding_attention" in layer_types
-    if config.get("use_sliding_window") or sliding:
+    others = {*map(str, cast(list[object], layer_types))} - {"full_attention"} if isinstance(layer_types, list) else ()
+    if config.get("use_sliding_window") or "sliding_attention" in others:
         raise SpecError(
             "sliding-window attention is not supported; set use_sliding_window to false and drop layer_types"
         )
-    if config.get("quantization_config") is not None:
-        raise SpecError("quantization_config: quantised weights are not supported; save the model in bfloat16 first")
-    if _read(config, "pretraining_tp", int, 1) != 1:
-        raise SpecError(f"pretraining_tp is {config['pretraining_tp']!r}; ductile computes pretraining_tp = 1 only")
+    if others:
+        raise SpecError(f"layer_types has {min(others)!r}; ductile has layers of 'full_attention' only")
+    if family == "llama" and config.get("sliding_window") and "use_sliding_window" not in config:
+        raise SpecError(
+            f"sliding_window is {config['sliding_window']!r}; sliding-window attention is not supported. Where the "
+            "model has none, take the key out"
+        )
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key) is not None:
+            raise SpecError(f"{key}: quantised weights are not supported; save the model in bfloat16 first")
+    auto_map = config.get("auto_map")
+    if isinstance(auto_map, Mapping) and "AutoModelForCausalLM" in auto_map:
+        code = cast(Mapping[str, object], auto_map)["AutoModelForCausalLM"]
+        raise SpecError(
+            f"auto_map has {code!r}, code of the model's own; ductile computes {'/'.join(ARCHITECTURES)} only"
+        )
 
 
 def _rope(config: Mapping[str, object]) -> tuple[float, RopeScaling | None]:
     """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` beside an optional `rope_scaling`."""
-    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    value = config.get(key)
-    if value is None:
-        return _read(config, "rope_theta", float, 10_000.0), None
-    if not isinstance(value, Mapping):
-        raise SpecError(f"{key} is {value!r}; it must be a table with rope_type")
-    rope = cast(Mapping[str, object], value)
+    key, rope = _rope_table(config)
     theta = _read(rope if "rope_theta" in rope else config, "rope_theta", float, 10_000.0)
+    if "rope_theta" in rope and config.get("rope_theta") not in (None, rope["rope_theta"]):
+        raise SpecError(
+            f"rope_theta is {config['rope_theta']!r}, and {rope['rope_theta']!r} in {key}; write one of them"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if any(isinstance(entry, Mapping) for entry in rope.values()):
-        raise SpecError(f"{key} has one table a layer type; ductile has one kind of layer")
+    if rope.get("type", kind) != kind:
+        raise SpecError(f"{key}.type is {rope['type']!r}, and {key}.rope_type is {kind!r}; write one of them")
     if _read(rope, "partial_rotary_factor", float, 1.0) != 1.0:
         raise SpecError(
             f"{key}.partial_rotary_factor is {rope['partial_rotary_factor']!r}; ductile rotates whole heads only"
         )
+    if kind not in NEEDED_BY:
+        raise SpecError(f"{key}.rope_type is {kind!r}; ductile has 'default', 'linear' and 'llama3'")
+    if surplus := sorted({name for name in rope if rope[name] is not None} - NEEDED_BY[str(kind)] - ALLOWED_BY_ALL):
+        said = "" if "rope_type" in rope or "type" in rope else ", the default,"
+        raise SpecError(f"{key}.{surplus[0]} is {rope[surplus[0]]!r}; rope_type {kind!r}{said} does not have it")
     if kind == "default":
         return theta, None
     if kind == "linear":
         return theta, RopeScaling("linear", _positive(rope, "factor"))
-    if kind == "llama3":
-        scaling = RopeScaling(
-            "llama3",
-            factor=_positive(rope, "factor"),
-            low_freq_factor=_positive(rope, "low_freq_factor"),
-            high_freq_factor=_positive(rope, "high_freq_factor"),
-            original_max_position=_read(rope, "original_max_position_embeddings", int),
+    scaling = RopeScaling(
+        "llama3",
+        factor=_positive(rope, "factor"),
+        low_freq_factor=_positive(rope, "low_freq_factor"),
+        high_freq_factor=_positive(rope, "high_freq_factor"),
+        original_max_position=_read(rope, "original_max_position_embeddings", int),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise SpecError(
+            f"{key}.high_freq_factor is {scaling.high_freq_factor}; it must be larger than low_freq_factor, "
+            f"which is {scaling.low_freq_factor}"
         )
-        if scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise SpecError(
-                f"{key}.high_freq_factor is {scaling.high_freq_factor}; it must be larger than low_freq_factor, "
-                f"which is {scaling.low_freq_factor}"
-            )
-        return theta, scaling
-    raise SpecError(f"{key}.rope_type is {kind!r}; ductile has 'default', 'linear' and 'llama3'")
+    return theta, scaling
+
+
+def _rope_table(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+    """The key that has the table of rotary positions, and the table; an empty one where the config has none."""
+    tables: dict[str, Mapping[str, object]] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise SpecError(f"{key} is {value!r}; it must be a table with rope_type")
+        if value:
+            tables[key] = cast(Mapping[str, object], value)
+    for key, table in tables.items():
+        if any(isinstance(entry, Mapping) for entry in table.values()):
+            raise SpecError(f"{key} has one table a layer type; ductile has one kind of layer")
+    if len(tables) == 2 and tables["rope_parameters"] != tables["rope_scaling"]:
+        raise SpecError("rope_parameters and rope_scaling say different things; write one of them")
+    nothing: Mapping[str, object] = {}
+    return next(iter(tables.items()), ("rope_parameters", nothing))
 
 
 def _read(config: Mapping[str, object], key: str, kind: type[Value], default: Value | None = None) -> Value:
