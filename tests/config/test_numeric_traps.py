@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ductile.config.checks.numeric_traps import SIGNIFICANT_BITS, share_standing_still
+from ductile.config.checks.numeric_traps import SIGNIFICANT_BITS
+from ductile.config.checks.weight_numbers import share_standing_still
 from ductile.config.reading.parse import parse
 from ductile.config.schema.run import RLConfig, SFTConfig
 

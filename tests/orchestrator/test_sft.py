@@ -103,6 +103,13 @@ def test_a_message_may_say_that_it_is_not_trained(tokenizer):
     assert not any(tokens_of(tokenizer, *CHAT, weight=0).trained)
 
 
+def test_what_contradicts_what_is_trained_is_refused(tokenizer):
+    with pytest.raises(TaskError, match="trains everything"):
+        tokens_of(tokenizer, *CHAT, weight=0, loss_on="all")
+    with pytest.raises(TaskError, match="message 2 asks to be trained on, and its role is user"):
+        tokens_of(tokenizer, CHAT[0], CHAT[1] | {"train": True}, CHAT[2])
+
+
 def test_rows_of_every_form_are_one_conversation(tokenizer):
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     user, said = {"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "B"}

@@ -72,6 +72,13 @@ def test_a_prompt_is_rendered_with_the_row_s_tools(tmp_path):
         check_prompts(task, without, range(1))
 
 
+def test_two_system_prompts_are_one_too_many(tmp_path):
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1"}]
+    config = jsonl(tmp_path, {"messages": messages}).model_copy(update={"system_prompt": "Be brief."})
+    with pytest.raises(TaskError, match=r"rows\.jsonl:1: has a system message, and orchestrator\.task\.system_prompt"):
+        build_task(config)
+
+
 def test_a_prompt_of_another_shape_is_looked_at_before_a_run(tmp_path):
     template = tmp_path / "user.jinja"
     template.write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")

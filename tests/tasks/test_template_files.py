@@ -62,7 +62,7 @@ def test_templates_of_which_none_can_be_taken_are_refused(files: dict[str, Any],
 
 OTHER = (
     "\n  {% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<|pad|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{{ think }}{{ (style or 0) | tojson }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{{ think }}{{ (style or 0) | tojson }}{% endif %}{# not-a-name #}"
 )
 VARIABLES = {"think": False, "style": {"a": [1, None, 'é"\n\U0001f642%}'], "b": -1e-5}, "not-a-name": 1}
 
@@ -77,9 +77,12 @@ def test_a_saved_folder_renders_and_ends_as_the_policy_was_trained(
     file = None if template is None else tmp_path / "other.jinja"
     if file is not None and template is not None:
         file.write_text(template)
-    trained = Tokenizer.of(
-        ChatModelConfig(name=str(folder), chat_template=file and str(file), chat_template_kwargs=variables)
-    )
+    config = ChatModelConfig(name=str(folder), chat_template=file and str(file), chat_template_kwargs=variables)
+    if variables and OTHER not in (template, source.get("chat_template.jinja")):
+        with pytest.raises(TokenizerError, match="does not read think, which chat_template_kwargs has"):
+            Tokenizer.of(config)
+        return
+    trained = Tokenizer.of(config)
     model = load_model(folder)
     saved = tmp_path / "saved"
     save_model(saved, model.spec, dict(model.named_parameters()), folder, chat_format=trained.chat_format)

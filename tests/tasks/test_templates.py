@@ -165,7 +165,7 @@ def compare(name, row):
 
 def assert_left_out(sentence, row, template):
     """Assert that transformers does not render what the sentence says: another word there changes nothing."""
-    found = re.match(r"(?:the )?(arguments of tool call|tool call|tool|content|\w+)", sentence)
+    found = re.match(r"(?:the )?(arguments of tool call|tool call|tool|thoughts|\w+)", sentence)
     place = re.search(r"of message (\d+)", sentence)
     part, messages, tools, variants = found[1], [dict(message) for message in row["messages"]], row.get("tools"), [[]]
     if part == "tool":
@@ -180,7 +180,10 @@ def assert_left_out(sentence, row, template):
             variants = [[*calls[:n], other, *calls[n + 1 :]] for n in range(len(calls))]
         else:
             variants = [message.get("tool_calls", [])]
-            message[part] += "qwertz"
+            if part == "thoughts":
+                message["content"] = message["content"].replace("</think>", "qwertz</think>")
+            else:
+                message[part] += "qwertz"
     texts = []
     for variant in variants:
         if variant:

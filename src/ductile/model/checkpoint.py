@@ -17,13 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ductile.config.checks.model_weights import find_weights
 from ductile.config.checks.weight_headers import (
     CONFIG,
     INDEX,
     WEIGHTS,
     ModelFolderError,
     dtype_of_weights,
-    find_weights,
     read_json,
     stranger,
 )

@@ -53,6 +53,11 @@ class JsonlDataset(Task):
         system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
         self._sources = [where for where, _ in rows]
         self._prompts = [prompt_of(where, row) for where, row in rows]
+        for where, prompt in zip(self._sources, self._prompts, strict=True):
+            if system and any(message["role"] == "system" for message in prompt.messages):
+                raise TaskError(
+                    f"{where}: has a system message, and orchestrator.task.system_prompt is another; keep one of them"
+                )
         self._system = system
 
     def __len__(self) -> int:

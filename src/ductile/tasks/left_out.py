@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ductile.tasks.messages import THOUGHTS
 from ductile.tasks.task import TaskError
 
+END_OF_THOUGHTS = "</think>"
 NOT_WORDS = ("role", "name", "tool_call_id")
 """Fields of a message that say whose it is; few templates write them."""
 
@@ -45,6 +46,8 @@ def refuse_left_out(
     marks = _Marks()
     tools = [marks.in_tool(tool) for tool in variables.get("tools") or []]
     marked = [marks.in_message(place, message) for place, message in enumerate(messages)]
+    if not add_generation_prompt and messages and messages[-1]["role"] == "assistant":
+        marked[-1] = marks.in_thoughts(len(messages) - 1, marked[-1])
     with_marks = variables | ({"tools": tools} if tools else {})
     text = tokenizer.render_chat(marked, add_generation_prompt, **with_marks)
     found = set(_MARK.findall(text))
@@ -85,6 +88,12 @@ class _Marks:
         if message.get("tool_calls"):
             marked["tool_calls"] = [self._in_call(place, call) for call in message["tool_calls"]]
         return marked
+
+    def in_thoughts(self, place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Mark thoughts that are a part of the content: some templates never write them."""
+        before, end, after = str(message.get("content", "")).partition(END_OF_THOUGHTS)
+        mark = self._new(place, "thoughts in the content") if end else ""
+        return {**message, "content": f"{before}{mark}{end}{after}"} if end else message
 
     def in_tool(self, tool: Any) -> Any:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

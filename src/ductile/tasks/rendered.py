@@ -70,9 +70,9 @@ class _Drafts:
         if place not in self._words:
             messages = [*self.messages[:place], _reworded(self.messages[place]), *self.messages[place + 1 :]]
             other = self.of(messages)
-            start = _num_common(self.text, other)
+            start = num_common(self.text, other)
             room = min(len(self.text), len(other)) - start
-            common = _num_common(self.text[::-1][:room], other[::-1][:room])
+            common = num_common(self.text[::-1][:room], other[::-1][:room])
             self._words[place] = start, len(self.text) - common
         return self._words[place]
 
@@ -95,10 +95,10 @@ class _Drafts:
             silent, asked = self.of(self.messages[:place]), self.of(self.messages[:place], add_generation_prompt=True)
         except TokenizerError:  # of templates that want other messages to begin with
             return ""
-        return asked[_num_common(silent, asked) :]
+        return asked[num_common(silent, asked) :]
 
 
-def _num_common(a: str, b: str) -> int:
+def num_common(a: str, b: str) -> int:
     """Return how many characters both begin with."""
     return bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda length: a[:length] != b[:length])
 
@@ -137,4 +137,4 @@ def _turn(drafts: _Drafts, place: int) -> TextSpan:
     found = [(text.find(each, end, high), len(each)) for each in drafts.tokenizer.end_texts]
     if ends := [each for each in found if each[0] >= 0]:
         return start, sum(min(ends))
-    return start, max(end, min(high, _num_common(text, drafts.of(drafts.messages[: place + 1]))))
+    return start, max(end, min(high, num_common(text, drafts.of(drafts.messages[: place + 1]))))

@@ -183,8 +183,14 @@ def _conversation(where: str, row: Row, *, with_completion: bool) -> ChatRow:
             messages.append(_message(message))
         except BadMessage as error:
             raise TaskError(f"{where}: message {place + 1} {error}") from None
-        if messages[-1]["role"] == "assistant" and not (_trained(where, row) and _trained(where, message, place)):
+        is_trained = _trained(where, row) and _trained(where, message, place)
+        if messages[-1]["role"] == "assistant" and not is_trained:
             untrained.add(place)
+        if messages[-1]["role"] != "assistant" and (message.get("weight") or message.get("train")):
+            raise TaskError(
+                f"{where}: message {place + 1} asks to be trained on, and its role is {messages[-1]['role']}; only the "
+                f'assistant\'s are, or everything with data.loss_on = "all"'
+            )
     return ChatRow(messages, _variables(where, row), frozenset(untrained))
 
 

@@ -88,10 +88,11 @@ class Tokenizer:
         template = read_template(folder, special_tokens.settings, chat_template)
         replaces = chat_template is not None
         for name in chat_template_kwargs or {}:
-            if template is not None and not template.names(name):
-                raise TokenizerError(
-                    f"the chat template of {folder} does not read {name}, which chat_template_kwargs has"
+            if template is None or not template.names(name):
+                which = (
+                    f"{folder}, which has no chat template," if template is None else f"the chat template of {folder}"
                 )
+                raise TokenizerError(f"{which} does not read {name}, which chat_template_kwargs has")
         return cls(backend, special_tokens.named, eos, template, str(folder), chat_template_kwargs, replaces)
 
     def fingerprints(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ductile.records import Generation, Sampling
 from ductile.tasks.conversation import ChatTokenizer, Messages
+from ductile.tasks.rendered import num_common
 from ductile.tasks.tokenizer import TokenizerError
 
 NUM_CONTEXT = 8
@@ -39,7 +40,7 @@ class TurnText:
             return ""
         render = partial(template.render_chat, **variables)
         prompt = render(messages, True)
-        start = _num_common(render(messages, False), prompt)
+        start = num_common(render(messages, False), prompt)
         generation_prompt = prompt[start:]
         if generation_prompt not in self._opened:
             turns = list[str]()
@@ -89,18 +90,13 @@ def opened_in(generation_prompt: str, turns: Sequence[str]) -> str:
     turns: how the template writes a turn of the assistant's, its header first. The prompt's end belongs to the turn
     from where it is no header any more, or from a tag that the template closes in a turn and not in the prompt.
     """
-    begins = [_num_common(generation_prompt, turn) for turn in turns]
+    begins = [num_common(generation_prompt, turn) for turn in turns]
     for tag in _TAG.finditer(generation_prompt):
         end_tag = f"</{tag[1]}>" if tag[1] else f"[/{tag[2]}]"
         if end_tag not in generation_prompt[tag.end() :] and any(end_tag in turn for turn in turns):
             begins.append(tag.start())
     opened = generation_prompt[min(begins, default=len(generation_prompt)) :]
     return opened if opened.strip() and not _CLOSED.search(opened) else ""
-
-
-def _num_common(a: str, b: str) -> int:
-    """Return the number of characters with which both texts begin."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _first(stops: Iterable[str], text: str) -> int | None:

@@ -8,11 +8,8 @@ from math import ceil, log2, sqrt
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ductile.config.checks.on_disk import read_spec
-from ductile.config.checks.weight_headers import CONFIG, dtype_of_weights, read_json, sample_of_weights
+from ductile.config.checks.weight_headers import CONFIG, dtype_of_weights, read_json, weights_of
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.orchestrator import JsonlTask, OrchestratorConfig
 from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
@@ -56,14 +53,6 @@ def numeric_traps(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[s
         yield from _in_loss(config.loss, "loss")
 
 
-def share_standing_still(weights: NDArray[np.float32], step: float, bits: int) -> float:
-    """Share of the weights that an update of size `step` leaves as they are: it is less than half of the distance to
-    the next number that has so many significant bits."""
-    _, exponents = np.frexp(weights)  # |weight| is 0.5 to 1 times 2 to this power
-    stands_still = (weights != 0) & (np.ldexp(1.0, exponents - 1 - bits) > step)
-    return np.count_nonzero(stands_still) / weights.size
-
-
 def _lost_updates(model: TrainerModelConfig, optim: OptimConfig, spec: ModelSpec, root: str) -> Iterator[str]:
     if isinstance(optim, SGDConfig):
         if optim.max_norm is None:
@@ -74,9 +63,11 @@ def _lost_updates(model: TrainerModelConfig, optim: OptimConfig, spec: ModelSpec
     dtype, bits = model.optimization_dtype, SIGNIFICANT_BITS[model.optimization_dtype]
     if step >= 2.0**-bits:  # less than half of the distance from any number below 1 to the next
         return
-    random = np.random.default_rng(0).normal(0.0, spec.initializer_range, 1 << 14).astype(np.float32)
-    sample = random if model.debug.random_init else sample_of_weights(Path(model.name or ""))
-    if sample is None or (share := share_standing_still(sample, step, bits)) < WORTH_A_WORD:
+    weights = None if model.debug.random_init else weights_of(Path(model.name or ""))
+    from ductile.config.checks.weight_numbers import drawn, sampled, share_standing_still  # loads numpy
+
+    share = share_standing_still(sampled(weights) if weights else drawn(spec.initializer_range), step, bits)
+    if share < WORTH_A_WORD:
         return
     largest = 2.0 ** ceil(bits + log2(step))
     instead = 'Write "float32"' if dtype == "bfloat16" else f"Write a larger {root}optim.lr"

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from ductile.config.checks.model_weights import find_weights
 from ductile.config.checks.reward_signature import uncallable
-from ductile.config.checks.weight_headers import ModelFolderError, find_weights, stranger
+from ductile.config.checks.weight_headers import ModelFolderError, stranger
 from ductile.config.finding import Finding
 from ductile.config.reading.imports import unfit
 from ductile.config.schema.orchestrator import ImportTask, JsonlTask, TaskConfig

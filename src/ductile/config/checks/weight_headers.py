@@ -1,45 +1,34 @@
-"""Finds a model folder's weights, and says whether they are what its config.json calls for.
+"""What a model folder's files say of its weights: names, dtypes and shapes of tensors, and in which file each lies.
 
-Told from names, indices and the headers of safetensors files, without torch, and without any data but that of an output
-head beside tied embeddings. So the check of a config and the slot that loads the weights check the same things, and a
-login node checks a large model at once. What the files have and config.json does not call for is refused: it means
-another model than the one that config.json describes.
+Told from an index and the headers of safetensors files, without torch and without any data. Files that contradict each
+other are refused.
 """
 
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ductile.core.layout.model.parameters import HfTensor, parameters
-from ductile.core.layout.model.spec import ModelSpec
 from ductile.user_files import NotText, read_text
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtypes that are read and written, as safetensors spells them and as torch does."""
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
-_ROTATIONS = ".rotary_emb.inv_freq"
-"""End of the name of a constant that old Llamas carry: it follows from `head_dim` and `rope_theta`."""
 _PART = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _LENGTH_BYTES = 8
 _MOST_BYTES = 100_000_000
 """Largest header of a safetensors file, in bytes, as the format says."""
-_CHUNK_BYTES = 1 << 24
 
 
 class ModelFolderError(Exception):
@@ -47,8 +36,11 @@ class ModelFolderError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class StoredTensor:
+    """A tensor as a file has it."""
+
     dtype: str
+    """Spelled as safetensors does: "BF16"."""
     shape: tuple[int, ...]
     begin: int
     """Place in the file at which its bytes begin."""
@@ -60,61 +52,31 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
+class Weights:
     """The tensors of a folder, told by their names."""
 
     listed_in: Path
     """The file that says which tensors there are."""
     file_of: Mapping[str, Path]
-    entries: Mapping[str, _Entry]
-
-
-def find_weights(folder: Path, spec: ModelSpec, num_layers: int | None = None) -> dict[str, Path]:
-    """The file of each tensor that the model is made of, as Hugging Face names it. Raises ModelFolderError.
-
-    num_layers: of the model that the folder holds, where `spec` has fewer.
-    """
-    weights = _read_headers(folder)
-    _refuse_surplus(weights, spec, num_layers or spec.num_layers)
-    parts = [part for parameter in parameters(spec) for part in parameter.parts]
-    for part in parts:
-        if part.name not in weights.entries:
-            hint = "; if it is tied, set tie_word_embeddings to true" if part.name == HEAD else _bias_hint(part.name)
-            raise ModelFolderError(f"{weights.listed_in} does not have {part.name}, which {CONFIG} calls for{hint}")
-        _refuse_unfit(weights.file_of[part.name], weights.entries[part.name], part)
-    if spec.tie_embeddings and HEAD in weights.entries:
-        _refuse_another_head(weights)
-    return {part.name: weights.file_of[part.name] for part in parts}
+    entries: Mapping[str, StoredTensor]
 
 
 def dtype_of_weights(folder: Path) -> str | None:
     """The dtype that most numbers of the folder's weights have, spelled as torch does; None where there are none that
     can be read."""
-    try:
-        entries = _read_headers(folder).entries.values()
-    except ModelFolderError:
-        return None
+    weights = weights_of(folder)
     sizes: Counter[str] = Counter()
-    for entry in entries:
+    for entry in weights.entries.values() if weights else ():
         sizes[entry.dtype] += entry.size
     return DTYPES.get(sizes.most_common(1)[0][0]) if sizes else None
 
 
-def sample_of_weights(folder: Path, num_numbers: int = 1 << 14) -> NDArray[np.float32] | None:
-    """About so many of the weights' numbers, of each tensor its share, from its middle; None where they cannot be
-    read."""
+def weights_of(folder: Path) -> Weights | None:
+    """The weights' tensors; None where they cannot be read."""
     try:
-        weights = _read_headers(folder)
-        entries = {name: entry for name, entry in weights.entries.items() if entry.dtype in ITEM_BYTES}
-        total = max(1, sum(entry.size for entry in entries.values()))
-        sampled: list[NDArray[np.float32]] = []
-        for name, entry in entries.items():
-            num = -(-entry.size * num_numbers // max(total, num_numbers))
-            begin = entry.begin + (entry.size - num) // 2 * ITEM_BYTES[entry.dtype]
-            sampled += _numbers(weights.file_of[name], replace(entry, shape=(num,), begin=begin))
+        return read_headers(folder)
     except ModelFolderError:
         return None
-    return np.concatenate(sampled) if sampled else None
 
 
 def stranger(file: Path, folder: Path) -> Path | None:
@@ -160,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], value)
 
 
-def _read_headers(folder: Path) -> _Weights:
+def read_headers(folder: Path) -> Weights:
     """Names, dtypes and shapes of all tensors of a folder. Raises ModelFolderError where its files contradict each
     other."""
     listed_in, file_of = _listed(folder)
@@ -171,7 +133,7 @@ def _read_headers(folder: Path) -> _Weights:
     if (folder / ADAPTER).is_file():
         what = f"{folder / ADAPTER} says that the model has an adapter (LoRA), which ductile does not read"
         raise ModelFolderError(f"{what}. Merge it into the weights, or delete the adapter's files")
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
         found = _header(_plain(file, folder, listed_in))
         for name in found:
@@ -183,7 +145,7 @@ def _read_headers(folder: Path) -> _Weights:
     if missing := sorted(file_of.keys() - entries.keys()):
         what = f"{folder / file_of[missing[0]]} does not have {missing[0]}, though {INDEX} says so"
         raise ModelFolderError(f"{what}; download it again")
-    return _Weights(listed_in, {name: folder / file for name, file in file_of.items()}, entries)
+    return Weights(listed_in, {name: folder / file for name, file in file_of.items()}, entries)
 
 
 def _listed(folder: Path) -> tuple[Path, dict[str, str]]:
@@ -204,79 +166,6 @@ def _listed(folder: Path) -> tuple[Path, dict[str, str]]:
     return index, cast(dict[str, str], weight_map)
 
 
-def _refuse_surplus(weights: _Weights, spec: ModelSpec, num_layers: int) -> None:
-    expected = {part.name for parameter in parameters(spec) for part in parameter.parts} | {HEAD}
-    surplus: list[str] = []
-    for name, entry in weights.entries.items():
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if name in expected or (layer is not None and spec.num_layers <= int(layer[1]) < num_layers):
-            continue
-        if not name.endswith(_ROTATIONS):
-            surplus.append(name)
-        elif entry.shape != (spec.head_dim // 2,):
-            _refuse_unfit(weights.file_of[name], entry, HfTensor(name, (spec.head_dim // 2,)))
-    if surplus:
-        first, *others = sorted(surplus)
-        more = f" and {len(others)} more, such as {others[-1]}" if others else ""
-        beyond = re.match(r"model\.layers\.(\d+)\.", first)
-        hint = _bias_hint(first)
-        if beyond is not None and int(beyond[1]) >= num_layers:
-            hint = f" (num_hidden_layers is {num_layers})"
-        what = f"{weights.listed_in} has {first}{more}, which {CONFIG} does not call for{hint}"
-        raise ModelFolderError(f"{what}: they do not belong together")
-
-
-def _bias_hint(name: str) -> str:
-    """The key of config.json that says whether there is a tensor of that name."""
-    if not name.endswith(".bias"):
-        return ""
-    return f" ({'mlp_bias' if '.mlp.' in name else 'attention_bias'} says which)"
-
-
-def _refuse_another_head(weights: _Weights) -> None:
-    """Old writers made a copy of tied embeddings, which says nothing new. Another head is of another model."""
-    embeddings, head = weights.entries[EMBEDDINGS], weights.entries[HEAD]
-    file = weights.file_of[HEAD]
-    _refuse_unfit(file, head, HfTensor(HEAD, embeddings.shape))
-    differing = sum(
-        int(np.count_nonzero(_rounded(ours, head.dtype) != theirs))
-        for ours, theirs in zip(_numbers(weights.file_of[EMBEDDINGS], embeddings), _numbers(file, head), strict=True)
-    )
-    if differing:
-        raise ModelFolderError(
-            f"{file} has an output head that {CONFIG} does not let the model have: {differing:,} of the {head.size:,} "
-            f"numbers of {HEAD} are not those of {EMBEDDINGS}, and tie_word_embeddings is true. Write false there, to "
-            f"use the head, or save the folder without {HEAD}"
-        )
-
-
-def _numbers(file: Path, entry: _Entry) -> Iterator[NDArray[np.float32]]:
-    """A tensor's numbers, some at a time, as many whatever the dtype."""
-    num_each = _CHUNK_BYTES // 4
-    try:
-        with file.open("rb") as stream:
-            stream.seek(entry.begin)
-            for first in range(0, entry.size, num_each):
-                read = stream.read(min(num_each, entry.size - first) * ITEM_BYTES[entry.dtype])
-                if entry.dtype == "BF16":  # the upper half of a float32
-                    yield (np.frombuffer(read, "<u2").astype(np.uint32) << 16).view(np.float32)
-                else:
-                    yield np.frombuffer(read, "<f4" if entry.dtype == "F32" else "<f2").astype(np.float32)
-    except OSError as error:
-        raise ModelFolderError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _rounded(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
-    """The numbers as a tensor of that dtype holds them."""
-    if dtype == "F16":
-        with np.errstate(over="ignore"):
-            return numbers.astype(np.float16).astype(np.float32)
-    if dtype == "BF16":
-        bits = numbers.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-    return numbers
-
-
 def _plain(file: str, folder: Path, listed_in: Path) -> Path:
     if Path(file).name != file:
         raise ModelFolderError(f"{listed_in} names {file}, which is not a file of its folder; download it again")
@@ -285,37 +174,23 @@ def _plain(file: str, folder: Path, listed_in: Path) -> Path:
     return folder / file
 
 
-def _refuse_unfit(file: Path, entry: _Entry, part: HfTensor) -> None:
-    if entry.shape != part.shape:
-        shapes = f"has shape {list(entry.shape)}, but {CONFIG} calls for {list(part.shape)}"
-        raise ModelFolderError(f"{file}: {part.name} {shapes}")
-    if entry.dtype not in DTYPES:
-        what = f"is {entry.dtype}; ductile reads float32, bfloat16 and float16, so save the model in one of these first"
-        raise ModelFolderError(f"{file}: {part.name} {what}")
-    if entry.end - entry.begin != entry.size * ITEM_BYTES[entry.dtype]:
-        what = f"has {entry.end - entry.begin} bytes, which its shape and {entry.dtype} do not have; download it again"
-        raise ModelFolderError(f"{file}: {part.name} {what}")
-
-
-def _header(file: Path) -> dict[str, _Entry]:
+def _header(file: Path) -> dict[str, StoredTensor]:
     """What a safetensors file says of its tensors."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             header = cast(dict[str, Any], json.loads(stream.read(min(length, _MOST_BYTES))))
         tables = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        entries: dict[str, _Entry] = {}
+        entries: dict[str, StoredTensor] = {}
         for name, table in tables.items():
             begin, end = (_LENGTH_BYTES + length + int(offset) for offset in table["data_offsets"])
-            entries[name] = _Entry(str(table["dtype"]), tuple(map(int, table["shape"])), begin, end)
+            entries[name] = StoredTensor(str(table["dtype"]), tuple(map(int, table["shape"])), begin, end)
     except OSError as error:
         raise ModelFolderError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelFolderError(f"{file} is not a whole safetensors file (no header); download it again") from error
-    found_bytes, said_bytes = (
-        file.stat().st_size,
-        max((entry.end for entry in entries.values()), default=_LENGTH_BYTES + length),
-    )
+    found_bytes = file.stat().st_size
+    said_bytes = max((entry.end for entry in entries.values()), default=_LENGTH_BYTES + length)
     if found_bytes != said_bytes:
         what = f"is not a whole safetensors file ({found_bytes} bytes, and its header says {said_bytes})"
         raise ModelFolderError(f"{file} {what}; download it again")

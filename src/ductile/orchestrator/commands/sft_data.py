@@ -86,6 +86,8 @@ def tokenise(where: str, row: Row, tokenizer: Tokenizer, loss_on: LossOn = "assi
         tokens = RowTokens(ids, [True] * len(ids))
     else:
         chat = conversation_of(where, row)
+        if chat.untrained and loss_on == "all":
+            raise TaskError(f'{where}: has weight: 0 or train: false, and data.loss_on = "all" trains everything')
         try:
             tokens = _rendered(tokenizer, chat) if tokenizer.chat_template else _joined(tokenizer, chat)
         except (LeftOut, TokenizerError) as error:

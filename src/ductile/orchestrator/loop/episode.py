@@ -22,7 +22,8 @@ from ductile.records import (
 from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
 from ductile.tasks.grader import Graded, Graders
-from ductile.tasks.task import messages_of, takes_turns, variables_of
+from ductile.tasks.left_out import LeftOut
+from ductile.tasks.task import TaskError, messages_of, source_of, takes_turns, variables_of
 from ductile.tasks.turn_text import TurnText
 
 ABOVE_TURNS = 1_000_000
@@ -37,6 +38,8 @@ class _Siblings:
     num_finished: int = 0
     num_grading: int = 0
     """Rollouts that `num_playing` counts, and that are generated and wait for their reward."""
+    opened: str | None = None
+    """What the prompt has begun of the policy's turn; None as long as nobody asked."""
 
     def priority(self, num_turns: int) -> int:
         return priority_of_turn(num_turns, self.num_finished, self.num_playing + self.num_finished)
@@ -108,7 +111,11 @@ class Episodes:
         messages, variables = list(first), variables_of(task, prompt.example)
         num_turns, verdict = 0, None
         while True:
-            opened = self._turn_text.opened(messages, **variables)
+            opened = siblings.opened
+            if num_turns or opened is None:
+                opened = self._turn_text.opened(messages, **variables)
+            if not num_turns:
+                siblings.opened = opened
             room = self._max_len_tokens - len(prompt.token_ids) - len(tokens.ids)
             generation = await self._generators.generate(
                 GenerateRequest(
@@ -132,7 +139,10 @@ class Episodes:
                 verdict = Graded(error=reply.error, failure=reply.failure)
             if not reply.messages:
                 break
-            between = next_turn(self.tokenizer, first, generation.token_ids, reply.messages, **variables)
+            try:
+                between = next_turn(self.tokenizer, first, generation.token_ids, reply.messages, **variables)
+            except LeftOut as error:
+                raise TaskError(f"the reply to {source_of(task, prompt.example)} is lost: {error}") from None
             if len(between) >= room - len(generation.token_ids):
                 finish = "length"  # no room for another word of the policy's
                 break
