@@ -8,7 +8,7 @@ from ductile.config.checks.asked_placement import placement_of
 from ductile.config.reading.errors import dotted
 from ductile.config.reading.key_tree import keys, value_at
 from ductile.config.reading.provenance import Draft, Path
-from ductile.config.reading.share import follows
+from ductile.config.reading.share import SHARED, follows
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 from ductile.core.cache_size import GPU_UTILIZATION, GPU_UTILIZATION_SHARED
@@ -47,8 +47,10 @@ def what_follows(config: Section, table: dict[str, Any]) -> list[Path]:
     it meets no value that nobody did write.
     """
     lengths = _LENGTHS.get(type(config), ())
+    # A default of such a key would contradict a flag for one of its targets.
+    shared = [tuple(rule.key.split(".")) for rule in SHARED.get(type(config), ()) if rule.must_agree]
     absent = [derived.path for derived in _derived(config)]
-    absent += [path for path in lengths if _is_unset(cast(Section, value_at(config, path[:-1])), path[-1])]
+    absent += [path for path in (*lengths, *shared) if _is_unset(cast(Section, value_at(config, path[:-1])), path[-1])]
     absent += _defaults_of_a_type(config)
     rest = Draft(table).copy()
     for path in absent:
