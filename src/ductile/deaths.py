@@ -62,7 +62,7 @@ def ending(code: int, cpu_s: float | None = None, logs_faults: bool = False) -> 
 
 
 def cause_of(signum: int, cpu_s: float | None = None, logs_faults: bool = False) -> str:
-    """What the machine tells of a process that ended by this signal; "" where it tells nothing."""
+    """Return what the machine tells of a process that ended by this signal; "" where it tells nothing."""
     if signum == signal.SIGKILL:
         return _cpu_time(cpu_s) or OOM_KILLS.tell()
     if signum == signal.SIGXCPU:

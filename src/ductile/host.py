@@ -1,4 +1,4 @@
-"""What this machine has, as far as a process may use it, and what to say where that was too little."""
+"""This machine's resources, as far as a process may use them, and sentences for where they were too little."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from ductile.disk import FULL, DiskError, free_bytes, show_bytes
 SHARED_MEMORY = Path("/dev/shm")
 _FEW_BYTES = 1 << 20
 _NO_MEMORY = ("Unable to allocate", "can't allocate memory")
-"""What numpy and torch say of memory that is not a GPU's."""
+"""Words of numpy and torch for memory that is not a GPU's."""
 
 
 def memory_bytes(proc: Path = PROC) -> int:

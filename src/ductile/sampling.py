@@ -26,4 +26,4 @@ class Sampling:
     skip_special_tokens: bool = True
     """Whether the text that is shown leaves out special tokens."""
     include_stop_str_in_output: bool = False
-    """Whether the text that a reward is given has the stop string that ended it; the tokens have it anyhow."""
+    """True where the text that a reward is given has the stop string that ended it; the tokens have it anyhow."""

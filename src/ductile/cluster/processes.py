@@ -35,7 +35,7 @@ class ForkedProcess:
     ending: str = "is alive"
     """ "was killed by SIGKILL (the kernel's OOM killer took it: ...)", "ended with exit code 1 (ValueError: ...)"."""
     killed: bool = False
-    """Whether we ourselves have killed it: then the machine is not asked why it ended."""
+    """True where we ourselves have killed it: then the machine is not asked why it ended."""
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 

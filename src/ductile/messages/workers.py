@@ -143,7 +143,7 @@ class ExportModel(Message):
     dtype: str
     """Dtype of the exported weights, spelled as in `ckpt.export_dtype`."""
     chat_format: ChatFormat = AS_IN_SOURCE
-    """What the folder says of conversations."""
+    """Chat format of the folder."""
 
 
 # -- Commands: train, a resize (docs/resize.md) ------------------------------------------------------------------------

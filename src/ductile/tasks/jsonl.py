@@ -150,7 +150,7 @@ def _summed(calls: Sequence[tuple[_Reward, Any]]) -> Any:
 
 
 def _alone(reward: _Reward, value: Any) -> Any:
-    """What the only function returned. `reward/<its name>` is kept for its reward, in runs with several functions."""
+    """Return what the only function returned. `reward/<its name>` is kept for its reward, as in runs with several."""
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)):
         return value
     return value[0], {f"{reward.name}/{name}" if name == reward.name else name: own for name, own in value[1].items()}

@@ -78,7 +78,7 @@ class _Marks:
 
     def __init__(self) -> None:
         self.parts: dict[str, tuple[int, str]] = {}
-        """What each number stands behind: a message's place, or -1, and the name of its part."""
+        """Part behind which each number stands: a message's place, or -1, and the name of its part."""
 
     def in_message(self, place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
         marked = dict(message)

@@ -111,7 +111,7 @@ class SpecialTokens:
 
 
 def _is_of_model(name: str, token: object) -> bool:
-    """Whether a key is a token under a name of the model's own: `image_token`."""
+    """Return whether a key is a token under a name of the model's own: `image_token`."""
     return name.endswith("_token") and isinstance(token, str | Mapping)
 
 

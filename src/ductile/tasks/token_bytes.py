@@ -1,4 +1,4 @@
-"""What one token adds to a text, in bytes: half a character has no text of its own.
+"""Bytes that one token adds to a text: half a character has no text of its own.
 
 A decoder turns tokens into text. Alone it turns a token that is a part of a character into U+FFFD, so what it says is
 taken only where it is whole characters. Otherwise the token's name spells its bytes: in the alphabet of byte-level
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import tokenizers
 
 INCOMPLETE = "\ufffd"
-"""What decoders write for bytes that are not a whole character."""
+"""Character that decoders write for bytes that are not a whole character."""
 
 ANCHOR = "a"
 """A token before the one that is looked at: decoders treat a text's first one otherwise."""
@@ -39,15 +39,15 @@ class TokenBytes:
         self._found: dict[tuple[int, bool], bytes] = {}
 
     def of(self, token_id: int, first: bool = False) -> bytes:
-        """What the token adds to a text; `first`: at its beginning, where some decoders drop a space. An id that the
-        vocabulary does not have adds nothing."""
+        """Return what the token adds to a text; `first`: at its beginning, where some decoders drop a space. An id that
+        the vocabulary does not have adds nothing."""
         known = (token_id, first)
         if known not in self._found:
             self._found[known] = self._look_up(token_id, first)
         return self._found[known]
 
     def each(self, token_ids: Iterable[int]) -> list[bytes]:
-        """What each token of a whole text adds to it, special ones too."""
+        """Return what each token of a whole text adds to it, special ones too."""
         return [self.of(token_id, first=index == 0) for index, token_id in enumerate(token_ids)]
 
     def _look_up(self, token_id: int, first: bool) -> bytes:

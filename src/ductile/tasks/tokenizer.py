@@ -183,7 +183,7 @@ class Tokenizer:
 
     @cached_property
     def _knows_developers(self) -> bool:
-        """Whether the chat template renders a developer's message: some name the role only to say who it is."""
+        """Return whether the chat template renders a developer's message: some name the role only to say who it is."""
         messages = [{"role": "developer", "content": "trial"}, {"role": "user", "content": "0"}]
         variables = {"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs}
         if self._chat_template is None or not self.reads("developer"):
@@ -193,7 +193,7 @@ class Tokenizer:
         return False
 
     def reads(self, name: str) -> bool:
-        """Whether the chat template names this field of a message, or this variable."""
+        """Return whether the chat template names this field of a message, or this variable."""
         return self._chat_template is not None and self._chat_template.names(name)
 
     @cached_property
@@ -202,7 +202,7 @@ class Tokenizer:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """What a model that was trained with this tokenizer is saved with."""
+        """Return the chat format with which a model that was trained with this tokenizer is saved."""
         if self._chat_template is None or not (self._replaces_template or self._chat_template_kwargs):
             return ChatFormat(eos_token_ids=self.eos_token_ids)
         return ChatFormat(with_defaults(self._chat_template, self._chat_template_kwargs), self.eos_token_ids)
@@ -257,7 +257,7 @@ _WANTED: tuple[Callable[[ChatTurn], ChatTurn], ...] = (
     _with_json,
     lambda message: _with_content(_with_json(message)),
 )
-"""What some templates want of a message, and fail without."""
+"""Changes to a message that some templates want, and fail without."""
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

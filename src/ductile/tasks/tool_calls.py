@@ -82,10 +82,10 @@ class CallStream:
         """thinking: whether the prompt has opened thoughts."""
         self._form, self._tools = form, tools
         self._thinking: bool | None = thinking or None
-        """Whether it thinks; None before the first word, which may say so."""
+        """True where it thinks; None before the first word, which may say so."""
         self._held = ""
         self._opened, self._called = False, False
-        """Whether what is held may be a call, and whether there was one."""
+        """Return whether what is held may be a call, and whether there was one."""
 
     def push(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
         """Take what the model said, and return what of it may be shown now, and the calls that are complete."""
@@ -211,7 +211,7 @@ def _tagged(ending: str, parameter: str) -> Read:
 
 
 def _types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
-    """What the tool's schema says of each argument's type."""
+    """Return what the tool's schema says of each argument's type."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:

@@ -30,7 +30,7 @@ class TurnText:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._opened: dict[str, str] = {}
-        """What is opened, by generation prompt."""
+        """Text that is opened, by generation prompt."""
 
     def opened(self, messages: Messages, **variables: Any) -> str:
         r"""Return what the chat template has written of the policy's turn behind `messages`, before its first token:

@@ -48,7 +48,7 @@ def sampling_warnings(key: str, sampling: SamplingConfig) -> list[str]:
 
 
 def generation_config_notes(config: InferenceConfig | SamplingConfig, folder: str | None) -> list[str]:
-    """What the model's generation_config.json means for a server, or for rollouts, which are drawn as the config says.
+    """Meaning of the model's generation_config.json for a server, or for rollouts, which are drawn as the config says.
     A file that cannot be read is a finding of its own."""
     try:
         found = generation_defaults(Path(folder)) if folder else GenerationDefaults()

@@ -109,7 +109,7 @@ def _large_eps(optim: AdamWConfig, spec: ModelSpec, root: str) -> Iterator[str]:
 def _stored_dtypes(
     config: RLConfig | SFTConfig | TrainerRunConfig, model: TrainerModelConfig, root: str
 ) -> Iterator[str]:
-    """What is rounded where weights are read and written."""
+    """Yield what is rounded where weights are read and written."""
     if model.name is None or model.debug.random_init or (found := dtype_of_weights(Path(model.name))) is None:
         return
     if model.optimization_dtype == "bfloat16" and found != "bfloat16":

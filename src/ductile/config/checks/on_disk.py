@@ -155,7 +155,7 @@ def file_findings(key: str, name: str) -> Iterator[Finding]:
 
 
 def import_findings(key: str, import_path: str, before: Sequence[str] = ()) -> Iterator[Finding]:
-    """What keeps code that the config names from being imported, without running it. before: what is imported before
-    it."""
+    """Return what keeps code that the config names from being imported, without running it. before: what is imported
+    before it."""
     if what := unfit(import_path, before):
         yield Finding((key,), what)

@@ -1,4 +1,4 @@
-"""What a model folder's files say of its weights: names, dtypes and shapes of tensors, and in which file each lies.
+"""Files of a model folder's weights: names, dtypes and shapes of tensors, and in which file each lies.
 
 Told from an index and the headers of safetensors files, without torch and without any data. Files that contradict each
 other are refused.

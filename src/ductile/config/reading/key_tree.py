@@ -35,7 +35,7 @@ class Key:
     has_bool: bool = False
     is_text: bool = False
     on_disk: bool = False
-    """Whether the text, or each text of a list, names something on disk."""
+    """True where the text, or each text of a list, names something on disk."""
     not_built: NotBuilt | None = None
 
     @property

@@ -26,7 +26,7 @@ class Shared:
     why: str = ""
     """Why the targets may differ, where they may; else what makes the two contradict each other."""
     means: Mapping[bool, object] | None = None
-    """What the targets get where the key is true or false; one of them that is not named says nothing of the targets.
+    """Values of the targets where the key is true or false; one of them that is not named says nothing of the targets.
     None: they get the key's own value."""
 
 

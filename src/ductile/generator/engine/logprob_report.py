@@ -19,7 +19,7 @@ Likeliest = list[tuple[int, float]]
 
 @dataclass(eq=False, slots=True)
 class LogprobReport:
-    """What a client asks, and what there is of it so far."""
+    """A choice that a client asks for, as far as it has come."""
 
     num_likeliest: int
     with_prompt: bool

@@ -16,18 +16,18 @@ from ductile.tasks.tool_calls import CallStream, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a client wants of each choice besides the completion's text."""
+    """Wishes of a client for each choice, besides the completion's text."""
 
     num_likeliest: int | None = None
     """Likeliest tokens at each place; None: no log-probs."""
     echo: bool = False
-    """Whether the prompt is part of the choice."""
+    """True where the prompt is part of the choice."""
     only_echo: bool = False
-    """Whether the completion is none."""
+    """True where there is to be no completion."""
     calls: Callable[[], CallStream] | None = None
     """Makes what tells calls of tools from text."""
     one_call: bool = False
-    """Whether calls after the first are left out."""
+    """True where calls after the first are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ class ScoredToken:
     logprob: float | None
     """None for the first token, which nothing precedes."""
     shown: bytes
-    """What the token adds to the text."""
+    """Text that the token adds."""
     likeliest: Likeliest
     offset: int
     """Characters of the choice's text before it."""
     first: bool
-    """Whether nothing is shown before it."""
+    """True where nothing is shown before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What a choice has grown by."""
+    """Growth of a choice."""
 
     text: str
     calls: list[Called]
@@ -83,7 +83,7 @@ class Choice:
         self._stream = TextStream(lambda tokens, _: tokenizer.decode(tokens, False), request.sampling)
         self._echoed: str | None = None
         self._begun, self._offset = False, 0
-        """Whether one of the tokens so far shows anything, and how many characters they show."""
+        """Return whether one of the tokens so far shows anything, and how many characters they show."""
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, delta: Delta) -> ChoiceDelta:
@@ -156,7 +156,7 @@ class Choice:
             yield self._score(self.token_ids[number], self.logprobs[number], self.report.completion[number], hidden)
 
     def shown(self, token_id: int, first: bool) -> bytes:
-        """What another token would have added."""
+        """Return what another token would have added."""
         return b"" if token_id in self._hidden else self._tokenizer.token_bytes.of(token_id, first)
 
     def _score(self, token_id: int, logprob: float | None, likeliest: Likeliest, hidden: bool) -> ScoredToken:
@@ -173,7 +173,7 @@ class Choice:
 
     @property
     def _ends_with_its_token(self) -> bool:
-        """Whether it ended with a token, which is not shown."""
+        """Return whether it ended with a token, which is not shown."""
         return (
             self.finish_reason in ("stop", "tool_calls")
             and bool(self.token_ids)

@@ -209,7 +209,7 @@ class CompletionRequest(TextRequest):
 
     @property
     def only_echo(self) -> bool:
-        """Whether the prompt is all that is asked for."""
+        """Return whether the prompt is all that is asked for."""
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling(self, default_max_tokens: int) -> Sampling:
@@ -264,7 +264,7 @@ class ChatRequest(TextRequest):
     top_logprobs: NumLikeliest | None = None
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    """What the model may do with the tools; "none": it is not shown them."""
+    """Use that the model may make of the tools; "none": it is not shown them."""
     parallel_tool_calls: bool | None = None
     """False: calls after the first are left out."""
     reasoning_effort: str | None = None

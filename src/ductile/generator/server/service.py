@@ -77,7 +77,7 @@ class Service:
         self._prompts = PromptEncoder(tokenizer, engine.limits, max_waiting_chars)
 
     def call_streams(self, body: ChatRequest, prompt: str) -> Callable[[], CallStream] | None:
-        """What tells calls from text, in the form of the chat template; None where nothing is to be called."""
+        """Return what tells calls from text, in the form of the chat template; None where nothing is to be called."""
         if not body.tools or body.tool_choice == "none" or self._tool_form is None:
             return None
         form, thinking = self._tool_form, prompt.rstrip().endswith(THINK)

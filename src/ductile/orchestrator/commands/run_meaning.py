@@ -1,4 +1,4 @@
-"""What the counts of a run's checkpoints mean: its settings that change what is trained, and fingerprints of its files.
+"""Meaning of the counts of a run's checkpoints: settings that change what is trained, and fingerprints of files.
 
 Whatever key of the config is not listed here as one that changes nothing belongs to it: a new key is compared unless
 somebody says that it need not be.

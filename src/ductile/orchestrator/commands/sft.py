@@ -60,7 +60,7 @@ class PreparedBatches:
     began: Beginning = field(default_factory=lambda: Beginning(Progress()))
     model_folder: Path | None = None
     chat_format: ChatFormat = AS_IN_SOURCE
-    """What the models that are saved say of conversations."""
+    """Chat format of the models that are saved."""
 
     @property
     def progress(self) -> Progress:

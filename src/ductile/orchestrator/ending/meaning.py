@@ -1,4 +1,4 @@
-"""What a checkpoint's counts mean, written with them and compared when the run goes on.
+"""Meaning of a checkpoint's counts, written with them and compared when the run goes on.
 
     {"examples": 32, "prompts": "9f86d081884c7d65", "orchestrator.seed": 0, "trainer.optim.lr": 0.0001, ...}
 
@@ -29,7 +29,7 @@ class Fact:
     """Something that a meaning has and no key of a config says."""
 
     words: str
-    """What it is, with the keys that it comes from."""
+    """Name in words, with the keys that it comes from."""
     why: str = ""
     """Why another value is refused, or what comes of it."""
     is_refused: bool = False
@@ -81,7 +81,7 @@ MEASURED_BY = (
 """How the names begin of what held-out rewards depend on besides the weights."""
 
 IMPLIES = {"examples": ("prompts", "rows"), "prompts": ("rows",), "samples": ("conversations",)}
-"""What is other, too, where a fact is: the user is told of the cause alone."""
+"""Facts that are other, too, where one is: the user is told of the cause alone."""
 SETS_LR = ("optim.lr", "max_steps", "n_minibatches")
 """How the names end of what a learning rate depends on besides its schedule."""
 
@@ -105,9 +105,9 @@ class Beginning:
     progress: Progress
     """Step 0 for a new run. What it means, and is saved with, is today's."""
     changes: tuple[MeaningChange, ...] = ()
-    """What is other than when the checkpoint was written."""
+    """Changes since the checkpoint was written."""
     owes_evaluation: bool = False
-    """Whether the run was cut before the evaluation after its last step."""
+    """True where the run was cut before the evaluation after its last step."""
 
     @property
     def last_kept(self) -> int | None:

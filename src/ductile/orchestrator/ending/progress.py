@@ -44,7 +44,7 @@ class Progress:
     measured_from: int = 0
     """The first step whose held-out reward can be compared with those since."""
     meaning: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What these counts mean (`ductile.orchestrator.ending.meaning`); empty where an earlier version wrote them."""
+    """Meaning of these counts (`ductile.orchestrator.ending.meaning`); empty where an earlier version wrote them."""
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "Progress":

@@ -249,7 +249,7 @@ def _nothing_to_do(config: Config, began: Beginning, max_steps: int) -> str:
 
 
 def _has_summary(file: Path, step: int) -> bool:
-    """Whether there is a summary of a run that ended at `step`: an earlier life of it may have ended before."""
+    """Return whether there is a summary of a run that ended at `step`: an earlier life of it may have ended before."""
     try:
         return json.loads(file.read_bytes()).get("steps", step) == step
     except (OSError, ValueError):
@@ -312,8 +312,8 @@ def _add_sinks(record: Recorder, config: Config, began: Beginning) -> str:
 
 
 def _words(error: Exception, folder: Path) -> str:
-    """What to say of an UNFIT error: what there was too little of has its limit, and a full disk is named, as what
-    failed to write may not know its file."""
+    """Return what to say of an UNFIT error: what there was too little of has its limit, and a full disk is named, as
+    what failed to write may not know its file."""
     if isinstance(error, OSError) and error.errno in FULL:
         return str(named(error, Path(str(error.filename or folder))))
     return f"{error}{shortage(error)}"

@@ -39,7 +39,7 @@ class _Siblings:
     num_grading: int = 0
     """Rollouts that `num_playing` counts, and that are generated and wait for their reward."""
     opened: str | None = None
-    """What the prompt has begun of the policy's turn; None as long as nobody asked."""
+    """Text with which the prompt has begun the policy's turn; None as long as nobody asked."""
 
     def priority(self, num_turns: int) -> int:
         return priority_of_turn(num_turns, self.num_finished, self.num_playing + self.num_finished)

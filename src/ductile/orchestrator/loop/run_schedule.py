@@ -25,7 +25,7 @@ class RunSchedule:
     max_reward_error_share: float = 1.0
     """Share of a step's rewards that may fail, 0 to 1; when more fail, the run ends."""
     owes_evaluation: bool = False
-    """Whether the run that goes on was cut before the evaluation after its last step."""
+    """True where the run that goes on was cut before the evaluation after its last step."""
 
     @property
     def groups_per_step(self) -> int:
