@@ -50,8 +50,8 @@ def score(
 
 
 def metrics_of(metrics: object) -> dict[str, object]:
-    """Return what a reward reports besides: numbers by their names. Raises TaskError, whose text goes on after "the reward
-    of example 3"."""
+    """Return what a reward reports besides: numbers by their names. Raises TaskError, whose text goes on after "the
+    reward of example 3"."""
     if not isinstance(metrics, Mapping) or any(as_number(value) is None for value in metrics.values()):
         raise TaskError(f"returned the metrics {metrics!r}; they must be a dict of numbers")
     named = {str(name).strip(): value for name, value in metrics.items()}
