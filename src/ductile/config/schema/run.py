@@ -52,9 +52,14 @@ class ScorerConfig(Section):
 
 
 class WandbConfig(Section):
-    project: str = "ductile"
+    """What is left out is as W&B's own environment variables say."""
+
+    project: str | None = None
+    """Default: `WANDB_PROJECT` of the environment, else "ductile"."""
     name: str | None = None
-    offline: bool = False
+    """Default: `WANDB_NAME`, else a name that W&B makes up."""
+    offline: bool | None = None
+    """Write to the run's folder only; `wandb sync` sends it later. Default: as `WANDB_MODE` says, else false."""
 
 
 class TensorboardConfig(Section):
