@@ -112,7 +112,8 @@ class JsonlData(Section):
     batch_size: int = Field(default=128, ge=1)
     """Samples an optimizer step."""
     seq_len: int = Field(default=128, ge=2)
-    """Tokens of a micro-batch; longer samples are cut, and counted."""
+    """Tokens of a micro-batch; longer samples are cut, and counted, as are those beyond the model's
+    max_position_embeddings."""
     pack_function: Annotated[Literal["cat", "stack"], _STACK] = "cat"
     micro_batch_size: Annotated[int, _MICRO] = Field(default=1, ge=1)
     shuffle: bool = True

@@ -22,6 +22,7 @@ from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting
 from ductile.events.rollouts import HeldOutRepeated, PromptSkipped
+from ductile.events.steps import BatchesReady
 from ductile.observe import Recorder
 from ductile.orchestrator.commands.graders import graders_of
 from ductile.orchestrator.commands.reference import pinned
@@ -46,7 +47,7 @@ from ductile.roles import Generators, Scorer, Task
 from ductile.tasks.build import build_task
 from ductile.tasks.held_out import repeated
 from ductile.tasks.jsonl import JsonlDataset
-from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts, prompt_ids, split
+from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts, pass_in_words, prompt_ids, split
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.transport.deadlines import Deadlines
@@ -74,6 +75,13 @@ class Prepared:
         """The trainer's config as the train slots need it: its `max_steps` counts optimizer steps."""
         num_updates = self.progress.updates_by(self.schedule.max_steps, self.schedule.n_minibatches)
         return self.config.trainer.model_copy(update={"max_steps": num_updates})
+
+    @property
+    def about(self) -> str:
+        """Sentences about the prompts; "" where there is nothing to say."""
+        schedule, is_one_pass = self.schedule, not _given_steps(self.config) and self.config.bench is None
+        groups, size = schedule.staleness.groups_per_step, len(self.train_examples)
+        return pass_in_words(size, schedule.max_steps, groups, "prompt") if is_one_pass else ""
 
     @property
     def repeated(self) -> str:
@@ -120,8 +128,7 @@ def prepare(config: RLConfig) -> Prepared:
     check_prompts(tasks["train"], tokenizer, train_examples)  # what raises is found before the start
     groups_per_step = orchestrator.batch_size // orchestrator.rollouts_per_example
     one_epoch = max(1, len(train_examples) // groups_per_step)
-    given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
-    max_steps = config.bench.steps if config.bench else given or one_epoch
+    max_steps = config.bench.steps if config.bench else _given_steps(config) or one_epoch
     checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
     resume_step = None if bench else config.ckpt.resume_step
     progress = where_to_begin(checkpoints, resume_step, Path(config.output_dir) / "model")
@@ -158,6 +165,10 @@ def prepare(config: RLConfig) -> Prepared:
     )
 
 
+def _given_steps(config: RLConfig) -> int | None:
+    return config.max_steps or config.trainer.max_steps or config.orchestrator.max_steps
+
+
 async def run_loop(
     prepared: Prepared,
     trainer: PausableTrainer,
@@ -176,6 +187,8 @@ async def run_loop(
     made in a grader; what was trained is saved by then.
     """
     config, progress, record = prepared.config, prepared.progress, context.record
+    if prepared.about:
+        record.event(BatchesReady(sentence=prepared.about))
     orchestrator, saves = config.orchestrator, config.bench is None
     if sentence := prepared.repeated:
         record.event(HeldOutRepeated(sentence=as_sentence(sentence)))

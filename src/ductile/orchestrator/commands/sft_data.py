@@ -24,7 +24,7 @@ class Conversations:
 
     samples: tuple[Sample, ...]
     num_cut: int
-    """Samples that were longer than `seq_len`."""
+    """Samples that were longer than `longest`."""
     num_skipped: int
     """Rows that had nothing left to train on after the cut, or say so themselves (`weight: 0`)."""
     num_open: int
@@ -35,16 +35,16 @@ class Conversations:
     """Generation prompt of the first of them."""
 
 
-def read_conversations(path: str, tokenizer: Tokenizer, seq_len: int, loss_on: LossOn) -> Conversations:
-    """Raises TaskError with file and line, also when nothing is left to train on."""
+def read_conversations(path: str, tokenizer: Tokenizer, longest: int, loss_on: LossOn) -> Conversations:
+    """longest: tokens of a sample. Raises TaskError with file and line, also when nothing is left to train on."""
     samples, num_cut, num_skipped, num_open, unprompted = list[Sample](), 0, 0, 0, list[str]()
     any_trained = False
     for where, row in read_rows(path):
         tokens = tokenise(where, row, tokenizer, loss_on)
-        num_cut += len(tokens.ids) > seq_len
+        num_cut += len(tokens.ids) > longest
         any_trained |= any(tokens.trained)
-        if any(tokens.trained[:seq_len]):
-            samples.append(Sample(TokenIds(tokens.ids[:seq_len]), Mask(tokens.trained[:seq_len])))
+        if any(tokens.trained[:longest]):
+            samples.append(Sample(TokenIds(tokens.ids[:longest]), Mask(tokens.trained[:longest])))
             num_open += loss_on == "assistant" and tokens.last_trained not in tokenizer.eos_token_ids
             unprompted += [tokens.unprompted] if tokens.unprompted else []
         else:
@@ -52,7 +52,8 @@ def read_conversations(path: str, tokenizer: Tokenizer, seq_len: int, loss_on: L
     if not samples and not any_trained:
         raise TaskError(f"{path}: nothing is trained, as each row says (weight: 0 or train: false)")
     if not samples:
-        raise TaskError(f"{path}: no completion begins within seq_len = {seq_len} tokens; raise data.seq_len")
+        limits = "data.seq_len and the model's max_position_embeddings"
+        raise TaskError(f"{path}: no completion begins within {longest} tokens, the least of {limits}")
     return Conversations(
         tuple(samples), num_cut, num_skipped, num_open, len(unprompted), unprompted[0] if unprompted else ""
     )

@@ -15,7 +15,7 @@ from ductile.events.checkpoints import RunResumed, StartedAnew
 from ductile.observe import Listener, RunEvent, write_json
 
 KILLED = 255
-"""Exit code with which W&B itself finishes a run that the user interrupts; of others than 0 it says that they failed."""
+"""Exit code with which W&B itself finishes a run that the user interrupts. Others, but 0, are failures to it."""
 RUN_ID = "ductile.json"
 """File in a run's `wandb` folder that keeps the id of its W&B run."""
 
