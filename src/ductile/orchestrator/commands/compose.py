@@ -81,7 +81,8 @@ class Prepared:
         """Sentences about the prompts; "" where there is nothing to say."""
         schedule, is_one_pass = self.schedule, not _given_steps(self.config) and self.config.bench is None
         groups, size = schedule.staleness.groups_per_step, len(self.train_examples)
-        return pass_in_words(size, schedule.max_steps, groups, "prompt") if is_one_pass else ""
+        words = pass_in_words(size, schedule.max_steps, groups, "prompt") if is_one_pass else ""
+        return " ".join(filter(None, (words, self.tokenizer.dated)))
 
     @property
     def repeated(self) -> str:

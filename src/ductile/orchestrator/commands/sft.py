@@ -90,7 +90,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         batch = _batch_of(read.samples, order, progress, data.batch_size)
         rows, num_samples = [row for _, row in read_rows(str(data.path))], len(read.samples)
         one_epoch = -(-len(read.samples) // data.batch_size)
-        about = _about(read, data, longest, marked(tokenizer, read.samples[0]))
+        about = _about(read, data, longest, marked(tokenizer, read.samples[0]), tokenizer.dated)
         if not config.max_steps and progress.prompts.next == progress.step * data.batch_size:
             words = pass_in_words(num_samples, one_epoch, data.batch_size, "sample")
             about = replace(about, sentence=" ".join(filter(None, (about.sentence, words))))
@@ -253,7 +253,7 @@ def _metrics(
     }
 
 
-def _about(read: Conversations, data: JsonlData, longest: int, first: str) -> AboutData:
+def _about(read: Conversations, data: JsonlData, longest: int, first: str, dated: str) -> AboutData:
     why = " (the model's max_position_embeddings)" if longest < data.seq_len else ""
     sentence = (
         f"{len(read.samples)} samples from {data.path}; {read.num_cut} were cut to {longest} tokens{why}, "
@@ -266,6 +266,7 @@ def _about(read: Conversations, data: JsonlData, longest: int, first: str) -> Ab
             f" {read.num_unprompted} do not begin their last turn as the chat template's generation prompt does "
             f"({read.unprompted!r}): a policy would go on from another place than it learns here."
         )
+    sentence = " ".join(filter(None, (sentence, dated)))
     counts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
     return AboutData(sentence, counts, first)
 
