@@ -89,7 +89,9 @@ class Tokenizer:
         replaces = chat_template is not None
         for name in chat_template_kwargs or {}:
             if template is None or not template.names(name):
-                which = f"{folder}, which has no chat template," if template is None else f"the chat template of {folder}"
+                which = (
+                    f"{folder}, which has no chat template," if template is None else f"the chat template of {folder}"
+                )
                 raise TokenizerError(f"{which} does not read {name}, which chat_template_kwargs has")
         return cls(backend, special_tokens.named, eos, template, str(folder), chat_template_kwargs, replaces)
 
