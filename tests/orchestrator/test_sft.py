@@ -153,6 +153,35 @@ def test_a_field_has_a_meaning_or_is_refused(tokenizer, fields, says):
         tokens_of(tokenizer, *CHAT, **fields)
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"prompt": "hi", "prompt_id": "a1"},  # ultrachat_200k, no_robots
+        {"problem": "hi", "solution": "yo"},  # NuminaMath-CoT
+        {"instruction": "and", "response": "me", "model_name": None},  # Magpie
+        {"chat_template_kwargs": {"custom_instructions": None}},  # smoltalk2: a column that other rows fill
+    ],
+)
+def test_a_field_that_says_what_a_message_says_is_taken(tokenizer, others):
+    assert tokens_of(tokenizer, *CHAT, **others) == tokens_of(tokenizer, *CHAT)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "q", "answer": "4"}, "rename question to prompt and answer to completion"),  # gsm8k
+        ({"conversation": [*CHAT], "toxic": False}, "rename conversation to messages"),  # WildChat
+        ({"instruction": "i", "context": "c", "response": "r"}, "has an instruction and no output; rename response to"),
+        ({"messages": [*CHAT], "a": 1, "b": 2}, "has fields a, b, which have no meaning beside messages; remove them"),
+        ({"messages": [*CHAT], "prompt": "another"}, "has both messages and prompt"),
+        ({"prompt": "p", "completion": "c", "system_prompt": "s"}, "rename system_prompt to system"),  # OpenOrca
+    ],
+)
+def test_a_row_of_another_data_set_is_told_what_to_change(tokenizer, row, says):
+    with pytest.raises(TaskError, match=re.escape(says)):
+        tokenise("f:1", row, tokenizer)
+
+
 def test_plain_text_is_trained_whole(tokenizer):
     tokens = tokenise("f:1", {"text": "once"}, tokenizer, "all")
     assert trained_text(tokenizer, tokens) == "nce<|im_end|>"

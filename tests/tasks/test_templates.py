@@ -214,6 +214,18 @@ def test_the_assistant_s_words_are_trained_and_nobody_else_s(name):
     assert not re.search("frage|(?<!to=)user\n", text)
 
 
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name.startswith(("gemma4", "diffusion_gemma"))])
+def test_answers_of_tools_within_a_turn_are_not_trained(name):
+    """Gemma 4's templates write a message's content behind the answers to its calls."""
+    calls = assistant("Let me", tool_calls=[call(city="Rome")])
+    row = {"messages": [user("rain?"), calls, result("sunny"), assistant("No.")], "tools": [TOOL]}
+    if not compare(name, row):
+        return
+    text = OURS[name].decode(trained_text(name, row), skip_special_tokens=False)
+    assert re.search("Rome.*Let me.*No\\.", text, re.DOTALL)
+    assert "sunny" not in text
+
+
 words = st.one_of(
     st.sampled_from(
         [
