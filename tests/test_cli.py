@@ -207,7 +207,7 @@ ductile rl: the config is good.
   lengths   prompt and completion at most 512 tokens, of which the completion 128; micro-batches of 512
   loss      default, adamw with lr 1e-06
   eval      before step 1 and at the end: 1 completion for each of 64 prompts, greedy, at most 128 tokens
-            held out: the task's last 64 (orchestrator.eval.num_examples), never trained on; 9936 examples to train on
+            held out: the task's last 64 (orchestrator.eval.num_examples); 9936 examples to train on
   slots     4, as component_placement says
               0  train
               1  generate

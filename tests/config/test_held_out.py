@@ -18,7 +18,7 @@ from tests.config.stories import furnish
             [
                 "task      letters.jsonl, 50 examples",
                 "reward    mine.py:exact + 0.5 x mine.py:brief",
-                "held out: the task's last 20 (orchestrator.eval.num_examples), never trained on; 30 examples",
+                "held out: the task's last 20 (orchestrator.eval.num_examples); 30 examples",
             ],
         ),
         (
@@ -51,6 +51,16 @@ def test_check_tells_of_the_task(
         assert line in said
 
 
+@pytest.mark.parametrize(("evaluated", "noted"), [({}, True), ({"system_prompt": "Be brief."}, False)])
+def test_an_evaluation_that_lacks_the_system_prompt_of_training_is_noted(
+    evaluated: dict[str, str], noted: bool
+) -> None:
+    task = {"type": "jsonl", "path": "x.jsonl", "reward": "mine.py:exact"}
+    orchestrator = {"task": task | {"system_prompt": "Add."}, "eval": {"task": task | evaluated}}
+    said = warnings(RLConfig.model_validate({"orchestrator": orchestrator}))
+    assert any("evaluation asks without a system prompt" in note for note in said) == noted
+
+
 def test_check_tells_of_held_out_rows_that_are_trained_on_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,18 +75,7 @@ def test_check_tells_of_held_out_rows_that_are_trained_on_too(
     assert main(["check", *task, "--orchestrator.eval.num-examples", "3"]) == 0
     said = capsys.readouterr().out
     assert "2 of the 3 held-out prompts are trained on, too: rows.jsonl:9 is rows.jsonl:2, rows.jsonl:10 is " in said
-    assert "never trained on" not in said
     own = ["--orchestrator.eval.task.type", "jsonl", "--orchestrator.eval.task.path", "own.jsonl"]
     (tmp_path / "own.jsonl").write_text('{"prompt": "new"}\n{"prompt": "z"}\n')
     assert main(["check", *task, *own, "--orchestrator.eval.task.reward", "mine.py:exact"]) == 0
     assert "1 of the 2 held-out prompts is trained on, too: own.jsonl:2 is rows.jsonl:11." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("evaluated", "noted"), [({}, True), ({"system_prompt": "Be brief."}, False)])
-def test_an_evaluation_that_lacks_the_system_prompt_of_training_is_noted(
-    evaluated: dict[str, str], noted: bool
-) -> None:
-    task = {"type": "jsonl", "path": "x.jsonl", "reward": "mine.py:exact"}
-    orchestrator = {"task": task | {"system_prompt": "Add."}, "eval": {"task": task | evaluated}}
-    said = warnings(RLConfig.model_validate({"orchestrator": orchestrator}))
-    assert any("evaluation asks without a system prompt" in note for note in said) == noted

@@ -102,8 +102,7 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _work(config: RunConfig, *, repeats: bool) -> Iterator[Row]:
-    """repeats: held-out rows are trained on, too."""
+def _work(config: RunConfig) -> Iterator[Row]:
     if isinstance(config, RLConfig):
         given = config.max_steps or config.trainer.max_steps or config.orchestrator.max_steps
         yield "steps", _steps(given, config.bench, "one pass over the task's examples")
@@ -114,7 +113,7 @@ def _work(config: RunConfig, *, repeats: bool) -> Iterator[Row]:
             f"{config.orchestrator.sampling.max_tokens}; micro-batches of {config.trainer.model.seq_len}",
         )
         yield "loss", f"{config.trainer.loss.type}, {config.trainer.optim.type} with lr {config.trainer.optim.lr:g}"
-        yield from _column("eval", _evaluation(config.orchestrator, config.bench, repeats=repeats))
+        yield from _column("eval", _evaluation(config.orchestrator, config.bench))
     elif isinstance(config, OrchestratorRunConfig):
         yield "server", str(config.client.base_url)
         yield from _prompts(config)
@@ -137,7 +136,7 @@ def _steps(given: int | None, bench: BenchConfig | None, otherwise: str) -> str:
     return f"{bench.steps}, the first of which is not counted (--bench)" if bench else str(given or otherwise)
 
 
-def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None, *, repeats: bool) -> list[str]:
+def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None) -> list[str]:
     """How often, how it samples, and which examples are held out for it."""
     config = orchestrator.eval
     if bench or not config.enabled:
@@ -150,17 +149,16 @@ def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None, *, 
     asked = f"{completions} for each of {many(config.num_examples, 'prompt')}"
     when = f"before step 1{often} and at the end"
     measured = f"{when}: {asked}, {how}, at most {config.sampling.max_tokens} tokens"
-    return [measured, _held_out(orchestrator, repeats=repeats)]
+    return [measured, _held_out(orchestrator)]
 
 
-def _held_out(config: OrchestratorConfig, *, repeats: bool) -> str:
+def _held_out(config: OrchestratorConfig) -> str:
     held_out = config.eval.num_examples
     if config.eval.task is not None:
         return f"held out: the first {held_out} of {_named(config.eval.task)}"
     size = num_examples(config.task)
     rest = f"; {many(size - held_out, 'example')} to train on" if size is not None else ""
-    never = "" if repeats else ", never trained on"
-    return f"held out: the task's last {held_out} (orchestrator.eval.num_examples){never}{rest}"
+    return f"held out: the task's last {held_out} (orchestrator.eval.num_examples){rest}"
 
 
 def _task(config: OrchestratorConfig) -> Iterator[Row]:

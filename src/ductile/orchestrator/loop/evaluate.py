@@ -1,4 +1,4 @@
-"""How good is the policy on prompts that it is never trained on?"""
+"""Measures the policy on held-out prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
