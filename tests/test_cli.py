@@ -436,9 +436,16 @@ def test_the_example_of_a_task_of_one_s_own_is_good(
     assert "examples/own_task/questions.jsonl, 32 examples" in capsys.readouterr().out
 
 
-def test_the_example_for_one_gpu_is_good(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_for_one_gpu_is_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
+    (tmp_path / "qwen3.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ '</think>' if not enable_thinking }}"
+    )
     words = [
+        "--model.chat-template",
+        str(tmp_path / "qwen3.jinja"),
         "--model.name",
         "examples/quickstart/model",
         "--seq-len",

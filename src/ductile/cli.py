@@ -144,7 +144,7 @@ def _check(words: list[str]) -> int:
     except UNFIT as error:
         _print_error(f"ductile check: {as_sentence(str(error))}")
         return BAD_CONFIG
-    print(summary(parsed, command.name, resumes(parsed.config), about.sentence, about.first, about.repeated))
+    print(summary(parsed, command.name, resumes(parsed.config), about.sentence, about.first))
     return 0
 
 

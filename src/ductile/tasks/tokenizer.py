@@ -92,7 +92,7 @@ class Tokenizer:
                 which = (
                     f"{folder}, which has no chat template," if template is None else f"the chat template of {folder}"
                 )
-                raise TokenizerError(f"{which} does not read {name}, which chat_template_kwargs has")
+                raise TokenizerError(f"{which} does not read {name}; leave it out of chat_template_kwargs")
         return cls(backend, special_tokens.named, eos, template, str(folder), chat_template_kwargs, replaces)
 
     def fingerprints(self) -> dict[str, Any]:

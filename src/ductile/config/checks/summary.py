@@ -34,24 +34,18 @@ Row = tuple[str, str]
 
 
 def summary(
-    parsed: Parsed[RunConfig],
-    command: str,
-    resumes: Sequence[str] = (),
-    data: str = "",
-    first: str = "",
-    repeated: str = "",
+    parsed: Parsed[RunConfig], command: str, resumes: Sequence[str] = (), data: str = "", first: str = ""
 ) -> str:
     """Some lines for a person. The config has been found good. resumes: what from, when that is asked for, and what is
-    other than it was. data: a sentence about it. first: the first example, as the model sees it.
-    repeated: another sentence, where held-out rows are trained on, too."""
+    other than it was. data: a sentence about it. first: the first example, as the model sees it."""
     config = parsed.config
     rows = [
         ("files", " < ".join(parsed.files) or "none: flags and defaults"),
         ("model", _model(config)),
         ("output", _output(config)),
         *_column("resumes", resumes),
-        *_work(config, repeats=bool(repeated)),
-        *_column("rows", [sentence for sentence in (data, repeated) if sentence]),
+        *_work(config),
+        *([("rows", data)] if data else []),
         *_slots(config),
         *(_mesh(config) if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig) else []),
         *_scheduling(config),

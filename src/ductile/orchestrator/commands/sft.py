@@ -46,8 +46,6 @@ class AboutData:
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
     first: str = ""
     """First sample as the model sees it (`sft_data.marked`)."""
-    repeated: str = ""
-    """A sentence where held-out rows are trained on, too."""
 
 
 @dataclass(frozen=True, slots=True)
