@@ -182,6 +182,39 @@ def test_a_row_of_another_data_set_is_told_what_to_change(tokenizer, row, says):
         tokenise("f:1", row, tokenizer)
 
 
+def test_nulls_that_fill_other_tools_columns_are_dropped(folder):
+    """As a data set is read back from Arrow: each tool has the other's parameters, each call its arguments, as null."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    template = "{{ tools | tojson }}" + template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    tokenizer = Tokenizer.from_folder(folder)
+
+    def row(**padding):
+        tool = {"name": "rain", "parameters": {"properties": {"city": {"type": "string", "default": None}} | padding}}
+        call = {"name": "rain", "arguments": {"city": "Rome"} | padding}
+        said = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+        return tokens_of(tokenizer, CHAT[1], said, tools=[{"type": "function", "function": tool}])
+
+    assert row(expr=None) == row()
+
+
+def test_rows_that_are_read_otherwise_than_they_look_are_told(tmp_path, folder):
+    """Words that spell a token which ends a turn; a token with a part of the prompt and a part of the completion."""
+    backend = json.loads((folder / "tokenizer.json").read_text())
+    backend["model"]["vocab"]["\nyo"] = len(backend["model"]["vocab"])
+    backend["model"]["vocab"]["yo"] = len(backend["model"]["vocab"])
+    backend["model"]["merges"] = [["y", "o"], ["\n", "yo"]]
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 110}))
+    file = tmp_path / "odd.jsonl"
+    file.write_text('{"prompt": "hi", "completion": "yo"}\n{"prompt": "a<|im_end|>b", "completion": "me"}\n')
+    data = {"type": "sft", "path": str(file), "batch_size": 1, "seq_len": 64}
+    said = prepare_sft(config(tmp_path, folder, data=data)).data.sentence
+    assert "1 have a token that is partly of the generation prompt and partly of the completion" in said
+    assert f"begins or ends a turn there: <|im_end|> in {file}:2 is the first." in said
+
+
 def test_plain_text_is_trained_whole(tokenizer):
     tokens = tokenise("f:1", {"text": "once"}, tokenizer, "all")
     assert trained_text(tokenizer, tokens) == "nce<|im_end|>"
@@ -227,7 +260,7 @@ def test_cut_and_skipped_samples_are_counted(tmp_path, tokenizer):
         {"messages": CHAT[1:3]},
     )
     read = read_conversations(str(file), tokenizer, 40, "assistant")
-    assert (len(read.samples), read.num_cut, read.num_skipped) == (3, 2, 1)
+    assert (len(read.samples), read.counts.cut, read.counts.skipped) == (3, 2, 1)
     assert [len(sample) for sample in read.samples][1] == 40
     assert read.samples[0].token_ids == read.samples[2].token_ids, "prompt/completion is a chat of two messages"
 

@@ -18,6 +18,8 @@ Messages = Sequence[Mapping[str, Any]]
 class AppliesTemplate(RendersChat, Protocol):
     """A chat template with its tokenizer."""
 
+    def control_token_in(self, messages: Messages) -> str | None: ...
+
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]: ...

@@ -5,8 +5,8 @@ word, and so is what a model should have learned from it.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
 
 from ductile.tasks.messages import THOUGHTS
 from ductile.tasks.task import TaskError
@@ -43,7 +43,7 @@ def refuse_left_out(
     Each of them gets a number behind its last word, which must be in the text then. Thoughts of earlier turns may be
     left out, as most templates do once somebody else has spoken.
     """
-    marks = _Marks()
+    marks = _Marks(_speakers(messages))
     tools = [marks.in_tool(tool) for tool in variables.get("tools") or []]
     marked = [marks.in_message(place, message) for place, message in enumerate(messages)]
     if not add_generation_prompt and messages and messages[-1]["role"] == "assistant":
@@ -73,17 +73,29 @@ _SPOKEN = {"role": "user", "content": "0"}
 _MARK, _MARK_OF = re.compile(r"904\d{6}173"), "904{:06d}173"
 
 
+def _speakers(messages: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Return ("name", role) for each role of which several speak. A tool's answer says by its place whose it is."""
+    named = {(message["role"], message.get("name")) for message in messages if message["role"] != "tool"}
+    return {("name", role) for role, name in named if name and len({each for each in named if each[0] == role}) > 1}
+
+
+def _says_something(text: object) -> TypeGuard[str]:
+    return isinstance(text, str) and bool(text.strip())
+
+
 class _Marks:
     """Numbers that stand behind words, to find out whether these are rendered."""
 
-    def __init__(self) -> None:
+    def __init__(self, speakers: Container[tuple[str, str]]) -> None:
+        """speakers: ("name", role) where names tell messages of that role apart."""
+        self._speakers = speakers
         self.parts: dict[str, tuple[int, str]] = {}
         """Part behind which each number stands: a message's place, or -1, and the name of its part."""
 
     def in_message(self, place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
         marked = dict(message)
         for part, text in message.items():
-            if part not in NOT_WORDS and isinstance(text, str) and text.strip():
+            if (part not in NOT_WORDS or (part, message["role"]) in self._speakers) and _says_something(text):
                 marked[part] = text + self._new(place, part)
         if message.get("tool_calls"):
             marked["tool_calls"] = [self._in_call(place, call) for call in message["tool_calls"]]

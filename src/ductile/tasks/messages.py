@@ -81,17 +81,20 @@ def _tool_call(which: str, call: Any) -> TemplateMessage:
     if nested and call.get("type", "function") != "function":
         raise BadMessage(f"{which} of type {call['type']!r}; calls are of functions")
     arguments = function.get("arguments")
-    parsed = {**function, "arguments": _parsed(arguments) if isinstance(arguments, str) else arguments or {}}
+    arguments = _parsed(which, arguments) if isinstance(arguments, str) else arguments or {}
+    if not isinstance(arguments, Mapping):
+        raise BadMessage(f"{which} whose arguments are {type_of(arguments)}; they are an object, or its JSON text")
+    # Columns of other tools' arguments, as Arrow fills them.
+    parsed = {**function, "arguments": {name: value for name, value in arguments.items() if value is not None}}
     return {**call, "function": parsed} if nested else parsed
 
 
-def _parsed(arguments: str) -> Any:
-    """Return the object that an API's text is of; text that is of none stays, for the model may have written it."""
+def _parsed(which: str, arguments: str) -> Any:
+    """Return what an API's text is of."""
     try:
-        value = json.loads(arguments) if arguments.strip() else {}
+        return json.loads(arguments) if arguments.strip() else {}
     except ValueError:
-        return arguments
-    return value if isinstance(value, dict) else arguments
+        raise BadMessage(f"{which} whose arguments are text that is not JSON: {arguments[:40]!r}") from None
 
 
 def type_of(value: Any) -> str:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ductile.tasks.messages import BadMessage, TemplateMessage, for_template, type_of
 from ductile.tasks.task import TaskError
@@ -283,7 +283,21 @@ def _variables(where: str, row: Row) -> dict[str, Any]:
     if taken := sorted(kwargs.keys() & {"messages", "tools", "add_generation_prompt"}):
         raise TaskError(f"{where}: chat_template_kwargs may not hold {taken[0]}, which the row gives by itself")
     given = {name: value for name, value in kwargs.items() if value is not None}  # columns of other rows
-    return given | ({"tools": tools} if tools else {})
+    return given | ({"tools": [_without_nulls(tool) for tool in cast(list[Any], tools)]} if tools else {})
+
+
+def _without_nulls(schema: Any) -> Any:
+    """Return a tool's schema without the nulls with which Arrow fills columns that are other tools'."""
+    if isinstance(schema, list):
+        return [_without_nulls(each) for each in cast(list[Any], schema)]
+    if not isinstance(schema, dict):
+        return schema
+    values = cast(Row, schema)
+    return {
+        name: value if name in ("default", "const", "enum", "examples") else _without_nulls(value)
+        for name, value in values.items()
+        if value is not None or name in ("default", "const")
+    }
 
 
 def _side(where: str, row: Row, key: str, role: str) -> list[Any]:

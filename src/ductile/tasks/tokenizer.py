@@ -5,6 +5,7 @@ plane does without it, and without torch.
 """
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -106,16 +107,37 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids
 
-    def encode_spans(self, text: str, spans: Sequence[TextSpan]) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a rendered text, and for each whether any of its characters is in one of the spans,
-        which are in order: the rule of transformers' assistant masks."""
+    def encode_spans(self, text: str, spans: Sequence[TextSpan]) -> tuple[list[int], list[bool], bool]:
+        """Return the tokens of a rendered text; for each, whether any of its characters is in one of the spans, which
+        are in order (the rule of transformers' assistant masks); and whether a span begins within a token."""
         encoded = self._backend.encode(text, add_special_tokens=False)
-        inside, remaining = list[bool](), deque(spans)
+        inside, remaining, straddles = list[bool](), deque(spans), False
         for start, end in encoded.offsets:
             while remaining and start >= remaining[0][1]:
                 remaining.popleft()
             inside.append(bool(remaining) and end > remaining[0][0])
-        return encoded.ids, inside
+            straddles |= bool(remaining) and start < remaining[0][0] < end
+        return encoded.ids, inside, straddles
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str] | None:
+        """Special tokens that the chat template writes around a message, or that end generation."""
+        if self._chat_template is None:
+            return None
+        special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
+        around = ""
+        with suppress(TokenizerError):  # of a template that wants other messages
+            around = self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=False)
+        found = {token for token in special if token in around} | (special & {*self.end_texts})
+        return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else None
+
+    def control_token_in(self, messages: Sequence[ChatTurn]) -> str | None:
+        """Return the first control token that a message's words spell: in the middle of a text it begins or ends a
+        turn. None where there is none."""
+        if (tokens := self._control_tokens) is None:
+            return None
+        texts = (value for message in messages for value in message.values() if isinstance(value, str))
+        return next((match[0] for match in map(tokens.search, texts) if match), None)
 
     def encode_beside(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`encode` for a long text in a thread: other threads run meanwhile, which `encode` does not allow."""

@@ -21,7 +21,7 @@ from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting
-from ductile.events.rollouts import HeldOutRepeated, PromptSkipped
+from ductile.events.rollouts import DataNoted, PromptSkipped
 from ductile.observe import Recorder
 from ductile.orchestrator.commands.graders import graders_of
 from ductile.orchestrator.commands.reference import pinned
@@ -75,9 +75,13 @@ class Prepared:
         num_updates = self.progress.updates_by(self.schedule.max_steps, self.schedule.n_minibatches)
         return self.config.trainer.model_copy(update={"max_steps": num_updates})
 
-    @property
-    def repeated(self) -> str:
-        """A sentence where held-out rows of a file are trained on, too; else ""."""
+    def notes(self) -> list[str]:
+        """Return a sentence for prompts that spell control tokens, and one for held-out rows of a file that are trained
+        on, too."""
+        spelled = check_prompts(self.tasks["train"], self.tokenizer, self.train_examples)
+        return [sentence for sentence in (spelled, self._repeated()) if sentence]
+
+    def _repeated(self) -> str:
         train, held_out = self.tasks["train"], [prompt.example for prompt in self.eval_prompts]
         task = self.tasks[self.eval_prompts[0].task] if held_out else train
         if not isinstance(train, JsonlDataset) or not isinstance(task, JsonlDataset):
@@ -177,8 +181,8 @@ async def run_loop(
     """
     config, progress, record = prepared.config, prepared.progress, context.record
     orchestrator, saves = config.orchestrator, config.bench is None
-    if sentence := prepared.repeated:
-        record.event(HeldOutRepeated(sentence=as_sentence(sentence)))
+    for sentence in prepared.notes():
+        record.event(DataNoted(sentence=as_sentence(sentence)))
     model_folder = prepared.folder / "model" if config.ckpt.export_model and saves else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if saves:
