@@ -54,7 +54,7 @@ CHAT = [
 
 def test_completions_are_trained_and_nothing_else(tokenizer):
     tokens = tokens_of(tokenizer, *CHAT)
-    assert tokens.ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
+    assert tokens.ids == tokenizer.apply_chat_template(CHAT, False)
     assert trained_text(tokenizer, tokens) == "yo<|im_end|>me<|im_end|>"
 
 

@@ -31,12 +31,16 @@ class RendersChat(Protocol):
     def reads(self, name: str) -> bool: ...
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, /, **variables: Any
     ) -> str: ...
 
 
 def refuse_left_out(
-    tokenizer: RendersChat, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **variables: Any
+    tokenizer: RendersChat,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = False,
+    /,
+    **variables: Any,
 ) -> None:
     """Raise LeftOut when the rendered conversation lacks a message, a part of one, or a tool of `variables["tools"]`.
 

@@ -11,7 +11,7 @@ from typing import Any
 TemplateMessage = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of a message. A `developer` is a `system` to templates that do not name it."""
+"""Roles of a message. A `developer` is a `system` to templates that do not render one."""
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of an assistant's thoughts. Templates read the first, or the second."""

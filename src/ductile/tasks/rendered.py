@@ -32,7 +32,7 @@ class Rendered:
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[TemplateMessage], untrained: Container[int] = (), **variables: Any
+    tokenizer: Tokenizer, messages: Sequence[TemplateMessage], untrained: Container[int] = (), /, **variables: Any
 ) -> Rendered:
     """Return the whole conversation. untrained: places of assistant's messages that are no part of `assistant`.
 
@@ -94,7 +94,7 @@ class _Drafts:
     def generation_prompt(self, place: int) -> str:
         """Return what the template writes for the policy to go on from, where it would say this message."""
         try:
-            silent, asked = self.of(self.messages[:place]), self.of(self.messages[:place], add_generation_prompt=True)
+            silent, asked = self.of(self.messages[:place]), self.of(self.messages[:place], True)
         except TokenizerError:  # of templates that want other messages to begin with
             return ""
         return asked[num_common(silent, asked) :]

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from ductile.config.checks.generation import RESERVED_VARIABLES
+from ductile.error_text import error_text
 from ductile.tasks.messages import BadMessage, TemplateMessage, for_template, type_of
 from ductile.tasks.task import TaskError
 from ductile.user_files import NotText, read_text
@@ -280,7 +282,7 @@ def _variables(where: str, row: Row) -> dict[str, Any]:
         raise TaskError(f"{where}: tools is {type_of(tools)}; it must be a list of objects")
     if not isinstance(kwargs, dict):
         raise TaskError(f"{where}: chat_template_kwargs is {type_of(kwargs)}; it must be an object")
-    if taken := sorted(kwargs.keys() & {"messages", "tools", "add_generation_prompt"}):
+    if taken := sorted(kwargs.keys() & RESERVED_VARIABLES):
         raise TaskError(f"{where}: chat_template_kwargs may not hold {taken[0]}, which the row gives by itself")
     given = {name: value for name, value in kwargs.items() if value is not None}  # columns of other rows
     return given | ({"tools": [_without_nulls(tool) for tool in cast(list[Any], tools)]} if tools else {})
@@ -349,6 +351,8 @@ def _parse(where: str, line: str) -> Row:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise TaskError(f"{where}: is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists within lists
+        raise TaskError(f"{where}: cannot be read: {error_text(error)}") from None
     if not isinstance(row, dict):
         raise TaskError(f"{where}: is {type_of(row)}; each line must be an object, {{...}}")
     return row

@@ -89,7 +89,7 @@ class Tokenizer:
         template = read_template(folder, special_tokens.settings, chat_template)
         replaces = chat_template is not None
         for name in chat_template_kwargs or {}:
-            if template is None or not template.names(name):
+            if template is None or name not in template.variables:
                 which = (
                     f"{folder}, which has no chat template," if template is None else f"the chat template of {folder}"
                 )
@@ -127,7 +127,7 @@ class Tokenizer:
         special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
         around = ""
         with suppress(TokenizerError):  # of a template that wants other messages
-            around = self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=False)
+            around = self.render_chat([{"role": "user", "content": "0"}], False)
         found = {token for token in special if token in around} | (special & {*self.end_texts})
         return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else None
 
@@ -147,7 +147,7 @@ class Tokenizer:
         """Ids that the vocabulary does not have (a model may be padded beyond it) decode to nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render_chat(self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, /, **variables: Any) -> str:
         """The text of a conversation. `variables` are further template variables: `enable_thinking=False`."""
         if self._chat_template is None:
             raise ChatRefused(
@@ -157,7 +157,7 @@ class Tokenizer:
             )
         return mended(self._with_template(self._chat_template.render, messages, add_generation_prompt, variables))
 
-    def generations(self, messages: Sequence[ChatTurn], **variables: Any) -> tuple[str, list[TextSpan]] | None:
+    def generations(self, messages: Sequence[ChatTurn], /, **variables: Any) -> tuple[str, list[TextSpan]] | None:
         """Return the text of a conversation with the parts that its chat template marks as the assistant's; None where
         it marks none."""
         if self._chat_template is None:
@@ -193,7 +193,7 @@ class Tokenizer:
             raise ChatRefused(f"the chat template of {self._source} {what}", f"the chat template {what}") from error
 
     def apply_chat_template(
-        self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, /, **variables: Any
     ) -> list[int]:
         """The tokens of a conversation. The template writes the special tokens, so none are added here."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
@@ -208,15 +208,15 @@ class Tokenizer:
         """Return whether the chat template renders a developer's message: some name the role only to say who it is."""
         messages = [{"role": "developer", "content": "trial"}, {"role": "user", "content": "0"}]
         variables = {"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs}
-        if self._chat_template is None or not self.reads("developer"):
+        if self._chat_template is None or "developer" not in self._chat_template.text:
             return False
         with suppress(ChatTemplateError):
             return "trial" in self._chat_template.render(messages=messages, add_generation_prompt=False, **variables)
         return False
 
     def reads(self, name: str) -> bool:
-        """Return whether the chat template names this field of a message, or this variable."""
-        return self._chat_template is not None and self._chat_template.names(name)
+        """Return whether the chat template reads this variable."""
+        return self._chat_template is not None and name in self._chat_template.variables
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -240,7 +240,7 @@ class Tokenizer:
             return []
         prompt = [{"role": "user", "content": "0"}]
         try:
-            after = after_completion(self, prompt, [], add_generation_prompt=False)
+            after = after_completion(self, prompt, [], False)
         except TokenizerError:  # a template that wants other messages
             return []
         added = self._backend.get_added_tokens_decoder()
