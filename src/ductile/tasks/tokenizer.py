@@ -209,8 +209,8 @@ class Tokenizer:
 
     @property
     def end_texts(self) -> list[str]:
-        """Texts of the tokens that end generation."""
-        return [self.decode([token], skip_special_tokens=False) for token in self.eos_token_ids]
+        """Texts of the tokens that end generation. Some folders name ids that their vocabulary lacks."""
+        return [text for token in self.eos_token_ids if (text := self.decode([token], skip_special_tokens=False))]
 
     def _end_of_turn(self) -> list[int]:
         """The special token that the chat template writes behind a completion, if there is one."""
