@@ -65,6 +65,13 @@ def test_a_base_model_learns_to_end_its_turns_as_the_template_does(folder):
     assert trained_text(base, tokens_of(base, *CHAT)) == "yo<|im_end|>me<|im_end|>"
 
 
+def test_an_end_token_that_the_vocabulary_lacks_ends_no_turn(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [100000, -1]}')
+    padded = Tokenizer.from_folder(folder)
+    assert trained_text(padded, tokenise("f:1", {"text": "once"}, padded, "all")) == "nce<|im_end|>"
+    assert trained_text(padded, tokens_of(padded, *CHAT)) == "yo<|im_end|>me<|im_end|>"
+
+
 def test_white_space_that_the_template_cuts_is_not_trained(folder):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = settings["chat_template"].replace("message['content']", "message['content'] | trim")

@@ -67,9 +67,10 @@ def refuse_left_out(
 
 
 def refuse_unread(tokenizer: RendersChat, variables: Mapping[str, Any]) -> None:
-    """Raise LeftOut when the chat template does not read one of a row's variables."""
-    for name in variables:
-        if name != "tools" and not tokenizer.reads(name):
+    """Raise LeftOut when the chat template does not read one of a row's or a request's variables. One that is false or
+    null asks for nothing: `enable_thinking: false` is true of a template without thoughts."""
+    for name, value in variables.items():
+        if name != "tools" and value not in (None, False) and not tokenizer.reads(name):
             raise LeftOut(f"the chat template does not read {name}, which chat_template_kwargs has")
 
 

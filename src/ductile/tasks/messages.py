@@ -27,6 +27,8 @@ def for_template(message: Mapping[str, Any]) -> TemplateMessage:
     given = {name: value for name, value in message.items() if value is not None}
     if given.get("role") not in ROLES:
         raise BadMessage(f"has role {given.get('role')!r}; roles are {', '.join(ROLES)}")
+    if given.get("type") in ("text", "message"):
+        del given["type"]  # lm-eval says so of each message, and OpenAI's other API
     if "content" in given:
         given["content"] = _text_of(given["content"])
     for name in [name for name in given if name not in ("role", "content", "tool_calls")]:

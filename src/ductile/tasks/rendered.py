@@ -83,6 +83,8 @@ class _Drafts:
         as the template writes where a completion follows. Some prompts open thoughts, which a completion opens itself
         or does not have."""
         prompt, start = self.generation_prompt(place), self.words(place)[0]
+        if self.text.endswith(prompt, 0, start):
+            return start
         before = self.words(place - 1)[1] if place else 0
         low = before if before <= start else 0  # some templates move messages
         for length in range(len(prompt), len(prompt) // 2, -1):
@@ -132,13 +134,17 @@ def _turn(drafts: _Drafts, place: int) -> list[TextSpan]:
 
     It is one, but where the template writes answers of tools between the message's calls and its content, as Gemma 4's.
     """
-    start, end = drafts.start(place), drafts.words(place)[1]
-    after = drafts.words(place + 1)[0] if place + 1 < len(drafts.messages) else len(drafts.text)
-    message = drafts.messages[place]
-    if not start < after < end or not message.get("content"):
+    text, start, end = drafts.text, drafts.start(place), drafts.words(place)[1]
+    message, ends = drafts.messages[place], drafts.tokenizer.end_texts
+    mixed = bool(message.get("content") and message.get("tool_calls"))
+    behind = len(text) - len(text[end:].lstrip())
+    if not mixed and (own := [each for each in ends if text.startswith(each, behind)]):
+        return [(start, behind + min(map(len, own)))]  # of most templates; each draft takes its time
+    after = drafts.words(place + 1)[0] if place + 1 < len(drafts.messages) else len(text)
+    if not mixed or not start < after < end:
         return [(start, _end_of_turn(drafts, place, end, after))]
     calls = {part: said for part, said in message.items() if part != "content"}
-    end_of_calls = num_common(drafts.text[:after], drafts.of([*drafts.messages[:place], calls]))
+    end_of_calls = num_common(text[:after], drafts.of([*drafts.messages[:place], calls]))
     content = drafts.changed(place, message | {"content": _reworded({"content": message["content"]})["content"]})
     return [(start, end_of_calls), (content[0], _end_of_turn(drafts, place, content[1], after))]
 

@@ -61,7 +61,9 @@ class Tokenizer:
         self._chat_template, self._replaces_template = chat_template, replaces_template
         self._source = source
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._end_of_turn()]))
+        ends = dict.fromkeys([*eos_token_ids, *self._end_of_turn()])
+        # Some folders name ids that their vocabulary lacks: no text ends with these, so others come first.
+        self.eos_token_ids = tuple(sorted(ends, key=lambda token: backend.id_to_token(token) is None))
         """Generation ends after any of these: those of generation_config.json, config.json and the tokenizer, and what
         the chat template ends an assistant's turn with (base models come with a template, and with the end of a text as
         their only eos)."""
@@ -231,8 +233,8 @@ class Tokenizer:
 
     @property
     def end_texts(self) -> list[str]:
-        """Texts of the tokens that end generation."""
-        return [self.decode([token], skip_special_tokens=False) for token in self.eos_token_ids]
+        """Texts of the tokens that end generation. Some folders name ids that their vocabulary lacks."""
+        return [text for token in self.eos_token_ids if (text := self.decode([token], skip_special_tokens=False))]
 
     def _end_of_turn(self) -> list[int]:
         """The special token that the chat template writes behind a completion, if there is one."""
@@ -318,4 +320,5 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str |
     wrong = [value for value in found if value is not None and (isinstance(value, bool) or not isinstance(value, int))]
     if wrong:
         raise TokenizerError(f"{folder}: eos_token_id holds {wrong[0]!r}; it must be an integer or a list of integers")
-    return list(dict.fromkeys(value for value in found if value is not None))
+    # -1 is none, in some configurations
+    return list(dict.fromkeys(value for value in found if value is not None and value >= 0))
