@@ -22,7 +22,7 @@ class Watcher:
     def on_metrics(self, step, metrics):
         self.rows.append((step, dict(metrics)))
 
-    def close(self):
+    def close(self, code):
         self.closed = True
 
 

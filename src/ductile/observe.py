@@ -80,8 +80,8 @@ class Listener(Protocol):
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done, or the evaluation before the first one (step 0)."""
 
-    def close(self) -> None:
-        """The run is over."""
+    def close(self, code: int) -> None:
+        """The run is over. code: the command's exit code."""
 
 
 class Recorder:
@@ -149,8 +149,9 @@ class Recorder:
         if not self.is_lost():
             write_json(self.folder / "summary.json", dict(values))
 
-    def close(self) -> None:
-        self._tell(lambda listener: listener.close())
+    def close(self, code: int = 0) -> None:
+        """code: the command's exit code."""
+        self._tell(lambda listener: listener.close(code))
         for journal in (self._events, self._metrics, self._samples, self._decisions):
             if lost := journal.close():
                 with suppress(OSError):

@@ -28,6 +28,34 @@ def test_a_file_is_loaded_once_and_may_define_dataclasses(tmp_path):
     assert import_object(f"{path}:calls") is import_object(f"{path}:calls")
 
 
+POOLED = """
+import multiprocessing, pickle
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+@dataclass
+class Verdict:
+    value: int
+def graded(text):
+    return Verdict(len(text))
+def pickled(text):
+    return pickle.loads(pickle.dumps(graded(text)))
+def pooled(text, start="fork"):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start)) as pool:
+        return pool.submit(graded, text).result(30)
+"""
+
+
+@pytest.mark.parametrize("name", ["pooled_reward", "pooled.reward", "pooled-reward", "json"])
+def test_what_a_file_defines_is_found_by_its_own_processes(name, tmp_path):
+    (tmp_path / f"{name}.py").write_text(POOLED)
+    path = f"{tmp_path}/{name}.py"
+    ways = {each: import_object(f"{path}:{each}") for each in ("pickled", "pooled")}
+    verdict = import_object(f"{path}:Verdict")
+    assert [way("four") for way in ways.values()] == [verdict(4)] * 2
+    if name.startswith("pooled") and "." not in name:  # the name that an import of the file has
+        assert ways["pooled"]("four", "spawn") == verdict(4)
+
+
 def test_a_file_that_fails_is_tried_again(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("raise RuntimeError('not yet')")

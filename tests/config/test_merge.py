@@ -75,7 +75,7 @@ RESOLVED: list[tuple[str, str, Any]] = [
     # tables
     ('--trainer.optim {"lr":2e-4,"eps":1e-9} --trainer.optim.lr 3e-4', "trainer.optim.lr", 3e-4),
     ('--trainer.optim {"lr":2e-4,"eps":1e-9} --trainer.optim.lr 3e-4', "trainer.optim.eps", 1e-9),
-    ("--wandb", "wandb.project", "ductile"),
+    ("--wandb", "wandb.project", None),
     ("--wandb.project p", "wandb.project", "p"),
     ("--wandb.project p --no-wandb", "wandb", None),
     ("--wandb.project p --wandb None", "wandb", None),

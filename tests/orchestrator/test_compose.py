@@ -176,7 +176,10 @@ def test_the_trainer_is_told_of_optimizer_steps(tmp_path, folder):
 
 
 def test_one_pass_over_the_examples_by_default(tmp_path, folder):
-    assert prepare(config(tmp_path, folder, max_steps=None)).schedule.max_steps == 18
+    prepared = prepare(config(tmp_path, folder, max_steps=None))
+    assert (prepared.schedule.max_steps, prepared.about) == (18, "")
+    rest = prepare(config(tmp_path, folder, max_steps=None, orchestrator__eval__num_examples=5))
+    assert rest.about == "One pass is 17 steps of 2, and there are 35 prompts: 1 of them is not taken."
     for branch in ("trainer", "orchestrator"):
         assert prepare(config(tmp_path, folder, max_steps=None, **{f"{branch}__max_steps": 5})).schedule.max_steps == 5
 

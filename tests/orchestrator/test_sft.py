@@ -18,6 +18,7 @@ from ductile.records import StepReport
 from ductile.tasks.rows import conversation_of
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
+from tests.config.stories import MODEL
 from tests.orchestrator.doubles import read, write
 from tests.tiny import make_tokenizer_files, may_think
 
@@ -272,9 +273,20 @@ def test_cut_and_skipped_samples_are_counted(tmp_path, tokenizer):
     assert read.samples[0].token_ids == read.samples[2].token_ids, "prompt/completion is a chat of two messages"
 
 
+def test_samples_are_cut_to_the_positions_that_the_model_has(tmp_path, folder):
+    data = {"type": "sft", "path": str(tmp_path / "rows.jsonl"), "batch_size": 1, "seq_len": 1024}
+    given = config(tmp_path, folder, data=data)
+    rows(tmp_path, {"prompt": "hi", "completion": "y" * 100})
+    assert len(prepare_sft(given).batch(0)[0]) > 100
+    (folder / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 102, "max_position_embeddings": 64}))
+    prepared = prepare_sft(given)
+    assert len(prepared.batch(0)[0]) == 64
+    assert "1 were cut to 64 tokens (the model's max_position_embeddings)" in prepared.data.sentence
+
+
 def test_no_completion_within_seq_len_is_an_error(tmp_path, tokenizer):
     file = rows(tmp_path, {"prompt": "h" * 100, "completion": "yo"})
-    with pytest.raises(TaskError, match=r"no completion begins within seq_len = 40 tokens; raise data.seq_len"):
+    with pytest.raises(TaskError, match=r"no completion begins within 40 tokens, the least of data.seq_len and"):
         read_conversations(str(file), tokenizer, 40, "assistant")
 
 
@@ -345,7 +357,10 @@ def train(prepared, tmp_path, stop_after=None):
 
 
 def test_one_pass_over_the_data_by_default(tmp_path, folder):
-    trainer, summary = train(prepare_sft(config(tmp_path, folder)), tmp_path)
+    prepared = prepare_sft(config(tmp_path, folder))
+    assert "10 samples: 2 of the last step are of a second pass." in prepared.data.sentence
+    assert "second pass" not in prepare_sft(config(tmp_path, folder, max_steps=3)).data.sentence
+    trainer, summary = train(prepared, tmp_path)
     assert summary["steps"] == 3
     assert (summary["samples"], summary["samples_cut"], summary["slots"]) == (10, 0, {"train": [0, 1]})
     assert [len(batch) for batch in trainer.seen[:3]] == [4, 4, 4]

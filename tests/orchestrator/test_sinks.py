@@ -5,7 +5,9 @@ import types
 
 import pytest
 
+from ductile.config.schema.run import WandbConfig
 from ductile.events.checkpoints import CheckpointSaved, RunResumed
+from ductile.observe import Recorder
 from ductile.orchestrator.commands.sinks import SinkMissing, TensorboardSink, WandbSink
 
 
@@ -16,7 +18,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     for step, loss in ((1, 0.5), (2, 0.25)):
         sink.on_metrics(step, {"loss": loss, "seconds/wait": 1.0})
     sink.on_event(CheckpointSaved(1, "", sentence="Saved."))
-    sink.close()
+    sink.close(0)
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()
     assert [(event.step, event.value) for event in reader.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
@@ -26,7 +28,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
 def test_tensorboard_needs_no_torch(tmp_path):
     code = (
         "import sys; from pathlib import Path; from ductile.orchestrator.commands.sinks import TensorboardSink\n"
-        f"sink = TensorboardSink(Path({str(tmp_path)!r})); sink.on_metrics(1, {{'x': 1.0}}); sink.close()\n"
+        f"sink = TensorboardSink(Path({str(tmp_path)!r})); sink.on_metrics(1, {{'x': 1.0}}); sink.close(0)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -35,35 +37,55 @@ def test_tensorboard_needs_no_torch(tmp_path):
 @pytest.fixture
 def wandb(monkeypatch):
     """W&B as a module that keeps what it is called with in `calls`."""
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
     module, run = types.ModuleType("wandb"), types.SimpleNamespace(id="abc123")
     module.calls = []
     run.log = lambda values, step: module.calls.append((step, values))
-    run.finish = lambda: module.calls.append("finish")
+    run.finish = lambda exit_code: module.calls.append(("finish", exit_code))
     module.init = lambda **keys: module.calls.append(keys) or run
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
 
 def test_wandb_logs_metrics_by_step(tmp_path, wandb):
-    sink = WandbSink(tmp_path, "p", "n", offline=True, config={"max_steps": 3})
+    sink = WandbSink(tmp_path, WandbConfig(project="p", name="n", offline=True), config={"max_steps": 3})
     sink.on_metrics(1, {"loss": 0.5})
-    sink.close()
+    sink.close(0)
     asked, *logged = wandb.calls
     assert (asked["mode"], asked["project"], asked["dir"]) == ("offline", "p", str(tmp_path))
     assert "id" not in asked
-    assert logged == [(1, {"loss": 0.5}), "finish"]
+    assert logged == [(1, {"loss": 0.5}), ("finish", 0)]
+
+
+def test_the_environment_of_wandb_wins_over_our_defaults_and_a_key_over_both(tmp_path, wandb, monkeypatch):
+    WandbSink(tmp_path, WandbConfig(), config={})
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    WandbSink(tmp_path, WandbConfig(), config={})
+    WandbSink(tmp_path, WandbConfig(project="p", name="n", offline=False), config={})
+    assert [asked["project"] for asked in wandb.calls] == ["ductile", "mine", "p"]
+    assert not {"name", "mode"} & wandb.calls[1].keys(), "W&B reads WANDB_NAME and WANDB_MODE itself"
+    assert (wandb.calls[2]["name"], wandb.calls[2]["mode"]) == ("n", "online")
+
+
+@pytest.mark.parametrize(("code", "finished"), [(0, 0), (1, 1), (2, 2), (130, 255)])
+def test_wandb_is_told_how_the_run_ended(tmp_path, wandb, code, finished):
+    record = Recorder(tmp_path)
+    record.listeners.append(WandbSink(tmp_path, WandbConfig(), config={}))
+    record.close(code)
+    assert wandb.calls[-1] == ("finish", finished)
 
 
 def test_a_resumed_run_is_the_same_run_of_wandb_taken_back_to_its_step(tmp_path, wandb):
-    WandbSink(tmp_path, "p", None, offline=False, config={})
-    WandbSink(tmp_path, "p", None, offline=False, config={}, last_step=2)
+    WandbSink(tmp_path, WandbConfig(project="p"), config={})
+    WandbSink(tmp_path, WandbConfig(project="p"), config={}, last_step=2)
     assert [asked.get("resume_from") for asked in wandb.calls] == [None, "abc123?_step=2"]
-    WandbSink(tmp_path, "q", None, offline=False, config={}, last_step=2)
+    WandbSink(tmp_path, WandbConfig(project="q"), config={}, last_step=2)
     assert "id" not in wandb.calls[-1], "the other project does not have it"
 
 
 def test_where_wandb_cannot_go_back_the_run_is_the_same_and_the_user_is_told(tmp_path, wandb):
-    sink, init = WandbSink(tmp_path, "p", None, offline=False, config={}), wandb.init
+    sink, init = WandbSink(tmp_path, WandbConfig(project="p"), config={}), wandb.init
 
     def old(resume_from=None, **keys):
         if resume_from:
@@ -72,7 +94,7 @@ def test_where_wandb_cannot_go_back_the_run_is_the_same_and_the_user_is_told(tmp
 
     wandb.init = old
     assert sink.not_taken_back == ""
-    sink = WandbSink(tmp_path, "p", None, offline=False, config={}, last_step=2)
+    sink = WandbSink(tmp_path, WandbConfig(project="p"), config={}, last_step=2)
     assert (wandb.calls[-1]["id"], wandb.calls[-1]["resume"]) == ("abc123", "allow")
     assert "cannot take its run abc123 back to step 2" in sink.not_taken_back
     assert "rewind is not enabled for your account" in sink.not_taken_back
@@ -100,7 +122,7 @@ def test_tensorboard_forgets_steps_that_are_taken_back(tmp_path):
             sink.on_event(RunResumed(2))
         for step in steps:
             sink.on_metrics(step, {"loss": float(10 * life + step)})
-        sink.close()
+        sink.close(0)
         time.sleep(1.1)  # the files' names have seconds, and are read in their order
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()
@@ -116,4 +138,4 @@ def test_tensorboard_forgets_steps_that_are_taken_back(tmp_path):
 def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SinkMissing, match=r"pip install wandb, or leave the table out"):
-        WandbSink(tmp_path, "p", None, offline=True, config={})
+        WandbSink(tmp_path, WandbConfig(), config={})

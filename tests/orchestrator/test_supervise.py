@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ductile.config.schema.run import RLConfig, TrainerRunConfig
 from ductile.config.schema.trainer import CheckpointConfig
 from ductile.events.checkpoints import RunResumed
 from ductile.events.steps import BatchesReady
-from ductile.observe import read_jsonl
+from ductile.observe import Listener, read_jsonl
 from ductile.orchestrator.ending.meaning import Beginning
 from ductile.orchestrator.ending.old_run import set_aside
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
@@ -91,6 +92,25 @@ def test_every_end_has_its_code_and_its_sentence(tmp_path: Path, capsys, error: 
     assert sentence in said
     goes_on = f"Logs: {tmp_path / 'logs'}. Go on with: ductile rl @ {tmp_path / 'config.toml'} --resume"
     assert (goes_on in said) == (code != 2)
+
+
+@pytest.mark.parametrize("error", [None, Stopped(), RewardsFailed("all"), TaskError("no file"), ZeroDivisionError()])
+def test_listeners_are_told_with_which_code_the_command_ends(tmp_path: Path, error: Exception | None):
+    told = list[int]()
+
+    class Told(Listener):
+        def close(self, code: int) -> None:
+            told.append(code)
+
+    async def run(config, prepared, session: Session):
+        session.record.listeners.append(Told())
+        if error:
+            raise error
+        return ""
+
+    with suppress(ZeroDivisionError):
+        end(tmp_path, run)
+    assert told == [0 if error is None else 130 if isinstance(error, Stopped) else 1]
 
 
 def test_what_fails_in_the_middle_of_a_run_is_no_failure_to_start(tmp_path: Path, capsys):

@@ -95,6 +95,10 @@ def misbehaves(row, completion):
             print("to stderr", file=sys.stderr)
         case ["env", name]:
             return float(name in os.environ)
+        case ["wants_variable", name]:
+            return float(os.environ[name])
+        case ["wants_client", name]:  # as clients of APIs say it
+            raise ValueError(f"pass api_key, or set the {name} environment variable")
         case ["port", port]:
             with socket.create_connection(("127.0.0.1", int(port)), timeout=5):
                 return 1.0

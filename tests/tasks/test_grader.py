@@ -375,6 +375,10 @@ def test_rewards_see_no_secrets_but_what_is_passed_on(config, monkeypatch):
     completions = [f"env {name}" for name in (*secrets, "PATH", "HOME")]
     seen = [verdict.reward for verdict in grade(config, completions)[0]]
     assert seen == [0, 0, 0, 0, 0, 1, 1]
+    for wants in ("variable", "client"):
+        (error,) = grade(config, [f"wants_{wants} OPENAI_API_KEY"])[1]
+        assert "OPENAI_API_KEY" in error
+        assert "orchestrator.graders.env names" in error
     passed = grade(config, completions, env=["OPENAI_API_KEY"])[0]
     assert [verdict.reward for verdict in passed] == [0, 0, 0, 1, 0, 1, 1]
 

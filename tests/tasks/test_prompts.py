@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.tasks.prompts import ExampleOrder, PromptPosition, Prompts, split
+from ductile.tasks.prompts import ExampleOrder, PromptPosition, Prompts, pass_in_words, split
 from ductile.tasks.task import TaskError
 from tests.orchestrator.doubles import Count, Letters
 
@@ -29,6 +29,19 @@ def test_split_holds_out_the_last_ones():
 def test_a_split_that_leaves_nothing_to_train_on_names_the_key_and_what_to_write(num_examples, instead):
     with pytest.raises(TaskError, match=f"the task has {num_examples} examples.*eval.num-examples {instead}, or"):
         split(num_examples, 8)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_steps", "step_size", "said"),
+    [
+        (10, 2, 5, ""),
+        (7, 2, 5, "One pass is 2 steps of 5, and there are 7 samples: 3 of the last step are of a second pass."),
+        (3, 1, 8, "One pass is 1 step of 8, and there are 3 samples: 5 of the last step are of further passes."),
+        (7, 3, 2, "One pass is 3 steps of 2, and there are 7 samples: 1 of them is not taken."),
+    ],
+)
+def test_a_pass_that_does_not_take_each_once_is_said(size, num_steps, step_size, said):
+    assert pass_in_words(size, num_steps, step_size, "sample") == said
 
 
 def test_an_order_needs_examples():

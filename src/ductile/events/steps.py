@@ -34,7 +34,8 @@ class StepProfiled(RunEvent, tag="profile", frozen=True):
 
 
 class BatchesReady(RunEvent, tag="data", frozen=True):
-    """`ductile sft` or `ductile trainer` has its batches. Batches that are made up have no counts."""
+    """The batches are there that `ductile sft` or `ductile trainer` takes, or something is to be said of the prompts of
+    `ductile rl`, which have no counts, as batches that are made up."""
 
     samples: int | None = None
     samples_cut: int | None = None

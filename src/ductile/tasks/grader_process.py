@@ -71,9 +71,11 @@ class Grader:
         except TaskError as error:
             return GradingFailed(request.number, sayable(str(error)), "wrong")
         except BaseException as error:  # SystemExit too: a reward may call sys.exit
-            hint = "" if self._has_network or not _wanted_network(error) else (
-                "; rewards have no network: orchestrator.graders.network = true gives them one"
-            )  # fmt: skip
+            hint = ""
+            if _wanted_variable(error):
+                hint = "; rewards see those environment variables that orchestrator.graders.env names, and a few others"
+            elif not self._has_network and _wanted_network(error):
+                hint = "; rewards have no network: orchestrator.graders.network = true gives them one"
             trace = "".join(traceback.format_exception(error))
             return GradingFailed(
                 request.number, sayable(f"raised {error_with_place(error)}{hint}"), "raised", sayable(trace, 8000)
@@ -123,12 +125,32 @@ def _wants_token_ids(task: Task) -> bool:
     return task.wants_token_ids if isinstance(task, JsonlDataset) else signature_of(task).wants_token_ids
 
 
-def _wanted_network(error: BaseException | None) -> bool:
+def _wanted_network(error: BaseException) -> bool:
+    return any(
+        isinstance(each, socket.gaierror) or (isinstance(each, OSError) and each.errno in UNREACHABLE)
+        for each in _causes(error)
+    )
+
+
+def _wanted_variable(error: BaseException) -> bool:
+    """Return whether an environment variable is missing: `os.environ["X"]`, or an error of a library that says so."""
+    return any(
+        "environment variable" in str(each).lower()
+        or (
+            isinstance(each, KeyError)
+            and any(frame.f_code is _READS for frame, _ in traceback.walk_tb(each.__traceback__))
+        )
+        for each in _causes(error)
+    )
+
+
+_READS = type(os.environ).__getitem__.__code__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
-        if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in UNREACHABLE):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 def _outlast_signals_to_groups() -> None:

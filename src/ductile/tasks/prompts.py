@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ductile.columns import TokenIds
+from ductile.core.instances.placement import many
 from ductile.records import Prompt
 from ductile.roles import Task
 from ductile.tasks.conversation import ChatTokenizer, first_turn
@@ -43,6 +44,15 @@ class ExampleOrder:
             if self._shuffle:
                 random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
         return epoch, self._order[place]
+
+
+def pass_in_words(size: int, num_steps: int, step_size: int, what: str) -> str:
+    """Return a sentence where the steps of one pass do not take each of `size` samples, or prompts, once; else ""."""
+    left, steps = size - num_steps * step_size, f"One pass is {many(num_steps, 'step')} of {step_size}"
+    if left > 0:
+        return f"{steps}, and there are {many(size, what)}: {left} of them {'is' if left == 1 else 'are'} not taken."
+    passes = "a second pass" if -left <= size else "further passes"
+    return f"{steps}, and there are {many(size, what)}: {-left} of the last step are of {passes}." if left else ""
 
 
 def split(num_examples: int, num_held_out: int) -> tuple[range, range]:

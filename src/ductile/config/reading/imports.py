@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from hashlib import blake2b
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -179,7 +180,7 @@ def _load_file(file: Path, import_path: str) -> ModuleType:
         raise ImportPathError(f"{import_path!r}: there is no file {file}")
     if mistaken := _mistaken(file, sys.path):
         raise ImportPathError(f"{import_path!r}: {file} {mistaken}")
-    name = f"ductile_import.{file.resolve()}"  # one module a file, and no package's name
+    name = _module_name(file)
     try:
         if name not in sys.modules:
             sys.modules[name] = _executed(file, name)
@@ -188,6 +189,19 @@ def _load_file(file: Path, import_path: str) -> ModuleType:
             f"{import_path!r}: {file} fails when it is imported: {error_with_place(error)}"
         ) from error
     return sys.modules[name]
+
+
+def _module_name(file: Path) -> str:
+    """Return the name of the file's module, by which `pickle` finds its functions and classes again: the one that an
+    import has, in a process of the user's own, too, unless that is another module's. One module a file."""
+    file, name = file.resolve(), file.stem
+    own = f"ductile_import_{name.replace('.', '_')}_{blake2b(bytes(file), digest_size=8).hexdigest()}"
+    if own in sys.modules or "." in name or name in sys.stdlib_module_names:
+        return own
+    importlib.invalidate_caches()  # the file may have been written just now
+    loaded = sys.modules.get(name)
+    spec = loaded.__spec__ if loaded else PathFinder.find_spec(name)
+    return name if spec and spec.origin and os.path.realpath(spec.origin) == str(file) else own
 
 
 def _executed(file: Path, name: str) -> ModuleType:

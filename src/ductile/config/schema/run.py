@@ -52,9 +52,14 @@ class ScorerConfig(Section):
 
 
 class WandbConfig(Section):
-    project: str = "ductile"
+    """What is left out is as W&B's own environment variables say."""
+
+    project: str | None = None
+    """Default: `WANDB_PROJECT` of the environment, else "ductile"."""
     name: str | None = None
-    offline: bool = False
+    """Default: `WANDB_NAME`, else a name that W&B makes up."""
+    offline: bool | None = None
+    """Write to the run's folder only; `wandb sync` sends it later. Default: as `WANDB_MODE` says, else false."""
 
 
 class TensorboardConfig(Section):
@@ -107,7 +112,8 @@ class JsonlData(Section):
     batch_size: int = Field(default=128, ge=1)
     """Samples an optimizer step."""
     seq_len: int = Field(default=128, ge=2)
-    """Tokens of a micro-batch; longer samples are cut, and counted."""
+    """Tokens of a micro-batch; longer samples are cut, and counted, as are those beyond the model's
+    max_position_embeddings."""
     pack_function: Annotated[Literal["cat", "stack"], _STACK] = "cat"
     micro_batch_size: Annotated[int, _MICRO] = Field(default=1, ge=1)
     shuffle: bool = True

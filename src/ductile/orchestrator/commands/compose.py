@@ -46,7 +46,7 @@ from ductile.roles import Generators, Scorer, Task
 from ductile.tasks.build import build_task
 from ductile.tasks.held_out import repeated
 from ductile.tasks.jsonl import JsonlDataset
-from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts, prompt_ids, split
+from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts, pass_in_words, prompt_ids, split
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.transport.deadlines import Deadlines
@@ -76,10 +76,13 @@ class Prepared:
         return self.config.trainer.model_copy(update={"max_steps": num_updates})
 
     def notes(self) -> list[str]:
-        """Return a sentence for prompts that spell control tokens, and one for held-out rows of a file that are trained
-        on, too."""
+        """Return sentences about the data: where a run of one pass does not ask each prompt once, where prompts spell
+        control tokens, where held-out rows of a file are trained on, too."""
+        schedule, is_one_pass = self.schedule, not _given_steps(self.config) and self.config.bench is None
+        groups, size = schedule.staleness.groups_per_step, len(self.train_examples)
+        passed = pass_in_words(size, schedule.max_steps, groups, "prompt") if is_one_pass else ""
         spelled = check_prompts(self.tasks["train"], self.tokenizer, self.train_examples)
-        return [sentence for sentence in (spelled, self._repeated()) if sentence]
+        return [as_sentence(sentence) for sentence in (passed, spelled, self._repeated()) if sentence]
 
     def _repeated(self) -> str:
         train, held_out = self.tasks["train"], [prompt.example for prompt in self.eval_prompts]
@@ -124,8 +127,7 @@ def prepare(config: RLConfig) -> Prepared:
     check_prompts(tasks["train"], tokenizer, train_examples)  # what raises is found before the start
     groups_per_step = orchestrator.batch_size // orchestrator.rollouts_per_example
     one_epoch = max(1, len(train_examples) // groups_per_step)
-    given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
-    max_steps = config.bench.steps if config.bench else given or one_epoch
+    max_steps = config.bench.steps if config.bench else _given_steps(config) or one_epoch
     checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
     resume_step = None if bench else config.ckpt.resume_step
     progress = where_to_begin(checkpoints, resume_step, Path(config.output_dir) / "model")
@@ -162,6 +164,10 @@ def prepare(config: RLConfig) -> Prepared:
     )
 
 
+def _given_steps(config: RLConfig) -> int | None:
+    return config.max_steps or config.trainer.max_steps or config.orchestrator.max_steps
+
+
 async def run_loop(
     prepared: Prepared,
     trainer: PausableTrainer,
@@ -182,7 +188,7 @@ async def run_loop(
     config, progress, record = prepared.config, prepared.progress, context.record
     orchestrator, saves = config.orchestrator, config.bench is None
     for sentence in prepared.notes():
-        record.event(DataNoted(sentence=as_sentence(sentence)))
+        record.event(DataNoted(sentence=sentence))
     model_folder = prepared.folder / "model" if config.ckpt.export_model and saves else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if saves:

@@ -8,7 +8,6 @@ slots) stays for the start.
 from dataclasses import replace
 from pathlib import Path
 
-from ductile.config.reading.command_line import as_sentence
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig
 from ductile.orchestrator.commands.compose import prepare
 from ductile.orchestrator.commands.rollout_only import prepare_rollout_only
@@ -34,8 +33,7 @@ def rehearse(config: RunConfig) -> AboutData:
     if isinstance(config, RLConfig):
         prepared = prepare(config)
         about = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
-        notes = map(as_sentence, prepared.notes())
-        about = replace(about, sentence=" ".join(filter(None, (about.sentence, *notes))))
+        about = replace(about, sentence=" ".join(filter(None, (about.sentence, *prepared.notes()))))
     elif isinstance(config, SFTConfig):
         about = prepare_sft(config).data
     elif isinstance(config, InferenceRunConfig):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile.concurrency.structured import undisturbed
+from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.run import FakeData, JsonlData, SFTConfig, TrainerRunConfig
 from ductile.config.schema.trainer import CheckpointConfig, SFTLoss, TrainerConfig, loss_aggregation
 from ductile.core.batch.loss_aggregation import loss_denominator, weigh
@@ -29,7 +30,7 @@ from ductile.orchestrator.loop.skipped_steps import SkippedSteps
 from ductile.orchestrator.loop.step_metrics import utilisation
 from ductile.records import AS_IN_SOURCE, ChatFormat, Sample, StepReport
 from ductile.roles import TrainerClient
-from ductile.tasks.prompts import ExampleOrder, PromptPosition
+from ductile.tasks.prompts import ExampleOrder, PromptPosition, pass_in_words
 from ductile.tasks.rows import read_rows
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.user_files import read_text
@@ -83,12 +84,16 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         one_epoch, about = 1, AboutData(f"Made-up data, {fake.batch_size} samples a step{unread}.")
     else:
         tokenizer = Tokenizer.of(config.model)
-        read = read_conversations(str(data.path), tokenizer, data.seq_len, data.loss_on)
+        longest = min(data.seq_len, spec.max_position if (spec := read_spec(config.model.name)) else data.seq_len)
+        read = read_conversations(str(data.path), tokenizer, longest, data.loss_on)
         order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
         batch = _batch_of(read.samples, order, progress, data.batch_size)
         rows, num_samples = [row for _, row in read_rows(str(data.path))], len(read.samples)
         one_epoch = -(-len(read.samples) // data.batch_size)
-        about = _about(read, data, marked(tokenizer, read.samples[0]))
+        about = _about(read, data, longest, marked(tokenizer, read.samples[0]))
+        if not config.max_steps and progress.prompts.next == progress.step * data.batch_size:
+            words = pass_in_words(num_samples, one_epoch, data.batch_size, "sample")
+            about = replace(about, sentence=" ".join(filter(None, (about.sentence, words))))
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
     began = Beginning(progress)
     if not bench:
@@ -248,10 +253,10 @@ def _metrics(
     }
 
 
-def _about(read: Conversations, data: JsonlData, first: str) -> AboutData:
-    counts = read.counts
+def _about(read: Conversations, data: JsonlData, longest: int, first: str) -> AboutData:
+    counts, why = read.counts, " (the model's max_position_embeddings)" if longest < data.seq_len else ""
     told = [
-        f"{len(read.samples)} samples from {data.path}; {counts.cut} were cut to {data.seq_len} tokens, "
+        f"{len(read.samples)} samples from {data.path}; {counts.cut} were cut to {longest} tokens{why}, "
         f"{counts.skipped} had no completion within them and are skipped."
     ]
     if counts.open:

@@ -23,7 +23,7 @@ class RowCounts:
     """Rows of which something is to be told."""
 
     cut: int = 0
-    """Rows that were longer than `seq_len`."""
+    """Rows that were longer than `longest`."""
     skipped: int = 0
     """Rows that had nothing left to train on after the cut, or say so themselves (`weight: 0`)."""
     open: int = 0
@@ -48,16 +48,16 @@ class Conversations:
     """Control token of the first of `counts.control`, with file and line."""
 
 
-def read_conversations(path: str, tokenizer: Tokenizer, seq_len: int, loss_on: LossOn) -> Conversations:
-    """Raises TaskError with file and line, also when nothing is left to train on."""
+def read_conversations(path: str, tokenizer: Tokenizer, longest: int, loss_on: LossOn) -> Conversations:
+    """longest: tokens of a sample. Raises TaskError with file and line, also when nothing is left to train on."""
     samples, counts, any_trained = list[Sample](), RowCounts(), False
     unprompted = control = ""
     for where, row in read_rows(path):
         tokens = tokenise(where, row, tokenizer, loss_on)
-        counts.cut += len(tokens.ids) > seq_len
+        counts.cut += len(tokens.ids) > longest
         any_trained |= any(tokens.trained)
-        if any(tokens.trained[:seq_len]):
-            samples.append(Sample(TokenIds(tokens.ids[:seq_len]), Mask(tokens.trained[:seq_len])))
+        if any(tokens.trained[:longest]):
+            samples.append(Sample(TokenIds(tokens.ids[:longest]), Mask(tokens.trained[:longest])))
             counts.open += loss_on == "assistant" and tokens.last_trained not in tokenizer.eos_token_ids
             counts.unprompted += bool(tokens.unprompted)
             counts.straddling += tokens.straddles
@@ -69,7 +69,8 @@ def read_conversations(path: str, tokenizer: Tokenizer, seq_len: int, loss_on: L
     if not samples and not any_trained:
         raise TaskError(f"{path}: nothing is trained, as each row says (weight: 0 or train: false)")
     if not samples:
-        raise TaskError(f"{path}: no completion begins within seq_len = {seq_len} tokens; raise data.seq_len")
+        limits = "data.seq_len and the model's max_position_embeddings"
+        raise TaskError(f"{path}: no completion begins within {longest} tokens, the least of {limits}")
     return Conversations(tuple(samples), counts, unprompted, control)
 
 

@@ -3,15 +3,19 @@
 import importlib
 import importlib.util
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ductile.config.schema.run import WandbConfig
 from ductile.error_text import error_text
 from ductile.events.checkpoints import RunResumed, StartedAnew
 from ductile.observe import Listener, RunEvent, write_json
 
+KILLED = 255
+"""Exit code with which W&B itself finishes a run that the user interrupts. Others, but 0, are failures to it."""
 RUN_ID = "ductile.json"
 """File in a run's `wandb` folder that keeps the id of its W&B run."""
 
@@ -43,19 +47,17 @@ class TensorboardSink(Listener):
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, code: int) -> None:
         self._writer.close()
 
 
 class WandbSink(Listener):
-    """One W&B run, however often the run is resumed. `offline` writes to `folder` only; `wandb sync` sends it later."""
+    """One W&B run, however often the run is resumed."""
 
     def __init__(
         self,
         folder: Path,
-        project: str,
-        name: str | None,
-        offline: bool,
+        wanted: WandbConfig,
         config: Mapping[str, Any],
         last_step: int | None = None,
     ) -> None:
@@ -64,8 +66,12 @@ class WandbSink(Listener):
         Not `offline`: as WANDB_MODE says. Raises SinkMissing.
         """
         wandb = _import("wandb", "wandb")
-        asked = {"project": project, "name": name, "dir": str(folder), "config": dict(config)}
-        asked["mode"] = "offline" if offline else None
+        project = wanted.project or os.environ.get("WANDB_PROJECT") or "ductile"
+        asked = {"project": project, "dir": str(folder), "config": dict(config)}
+        if wanted.name is not None:  # else the environment says it
+            asked["name"] = wanted.name
+        if wanted.offline is not None:
+            asked["mode"] = "offline" if wanted.offline else "online"
         file = folder / "wandb" / RUN_ID
         known = _read_id(file, project) if last_step is not None else None
         self.not_taken_back = ""
@@ -87,8 +93,8 @@ class WandbSink(Listener):
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, code: int) -> None:
+        self._run.finish(exit_code=KILLED if code > 128 else code)  # which is how a signal's code begins
 
 
 def _init(wandb: Any, asked: Mapping[str, Any]) -> Any:

@@ -71,7 +71,7 @@ class ForgetOldRun(Listener):
             self._deleting = threading.Thread(target=shutil.rmtree, args=(gone, True), daemon=True)
             self._deleting.start()
 
-    def close(self) -> None:
+    def close(self, code: int) -> None:
         if self._deleting:
             self._deleting.join()
 

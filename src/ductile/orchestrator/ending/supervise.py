@@ -109,7 +109,7 @@ def supervise(
 
     began: where the run that is gone on with is. When there is nothing left to do, nothing is started or written.
     """
-    session = None
+    session, end = None, _End(FAILED)
     try:
         if is_aside(Path(config.output_dir)):
             with run_folder(config.output_dir, clean=False):
@@ -123,7 +123,7 @@ def supervise(
             bench = Bench() if config.bench else None
             folder = bench_folder() if bench else stack.enter_context(run_folder(config.output_dir, config.clean))
             record = Recorder(folder)
-            stack.callback(record.close)
+            stack.callback(lambda: record.close(end.code))
             write_config = partial(write_resolved, config, folder, command)
             if _goes_on(config) and (folder / "config.toml").exists():
                 record.listeners.append(ReplaceConfig(write_config))
@@ -305,8 +305,7 @@ def _add_sinks(record: Recorder, config: Config, began: Beginning) -> str:
         record.listeners.append(TensorboardSink(Path(config.tensorboard.dir or record.folder / "tensorboard")))
     if not config.wandb:
         return ""
-    wandb = config.wandb
-    sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config), began.last_kept)
+    sink = WandbSink(record.folder, config.wandb, to_table(config), began.last_kept)
     record.listeners.append(sink)
     return sink.not_taken_back
 
