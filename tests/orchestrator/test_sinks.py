@@ -102,15 +102,14 @@ def test_where_wandb_cannot_go_back_the_run_is_the_same_and_the_user_is_told(tmp
 
 @pytest.mark.parametrize("last_step", [None, 2])
 def test_where_wandb_begins_no_run_the_user_is_told_what_to_write(tmp_path, wandb, last_step):
-    WandbSink(tmp_path, "p", None, offline=False, config={})
-    assert wandb.calls[-1]["mode"] is None, "WANDB_MODE may say it"
+    WandbSink(tmp_path, WandbConfig(project="p"), config={})
 
     def init(**keys):
         raise RuntimeError("No API key configured. Use `wandb login` to log in.")
 
     wandb.init = init
     with pytest.raises(SinkMissing, match=r"W&B begins no run: .*No API key.*--wandb.offline"):
-        WandbSink(tmp_path, "p", None, offline=False, config={}, last_step=last_step)
+        WandbSink(tmp_path, WandbConfig(project="p"), config={}, last_step=last_step)
 
 
 def test_tensorboard_forgets_steps_that_are_taken_back(tmp_path):

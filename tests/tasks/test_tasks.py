@@ -144,7 +144,13 @@ def called(arguments):
     return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]}
 
 
+def said(**fields):
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, **fields}]}
+
+
 BAD_SFT_ROWS = [
+    (said(tool_calls=[]), "rows.jsonl:1: message 2 has no content"),
+    (said(reasoning_content=""), "rows.jsonl:1: message 2 has no content"),
     (called("{a: 1}"), "message 2 has a tool call 1 whose arguments are text that is not JSON: '{a: 1}'"),
     (called('["a"]'), "message 2 has a tool call 1 whose arguments are a list; they are an object, or its JSON text"),
     ({"prompt": "a"}, "rows.jsonl:1: has a prompt and no completion"),

@@ -40,7 +40,8 @@ def for_template(message: Mapping[str, Any]) -> TemplateMessage:
         given["tool_calls"] = _tool_calls(given["tool_calls"])
     if given.get("tool_calls") and given["role"] != "assistant":
         raise BadMessage("has tool_calls, which only the assistant makes")
-    if "content" not in given and not (given["role"] == "assistant" and given.keys() & {"tool_calls", *THOUGHTS}):
+    says = any(given.get(name) for name in ("tool_calls", *THOUGHTS))
+    if "content" not in given and not (given["role"] == "assistant" and says):
         raise BadMessage("has no content")
     return given
 

@@ -88,7 +88,8 @@ class _Drafts:
         before = self.words(place - 1)[1] if place else 0
         low = before if before <= start else 0  # some templates move messages
         for length in range(len(prompt), len(prompt) // 2, -1):
-            found = self.text.rfind(prompt[:length], low, start + length - 1)
+            # Words may open the thoughts themselves, and then they begin behind the whole prompt.
+            found = self.text.rfind(prompt[:length], low, start + (length - 1 if length == len(prompt) else 0))
             if found >= 0:
                 return found + length
         return start
@@ -150,10 +151,13 @@ def _turn(drafts: _Drafts, place: int) -> list[TextSpan]:
 
 
 def _end_of_turn(drafts: _Drafts, place: int, end: int, after: int) -> int:
-    """Return where a turn ends whose words end at `end`: behind the first token there that ends generation, or with
-    what the template writes behind a last message. after: where the words of the next message begin."""
+    """Return where a turn ends whose words end at `end`: behind the first token there that ends generation, else
+    behind the control token that follows the words, else with what the template writes behind a last message. after:
+    where the words of the next message begin."""
     text, high = drafts.text, after if after >= end else len(drafts.text)
     found = [(text.find(each, end, high), len(each)) for each in drafts.tokenizer.end_texts]
     if ends := [each for each in found if each[0] >= 0]:
         return sum(min(ends))
+    if (token := drafts.tokenizer.control_tokens) and (following := token.match(text, end, high)):
+        return following.end()  # as gpt-oss', which ends turns that others follow with a token of their own
     return max(end, min(high, num_common(text, drafts.of(drafts.messages[: place + 1]))))

@@ -122,7 +122,7 @@ class Tokenizer:
         return encoded.ids, inside, straddles
 
     @cached_property
-    def _control_tokens(self) -> re.Pattern[str] | None:
+    def control_tokens(self) -> re.Pattern[str] | None:
         """Special tokens that the chat template writes around a message, or that end generation."""
         if self._chat_template is None:
             return None
@@ -136,7 +136,7 @@ class Tokenizer:
     def control_token_in(self, messages: Sequence[ChatTurn]) -> str | None:
         """Return the first control token that a message's words spell: in the middle of a text it begins or ends a
         turn. None where there is none."""
-        if (tokens := self._control_tokens) is None:
+        if (tokens := self.control_tokens) is None:
             return None
         texts = (value for message in messages for value in message.values() if isinstance(value, str))
         return next((match[0] for match in map(tokens.search, texts) if match), None)
