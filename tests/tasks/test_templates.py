@@ -252,8 +252,8 @@ def masked(trained):
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if f"{name}_training" in TEMPLATES])
 def test_a_template_without_marks_trains_what_its_twin_marks(name):
-    """TRL's twins mark a header or a line end besides; words and the token that ends a turn are in both. Gemma's calls end
-    with the token that opens their answer, which its twin does not mark."""
+    """TRL's twins mark a header or a line end besides; words and the token that ends a turn are in both. Gemma's calls
+    end with the token that opens their answer, which its twin does not mark."""
     for row in ROWS.values():
         if "gemma" in name and "tool_calls" in str(row):
             continue
