@@ -102,7 +102,7 @@ def _init(wandb: Any, asked: Mapping[str, Any]) -> Any:
     try:
         return wandb.init(**asked)
     except Exception as error:
-        what = f"[wandb] is set, but W&B begins no run: {error_text(error)}"
+        what = f"[wandb] is set, but W&B begins no run: {error_text(error).rstrip('.')}"
         raise SinkMissing(f"{what}. Write --wandb.offline to send it later, or --no-wandb") from error
 
 
