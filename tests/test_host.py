@@ -33,6 +33,7 @@ def test_a_container_s_or_a_job_s_memory_is_what_it_may_use(tmp_path, version, f
         (OSError(errno.EMFILE, "Too many open files"), " (at most 64 open files: ulimit -n)"),
         (BlockingIOError(errno.EAGAIN, "no"), " (at most 64 processes and threads of a user: ulimit -u)"),
         (RuntimeError("can't start new thread"), " (at most 64 processes and threads of a user: ulimit -u)"),
+        (OSError(errno.EFBIG, "File too large"), " (at most 64 B in a file: ulimit -f)"),
         (MemoryError(), " (at most 64 B: ulimit -v)"),
         (OSError(errno.ENOMEM, "no"), " (at most 64 B: ulimit -v)"),
         (OSError(errno.ENOSPC, "no"), ""),

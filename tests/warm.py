@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -291,6 +292,7 @@ def become(command: Command, fds: Mapping[int, int]) -> None:
     os.chdir(command.folder)
     os.environ.clear()
     os.environ.update(command.environment)
+    tempfile.tempdir = None  # what the template's imports asked for is not where TMPDIR points now
     _write_down(command)
     for signum in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)

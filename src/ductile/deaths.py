@@ -22,15 +22,15 @@ class OomKills:
         self._proc = proc
         _, self._reported = self._count()
 
-    def tell(self) -> str:
-        """The next kill that nobody was told of, in words; "" where there is none."""
+    def tell(self, whom: str = "it") -> str:
+        """The next kill that nobody was told of, in words; "" where there is none. whom: who was killed."""
         (counter, now), before = self._count(), self._reported
         if now <= before:
             return ""
         self._reported += 1
         took = "may have taken" if counter == self._proc / "vmstat" else "took"
         counted = f"oom_kill of {counter} went from {before} to {now}"
-        return f"the kernel's OOM killer {took} it: {counted}; {memory_now(self._proc)}"
+        return f"the kernel's OOM killer {took} {whom}: {counted}; {memory_now(self._proc)}"
 
     def _count(self) -> tuple[Path, int]:
         for group in memory_groups(self._proc):

@@ -51,6 +51,9 @@ def shortage(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) and not isinstance(error, DiskError) else None
     if number == errno.EMFILE:
         return f" (at most {_limit(resource.RLIMIT_NOFILE)} open files: ulimit -n)"
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if number == errno.EFBIG and soft != resource.RLIM_INFINITY:
+        return f" (at most {show_bytes(soft)} in a file: ulimit -f)"
     if number == errno.EAGAIN or "can't start new thread" in str(error):
         return f" (at most {_limit(resource.RLIMIT_NPROC)} processes and threads of a user: ulimit -u)"
     if number in FULL and isinstance(error, OSError) and isinstance(error.filename, str):

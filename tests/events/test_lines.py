@@ -31,7 +31,7 @@ EVENTS = (
     steps.StepSkipped(4, 2),
     steps.Evaluated(4, 0.5),
     rollouts.PromptSkipped(),
-    rollouts.HeldOutRepeated(),
+    rollouts.DataNoted(),
     rollouts.GroupDropped("train/0/1"),
     rollouts.PromptDroppedTwice("train/0/1"),
     rollouts.RequestRestarted(InstanceId("generator-2")),

@@ -72,6 +72,9 @@ SEEN: list[tuple[str, list[Any], dict[str, Any], str]] = [
         "user:ab;",
     ),
     (STRICT, [USER | {"name": "Ann", "refusal": None, "annotations": [], "audio": None}], {}, "user:rain?;"),
+    (STRICT, [USER | {"type": "text"}], {"add_special_tokens": False}, "user:rain?;"),  # lm-eval; vLLM's default
+    (STRICT, [USER], {"chat_template_kwargs": {"enable_thinking": False, "x": None}}, "user:rain?;"),
+    (STRICT, [USER], {"chat_template_kwargs": {"x": 1}}, "the chat template does not read x, which chat_template"),
     (HERMES, [USER], {"reasoning_effort": "low"}, "low!<|im_start|>user:rain?"),
     (STRICT, [USER], {"reasoning_effort": "low", "verbosity": "high"}, "user:rain?;"),
     (HERMES, [USER], {"tools": [TOOL]}, 'TOOLS:[{"type": "function", "function": {"name": "weather"'),

@@ -95,6 +95,17 @@ def test_what_may_still_change_is_held_back(text: str, stop: tuple[str, ...], ex
     assert pieces(text, [], stop) == expected
 
 
+def test_a_completion_goes_on_from_its_prompt() -> None:
+    """Decoders of sentencepiece's kind drop the space that a text begins with, and a completion begins none."""
+    pieces = {1: "\u2581the", 2: "\u2581end"}
+
+    def decode(tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(pieces[token] for token in tokens).replace("\u2581", " ").removeprefix(" ")
+
+    assert TextStream(decode, Sampling(), prompt=(1, 1)).push([2, 1], last=True) == " end the"
+    assert TextStream(decode, Sampling()).push([2, 1], last=True) == "end the"
+
+
 def test_the_token_that_ended_the_completion_is_not_shown() -> None:
     assert pieces("ab!", [3], stop_ids=(ord("!"),)) == ["ab"]
     assert pieces("a!b", [3], stop_ids=(ord("!"),)) == ["a!b"]

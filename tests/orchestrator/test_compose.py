@@ -177,9 +177,9 @@ def test_the_trainer_is_told_of_optimizer_steps(tmp_path, folder):
 
 def test_one_pass_over_the_examples_by_default(tmp_path, folder):
     prepared = prepare(config(tmp_path, folder, max_steps=None))
-    assert (prepared.schedule.max_steps, prepared.about) == (18, "")
+    assert (prepared.schedule.max_steps, prepared.notes()) == (18, [])
     rest = prepare(config(tmp_path, folder, max_steps=None, orchestrator__eval__num_examples=5))
-    assert rest.about == "One pass is 17 steps of 2, and there are 35 prompts: 1 of them is not taken."
+    assert rest.notes() == ["One pass is 17 steps of 2, and there are 35 prompts: 1 of them is not taken."]
     for branch in ("trainer", "orchestrator"):
         assert prepare(config(tmp_path, folder, max_steps=None, **{f"{branch}__max_steps": 5})).schedule.max_steps == 5
 
@@ -188,7 +188,7 @@ def test_the_date_that_a_template_writes_is_told_at_the_start_and_kept(tmp_path,
     set_day = writes_date(folder, monkeypatch)
     set_day(27)
     rl(config(tmp_path, folder), folder)
-    (data,) = [row for row in read_jsonl(tmp_path / "run/events.jsonl") if row["kind"] == "data"]
+    (data,) = [row for row in read_jsonl(tmp_path / "run/events.jsonl") if row["kind"] == "data_noted"]
     assert data["sentence"].startswith("The chat template writes today's date ('27 Nov 2026')")
     set_day(28)
     changes = prepare(config(tmp_path, folder, max_steps=4, ckpt__resume_step=-1)).began.changes

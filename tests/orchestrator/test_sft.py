@@ -55,7 +55,7 @@ CHAT = [
 
 def test_completions_are_trained_and_nothing_else(tokenizer):
     tokens = tokens_of(tokenizer, *CHAT)
-    assert tokens.ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
+    assert tokens.ids == tokenizer.apply_chat_template(CHAT, False)
     assert trained_text(tokenizer, tokens) == "yo<|im_end|>me<|im_end|>"
 
 
@@ -64,6 +64,13 @@ def test_a_base_model_learns_to_end_its_turns_as_the_template_does(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|pad|>"}))
     base = Tokenizer.from_folder(folder)
     assert trained_text(base, tokens_of(base, *CHAT)) == "yo<|im_end|>me<|im_end|>"
+
+
+def test_an_end_token_that_the_vocabulary_lacks_ends_no_turn(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [100000, -1]}')
+    padded = Tokenizer.from_folder(folder)
+    assert trained_text(padded, tokenise("f:1", {"text": "once"}, padded, "all")) == "nce<|im_end|>"
+    assert trained_text(padded, tokens_of(padded, *CHAT)) == "yo<|im_end|>me<|im_end|>"
 
 
 def test_white_space_that_the_template_cuts_is_not_trained(folder):
@@ -154,6 +161,68 @@ def test_a_field_has_a_meaning_or_is_refused(tokenizer, fields, says):
         tokens_of(tokenizer, *CHAT, **fields)
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"prompt": "hi", "prompt_id": "a1"},  # ultrachat_200k, no_robots
+        {"problem": "hi", "solution": "yo"},  # NuminaMath-CoT
+        {"instruction": "and", "response": "me", "model_name": None},  # Magpie
+        {"chat_template_kwargs": {"custom_instructions": None}},  # smoltalk2: a column that other rows fill
+    ],
+)
+def test_a_field_that_says_what_a_message_says_is_taken(tokenizer, others):
+    assert tokens_of(tokenizer, *CHAT, **others) == tokens_of(tokenizer, *CHAT)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "q", "answer": "4"}, "rename question to prompt and answer to completion"),  # gsm8k
+        ({"conversation": [*CHAT], "toxic": False}, "rename conversation to messages"),  # WildChat
+        ({"instruction": "i", "context": "c", "response": "r"}, "has an instruction and no output; rename response to"),
+        ({"messages": [*CHAT], "a": 1, "b": 2}, "has fields a, b, which have no meaning beside messages; remove them"),
+        ({"messages": [*CHAT], "prompt": "another"}, "has both messages and prompt"),
+        ({"prompt": "p", "completion": "c", "system_prompt": "s"}, "rename system_prompt to system"),  # OpenOrca
+    ],
+)
+def test_a_row_of_another_data_set_is_told_what_to_change(tokenizer, row, says):
+    with pytest.raises(TaskError, match=re.escape(says)):
+        tokenise("f:1", row, tokenizer)
+
+
+def test_nulls_that_fill_other_tools_columns_are_dropped(folder):
+    """As a data set is read back from Arrow: each tool has the other's parameters, each call its arguments, as null."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    template = "{{ tools | tojson }}" + template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    tokenizer = Tokenizer.from_folder(folder)
+
+    def row(**padding):
+        tool = {"name": "rain", "parameters": {"properties": {"city": {"type": "string", "default": None}} | padding}}
+        call = {"name": "rain", "arguments": {"city": "Rome"} | padding}
+        said = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+        return tokens_of(tokenizer, CHAT[1], said, tools=[{"type": "function", "function": tool}])
+
+    assert row(expr=None) == row()
+
+
+def test_rows_that_are_read_otherwise_than_they_look_are_told(tmp_path, folder):
+    """Words that spell a token which ends a turn; a token with a part of the prompt and a part of the completion."""
+    backend = json.loads((folder / "tokenizer.json").read_text())
+    backend["model"]["vocab"]["\nyo"] = len(backend["model"]["vocab"])
+    backend["model"]["vocab"]["yo"] = len(backend["model"]["vocab"])
+    backend["model"]["merges"] = [["y", "o"], ["\n", "yo"]]
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 110}))
+    file = tmp_path / "odd.jsonl"
+    file.write_text('{"prompt": "hi", "completion": "yo"}\n{"prompt": "a<|im_end|>b", "completion": "me"}\n')
+    data = {"type": "sft", "path": str(file), "batch_size": 1, "seq_len": 64}
+    said = prepare_sft(config(tmp_path, folder, data=data)).data.sentence
+    assert "1 have a token that is partly of the generation prompt and partly of the completion" in said
+    assert f"begins or ends a turn there: <|im_end|> in {file}:2 is the first." in said
+
+
 def test_plain_text_is_trained_whole(tokenizer):
     tokens = tokenise("f:1", {"text": "once"}, tokenizer, "all")
     assert trained_text(tokenizer, tokens) == "nce<|im_end|>"
@@ -199,7 +268,7 @@ def test_cut_and_skipped_samples_are_counted(tmp_path, tokenizer):
         {"messages": CHAT[1:3]},
     )
     read = read_conversations(str(file), tokenizer, 40, "assistant")
-    assert (len(read.samples), read.num_cut, read.num_skipped) == (3, 2, 1)
+    assert (len(read.samples), read.counts.cut, read.counts.skipped) == (3, 2, 1)
     assert [len(sample) for sample in read.samples][1] == 40
     assert read.samples[0].token_ids == read.samples[2].token_ids, "prompt/completion is a chat of two messages"
 

@@ -100,6 +100,18 @@ def test_where_wandb_cannot_go_back_the_run_is_the_same_and_the_user_is_told(tmp
     assert "rewind is not enabled for your account" in sink.not_taken_back
 
 
+@pytest.mark.parametrize("last_step", [None, 2])
+def test_where_wandb_begins_no_run_the_user_is_told_what_to_write(tmp_path, wandb, last_step):
+    WandbSink(tmp_path, WandbConfig(project="p"), config={})
+
+    def init(**keys):
+        raise RuntimeError("No API key configured. Use `wandb login` to log in.")
+
+    wandb.init = init
+    with pytest.raises(SinkMissing, match=r"W&B begins no run: .*No API key.*--wandb.offline"):
+        WandbSink(tmp_path, WandbConfig(project="p"), config={}, last_step=last_step)
+
+
 def test_tensorboard_forgets_steps_that_are_taken_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

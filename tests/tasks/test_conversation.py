@@ -128,6 +128,13 @@ def test_words_that_the_template_drops_are_refused(tmp_path):
         next_turn(tokenizer, [USER], [IM_END], [{"role": "tool", "content": "a"}])  # "a" is in "assistant", too
 
 
+def test_names_that_tell_speakers_apart_are_words(tokenizer):
+    users = [{"role": "user", "name": name, "content": "I."} for name in ("Ada", "Bob")]
+    with pytest.raises(LeftOut, match="leaves out the name of message 1, whose role is user"):
+        first_turn(tokenizer, users)
+    assert first_turn(tokenizer, users[:1]) == first_turn(tokenizer, [{"role": "user", "content": "I."}])
+
+
 def test_a_developer_is_a_system_to_a_template_that_names_none(tokenizer):
     developer, system = ([{"role": role, "content": "Short."}, USER] for role in ("developer", "system"))
     assert first_turn(tokenizer, developer) == first_turn(tokenizer, system)

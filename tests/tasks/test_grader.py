@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from ductile.config.schema.orchestrator import GradersConfig
+from ductile.deaths import OomKills
 from ductile.lifeline import SENT_TO_GROUPS
 from ductile.records import Completion
+from ductile.tasks import grader_worker
 from ductile.tasks.grader import Graders
 from ductile.tasks.grader_log import appender
 from ductile.tasks.task import TaskError
@@ -150,6 +152,15 @@ def test_a_hanging_reward_is_killed(config, completion):
     assert [verdict.reward for verdict in verdicts] == [None, 1]
     assert errors == ["the reward of example 0 took longer than 1 s and was stopped"]
     assert all(not alive(pid) for pid in pids)
+
+
+def test_a_reward_that_waits_for_what_the_kernel_killed_tells_of_memory(config, monkeypatch, tmp_path):
+    (tmp_path / "vmstat").write_text("oom_kill 3\n")
+    monkeypatch.setattr(grader_worker, "OOM_KILLS", OomKills(tmp_path))
+    (tmp_path / "vmstat").write_text("oom_kill 4\n")
+    _, errors, _, _ = grade(config, ["sleep"], timeout_s=1)
+    assert "took longer than 1 s and was stopped (the kernel's OOM killer may have taken a process" in errors[0]
+    assert "went from 3 to 4" in errors[0]
 
 
 def test_what_a_reward_prints_is_not_taken_for_its_reply(config):

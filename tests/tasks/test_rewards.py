@@ -10,7 +10,7 @@ from ductile.config.schema.orchestrator import ImportTask, JsonlTask
 from ductile.records import Completion
 from ductile.tasks.build import build_task
 from ductile.tasks.jsonl import JsonlDataset, names_of
-from ductile.tasks.task import TaskError, score
+from ductile.tasks.task import TaskError, metrics_of, score
 
 ROWS = [
     {"prompt": "2+2=", "solution": "4"},
@@ -150,6 +150,10 @@ def test_what_is_no_number_is_refused_with_a_sentence(numbers, n):
             continue  # TRL's word for "this is not for me"
         with pytest.raises(TaskError, match=r"returned [\s\S]*; it must return a finite number$"):
             score(numbers(*names), 0, FOUR)
+
+
+def test_a_metric_that_a_completion_does_not_have_costs_no_reward(tmp_path):
+    assert metrics_of({"ratio": None, "length": 3}) == {"length": 3}
 
 
 def test_metrics_have_names_of_their_own(tmp_path):

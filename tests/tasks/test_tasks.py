@@ -79,6 +79,15 @@ def test_two_system_prompts_are_one_too_many(tmp_path):
         build_task(config)
 
 
+def test_prompts_that_spell_control_tokens_are_told(tmp_path):
+    tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"))
+    task = build_task(jsonl(tmp_path, {"prompt": "1"}, {"prompt": "<|im_end|>2"}))
+    assert check_prompts(task, tokenizer, range(1)) == ""
+    told = check_prompts(task, tokenizer, range(2))
+    assert told.startswith("1 prompts have words that spell a special token")
+    assert told.endswith("<|im_end|> in " + str(tmp_path / "rows.jsonl:2") + " is the first")
+
+
 def test_a_prompt_of_another_shape_is_looked_at_before_a_run(tmp_path):
     template = tmp_path / "user.jinja"
     template.write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
@@ -130,7 +139,20 @@ def test_bad_rows(tmp_path, text, message):
     assert message in str(error.value)
 
 
+def called(arguments):
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]}
+
+
+def said(**fields):
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, **fields}]}
+
+
 BAD_SFT_ROWS = [
+    (said(tool_calls=[]), "rows.jsonl:1: message 2 has no content"),
+    (said(reasoning_content=""), "rows.jsonl:1: message 2 has no content"),
+    (called("{a: 1}"), "message 2 has a tool call 1 whose arguments are text that is not JSON: '{a: 1}'"),
+    (called('["a"]'), "message 2 has a tool call 1 whose arguments are a list; they are an object, or its JSON text"),
     ({"prompt": "a"}, "rows.jsonl:1: has a prompt and no completion"),
     ({"prompt": "a", "completion": ["b"]}, 'rows.jsonl:1: message 2 must be {"role": ..., "content": ...}'),
     (

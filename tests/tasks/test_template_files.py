@@ -63,9 +63,8 @@ def test_templates_of_which_none_can_be_taken_are_refused(files: dict[str, Any],
 OTHER = (
     "\n  {% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<|pad|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{{ think }}{{ (style or 0) | tojson }}{% endif %}"
-    "{# not-a-name #}"
 )
-VARIABLES = {"think": False, "style": {"a": [1, None, 'é"\n\U0001f642%}'], "b": -1e-5}, "not-a-name": 1}
+VARIABLES = {"think": False, "style": {"a": [1, None, 'é"\n\U0001f642%}'], "b": -1e-5}}
 
 
 @pytest.mark.parametrize("source", [{}, {"settings": {"chat_template": NAMED}}, {"chat_template.jinja": OTHER}])

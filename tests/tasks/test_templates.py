@@ -214,6 +214,57 @@ def test_the_assistant_s_words_are_trained_and_nobody_else_s(name):
     assert not re.search("frage|(?<!to=)user\n", text)
 
 
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name.startswith(("gemma4", "diffusion_gemma"))])
+def test_answers_of_tools_within_a_turn_are_not_trained(name):
+    """Gemma 4's templates write a message's content behind the answers to its calls."""
+    calls = assistant("Let me", tool_calls=[call(city="Rome")])
+    row = {"messages": [user("rain?"), calls, result("sunny"), assistant("No.")], "tools": [TOOL]}
+    if not compare(name, row):
+        return
+    text = OURS[name].decode(trained_text(name, row), skip_special_tokens=False)
+    assert re.search("Rome.*Let me.*No\\.", text, re.DOTALL)
+    assert "sunny" not in text
+
+
+def test_words_that_begin_as_the_generation_prompt_ends_are_trained_whole():
+    """DeepSeek-R1's prompt ends with `<think>`; a completion may begin with another tag."""
+    row = {"messages": [user("a"), assistant("<answer>4</answer>")]}
+    ours = OURS["deepseek_r1_distill"]
+    assert ours.decode(trained_text("deepseek_r1_distill", row), skip_special_tokens=False).startswith("<answer>4")
+
+
+def test_the_end_of_an_earlier_turn_is_trained_whole():
+    """gpt-oss ends a turn that others follow with a token that ends no generation."""
+    row = {"messages": [user("a"), assistant("uno", thinking="hm"), user("b"), assistant("dos")]}
+    eos = [token for token in EOS if token != BACKEND.token_to_id("<|end|>")]
+    ours = Tokenizer(THEIRS.backend_tokenizer, SPECIAL, eos, ChatTemplate(TEMPLATES["gptoss"]))
+    tokens = tokenise("rows.jsonl:1", row, ours)
+    trained = [token for token, is_trained in zip(tokens.ids, tokens.trained, strict=True) if is_trained]
+    text = ours.decode(trained, skip_special_tokens=False)
+    assert "uno<|end|>" in text
+    assert text.endswith("dos<|return|>")
+
+
+def masked(trained):
+    """Return the places of the tokens that are trained."""
+    return {place for place, is_trained in enumerate(trained) if is_trained}
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if f"{name}_training" in TEMPLATES])
+def test_a_template_without_marks_trains_what_its_twin_marks(name):
+    """TRL's twins mark a header or a line end besides; words and the token that ends a turn are in both. Gemma's calls
+    end with the token that opens their answer, which its twin does not mark."""
+    for row in ROWS.values():
+        if "gemma" in name and "tool_calls" in str(row):
+            continue
+        try:
+            ours, twin = (tokenise("rows.jsonl:1", row, OURS[each]) for each in (name, f"{name}_training"))
+        except TaskError:
+            continue
+        if ours.ids == twin.ids:
+            assert masked(ours.trained) <= masked(twin.trained)
+
+
 words = st.one_of(
     st.sampled_from(
         [

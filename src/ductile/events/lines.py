@@ -21,7 +21,7 @@ KINDS: dict[str, type[RunEvent]] = {
         steps.StepSkipped,
         steps.Evaluated,
         rollouts.PromptSkipped,
-        rollouts.HeldOutRepeated,
+        rollouts.DataNoted,
         rollouts.GroupDropped,
         rollouts.PromptDroppedTwice,
         rollouts.RequestRestarted,

@@ -8,8 +8,8 @@ class PromptSkipped(RunEvent, tag="prompt_skipped", frozen=True):
     """A prompt is too long for the model and is not asked."""
 
 
-class HeldOutRepeated(RunEvent, tag="held_out_repeated", frozen=True):
-    """Held-out rows are trained on, too."""
+class DataNoted(RunEvent, tag="data_noted", frozen=True):
+    """The data are other than a user may think: held-out rows are trained on, too, or prompts spell control tokens."""
 
 
 class GroupDropped(RunEvent, tag="group_dropped", frozen=True):

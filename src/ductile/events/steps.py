@@ -34,8 +34,7 @@ class StepProfiled(RunEvent, tag="profile", frozen=True):
 
 
 class BatchesReady(RunEvent, tag="data", frozen=True):
-    """The batches are there that `ductile sft` or `ductile trainer` takes, or something is to be said of the prompts of
-    `ductile rl` and `ductile orchestrator`, which have no counts, as batches that are made up."""
+    """`ductile sft` or `ductile trainer` has its batches. Batches that are made up have no counts."""
 
     samples: int | None = None
     samples_cut: int | None = None

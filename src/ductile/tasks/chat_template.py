@@ -4,9 +4,10 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -55,14 +56,16 @@ class ChatTemplate:
         self._template = self._parsed(GenerationTag)
         self._marking = self._parsed(MarkingTag) if _GENERATION.search(text) else None
 
-    def render(self, **variables: Any) -> str:
+    def render(self, /, **variables: Any) -> str:
         return _render(self._of(variables)._template, variables)
 
-    def names(self, name: str) -> bool:
-        """Return whether the template names this variable, or this field of a message."""
-        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+    @cached_property
+    def variables(self) -> set[str]:
+        """Names of the variables that the template reads."""
+        found = meta.find_undeclared_variables(_environment(GenerationTag).parse(self.text))
+        return found | (self.with_tools.variables if self.with_tools else set())
 
-    def generations(self, **variables: Any) -> tuple[str, list[TextSpan]] | None:
+    def generations(self, /, **variables: Any) -> tuple[str, list[TextSpan]] | None:
         """Return the text and those parts of it that the template says are generated; None where it never says so.
 
         The text is the rendered one, but where the template goes on to work with what the tag is around.
@@ -84,11 +87,7 @@ class ChatTemplate:
         return self.with_tools if self.with_tools and variables.get("tools") is not None else self
 
     def _parsed(self, tag: type[GenerationTag]) -> Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[tag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
+        environment = _environment(tag)
         environment.globals["strftime_now"] = self._strftime_now
         try:
             return environment.from_string(self.text)
@@ -102,6 +101,13 @@ class ChatTemplate:
 
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+def _environment(tag: type[GenerationTag]) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[tag, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
 
 
 def _render(template: Template, variables: Mapping[str, Any]) -> str:

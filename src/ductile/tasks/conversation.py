@@ -18,8 +18,10 @@ Messages = Sequence[Mapping[str, Any]]
 class AppliesTemplate(RendersChat, Protocol):
     """A chat template with its tokenizer."""
 
+    def control_token_in(self, messages: Messages) -> str | None: ...
+
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Messages, add_generation_prompt: bool = True, /, **variables: Any
     ) -> list[int]: ...
 
 
@@ -38,7 +40,7 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def first_turn(tokenizer: ChatTokenizer, messages: Messages, **variables: Any) -> list[int]:
+def first_turn(tokenizer: ChatTokenizer, messages: Messages, /, **variables: Any) -> list[int]:
     """Return the prompt. Without a chat template: the messages' texts, a line each, as a base model reads them.
 
     variables: of the chat template, `tools` among them. Raises LeftOut when the template drops a part of the messages.
@@ -47,12 +49,12 @@ def first_turn(tokenizer: ChatTokenizer, messages: Messages, **variables: Any) -
     if template is None:
         return tokenizer.encode("\n".join(_texts(messages, variables)))
     refuse_unread(template, variables)
-    refuse_left_out(template, messages, add_generation_prompt=True, **variables)
+    refuse_left_out(template, messages, True, **variables)
     return template.apply_chat_template(messages, **variables)
 
 
 def next_turn(
-    tokenizer: ChatTokenizer, first: Messages, completion: Sequence[int], reply: Messages, **variables: Any
+    tokenizer: ChatTokenizer, first: Messages, completion: Sequence[int], reply: Messages, /, **variables: Any
 ) -> list[int]:
     """Return what comes between the sampled `completion` and the policy's next word: its end of turn, where it did not
     sample one, the environment's words, and the start of the policy's turn.
@@ -62,8 +64,8 @@ def next_turn(
     template = tokenizer.chat_template
     if template is None:
         return tokenizer.encode("".join(f"\n{text}" for text in _texts(reply, {})), add_special_tokens=False)
-    refuse_left_out(template, [*first, SAID, *reply], add_generation_prompt=True, **variables)
-    between = after_completion(template, first, reply, add_generation_prompt=True, **variables)
+    refuse_left_out(template, [*first, SAID, *reply], True, **variables)
+    between = after_completion(template, first, reply, True, **variables)
     if completion and completion[-1] in tokenizer.eos_token_ids:
         for end in (_end_of_turn(template, tokenizer.eos_token_ids, first, variables), between[:1]):
             if end[-1:] == [completion[-1]] and between[: len(end)] == end:
@@ -79,7 +81,7 @@ def _end_of_turn(
     template: AppliesTemplate, eos_token_ids: Sequence[int], first: Messages, variables: Mapping[str, Any]
 ) -> list[int]:
     """Return what the assistant's turn ends with, a token that ends generation last."""
-    after = after_completion(template, first, [], add_generation_prompt=False, **variables)
+    after = after_completion(template, first, [], False, **variables)
     for index, token in enumerate(after):
         if token in eos_token_ids:
             return after[: index + 1]
@@ -94,7 +96,7 @@ def _texts(messages: Messages, variables: Mapping[str, Any]) -> list[str]:
 
 
 def after_completion(
-    template: AppliesTemplate, first: Messages, reply: Messages, add_generation_prompt: bool, **variables: Any
+    template: AppliesTemplate, first: Messages, reply: Messages, add_generation_prompt: bool, /, **variables: Any
 ) -> list[int]:
     """Return the tokens behind an assistant's completion that stands between `first` and `reply`."""
     a, b = (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ductile.config.schema.orchestrator import GradersConfig
-from ductile.deaths import cause_of
+from ductile.deaths import OOM_KILLS, cause_of
 from ductile.records import RewardFailure
 from ductile.tasks.grader_protocol import MAX_LINE_BYTES, GraderReply, GraderRequest, decode_reply, encode
 from ductile.tasks.keeper import LEAVE
@@ -92,7 +92,10 @@ class GraderWorker:
                 await self._in.drain()
                 line = await self._out.readline()
         except TimeoutError:
-            raise WorkerLost(f"took longer than {timeout_s:g} s and was stopped", "timeout") from None
+            # One that waits for a process of its own that was killed: it is still there, and its keeper saw no death.
+            killed = OOM_KILLS.tell("a process meanwhile")
+            what = f"took longer than {timeout_s:g} s and was stopped{f' ({killed})' if killed else ''}"
+            raise WorkerLost(what, "timeout") from None
         except ConnectionError:
             line = b""
         except ValueError:

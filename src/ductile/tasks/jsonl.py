@@ -109,7 +109,7 @@ def _call(reward: _Reward, row: Row, completion: str, facts: dict[str, Any]) -> 
     signature = reward.signature
     if signature.style == "row":
         return reward.function(row, completion, **{name: facts[name] for name in facts if signature.wants(name)})
-    prompt = next(row[form] for form in FORMS if form in row)
+    prompt = next(row[form] for form in FORMS if row.get(form) is not None)
     as_messages = not isinstance(prompt, str)
     there = _values(row) | {
         "prompts": prompt,

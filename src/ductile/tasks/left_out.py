@@ -5,8 +5,8 @@ word, and so is what a model should have learned from it.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
 
 from ductile.tasks.messages import THOUGHTS
 from ductile.tasks.task import TaskError
@@ -31,19 +31,23 @@ class RendersChat(Protocol):
     def reads(self, name: str) -> bool: ...
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, /, **variables: Any
     ) -> str: ...
 
 
 def refuse_left_out(
-    tokenizer: RendersChat, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **variables: Any
+    tokenizer: RendersChat,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = False,
+    /,
+    **variables: Any,
 ) -> None:
     """Raise LeftOut when the rendered conversation lacks a message, a part of one, or a tool of `variables["tools"]`.
 
     Each of them gets a number behind its last word, which must be in the text then. Thoughts of earlier turns may be
     left out, as most templates do once somebody else has spoken.
     """
-    marks = _Marks()
+    marks = _Marks(_speakers(messages))
     tools = [marks.in_tool(tool) for tool in variables.get("tools") or []]
     marked = [marks.in_message(place, message) for place, message in enumerate(messages)]
     if not add_generation_prompt and messages and messages[-1]["role"] == "assistant":
@@ -63,9 +67,10 @@ def refuse_left_out(
 
 
 def refuse_unread(tokenizer: RendersChat, variables: Mapping[str, Any]) -> None:
-    """Raise LeftOut when the chat template does not read one of a row's variables."""
-    for name in variables:
-        if name != "tools" and not tokenizer.reads(name):
+    """Raise LeftOut when the chat template does not read one of a row's or a request's variables. One that is false or
+    null asks for nothing: `enable_thinking: false` is true of a template without thoughts."""
+    for name, value in variables.items():
+        if name != "tools" and value not in (None, False) and not tokenizer.reads(name):
             raise LeftOut(f"the chat template does not read {name}, which chat_template_kwargs has")
 
 
@@ -73,17 +78,29 @@ _SPOKEN = {"role": "user", "content": "0"}
 _MARK, _MARK_OF = re.compile(r"904\d{6}173"), "904{:06d}173"
 
 
+def _speakers(messages: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Return ("name", role) for each role of which several speak. A tool's answer says by its place whose it is."""
+    named = {(message["role"], message.get("name")) for message in messages if message["role"] != "tool"}
+    return {("name", role) for role, name in named if name and len({each for each in named if each[0] == role}) > 1}
+
+
+def _says_something(text: object) -> TypeGuard[str]:
+    return isinstance(text, str) and bool(text.strip())
+
+
 class _Marks:
     """Numbers that stand behind words, to find out whether these are rendered."""
 
-    def __init__(self) -> None:
+    def __init__(self, speakers: Container[tuple[str, str]]) -> None:
+        """speakers: ("name", role) where names tell messages of that role apart."""
+        self._speakers = speakers
         self.parts: dict[str, tuple[int, str]] = {}
         """Part behind which each number stands: a message's place, or -1, and the name of its part."""
 
     def in_message(self, place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
         marked = dict(message)
         for part, text in message.items():
-            if part not in NOT_WORDS and isinstance(text, str) and text.strip():
+            if (part not in NOT_WORDS or (part, message["role"]) in self._speakers) and _says_something(text):
                 marked[part] = text + self._new(place, part)
         if message.get("tool_calls"):
             marked["tool_calls"] = [self._in_call(place, call) for call in message["tool_calls"]]

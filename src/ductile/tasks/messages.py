@@ -11,7 +11,7 @@ from typing import Any
 TemplateMessage = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of a message. A `developer` is a `system` to templates that do not name it."""
+"""Roles of a message. A `developer` is a `system` to templates that do not render one."""
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of an assistant's thoughts. Templates read the first, or the second."""
@@ -27,6 +27,8 @@ def for_template(message: Mapping[str, Any]) -> TemplateMessage:
     given = {name: value for name, value in message.items() if value is not None}
     if given.get("role") not in ROLES:
         raise BadMessage(f"has role {given.get('role')!r}; roles are {', '.join(ROLES)}")
+    if given.get("type") in ("text", "message"):
+        del given["type"]  # lm-eval says so of each message, and OpenAI's other API
     if "content" in given:
         given["content"] = _text_of(given["content"])
     for name in [name for name in given if name not in ("role", "content", "tool_calls")]:
@@ -38,7 +40,8 @@ def for_template(message: Mapping[str, Any]) -> TemplateMessage:
         given["tool_calls"] = _tool_calls(given["tool_calls"])
     if given.get("tool_calls") and given["role"] != "assistant":
         raise BadMessage("has tool_calls, which only the assistant makes")
-    if "content" not in given and not (given["role"] == "assistant" and given.keys() & {"tool_calls", *THOUGHTS}):
+    says = any(given.get(name) for name in ("tool_calls", *THOUGHTS))
+    if "content" not in given and not (given["role"] == "assistant" and says):
         raise BadMessage("has no content")
     return given
 
@@ -81,17 +84,20 @@ def _tool_call(which: str, call: Any) -> TemplateMessage:
     if nested and call.get("type", "function") != "function":
         raise BadMessage(f"{which} of type {call['type']!r}; calls are of functions")
     arguments = function.get("arguments")
-    parsed = {**function, "arguments": _parsed(arguments) if isinstance(arguments, str) else arguments or {}}
+    arguments = _parsed(which, arguments) if isinstance(arguments, str) else arguments or {}
+    if not isinstance(arguments, Mapping):
+        raise BadMessage(f"{which} whose arguments are {type_of(arguments)}; they are an object, or its JSON text")
+    # Columns of other tools' arguments, as Arrow fills them.
+    parsed = {**function, "arguments": {name: value for name, value in arguments.items() if value is not None}}
     return {**call, "function": parsed} if nested else parsed
 
 
-def _parsed(arguments: str) -> Any:
-    """Return the object that an API's text is of; text that is of none stays, for the model may have written it."""
+def _parsed(which: str, arguments: str) -> Any:
+    """Return what an API's text is of."""
     try:
-        value = json.loads(arguments) if arguments.strip() else {}
+        return json.loads(arguments) if arguments.strip() else {}
     except ValueError:
-        return arguments
-    return value if isinstance(value, dict) else arguments
+        raise BadMessage(f"{which} whose arguments are text that is not JSON: {arguments[:40]!r}") from None
 
 
 def type_of(value: Any) -> str:

@@ -14,6 +14,7 @@ from ductile.core.instances.placement import many
 from ductile.records import Prompt
 from ductile.roles import Task
 from ductile.tasks.conversation import ChatTokenizer, first_turn
+from ductile.tasks.jsonl import JsonlDataset
 from ductile.tasks.left_out import LeftOut
 from ductile.tasks.task import TaskError, messages_of, source_of, variables_of
 from ductile.tasks.tokenizer import TokenizerError
@@ -140,17 +141,26 @@ def prompt_ids(task: Task, tokenizer: ChatTokenizer, example: int) -> list[int]:
         raise TaskError(f"{source_of(task, example)}: {error}") from None
 
 
-def check_prompts(task: Task, tokenizer: ChatTokenizer, examples: Sequence[int]) -> None:
-    """Raise TaskError for a prompt that the chat template cannot express, before the first is asked: one of each shape
-    among the first `NUM_CHECKED`, as prompts of one shape are rendered by one path through the template."""
-    shapes = set[object]()
-    for example in examples[:NUM_CHECKED]:
+def check_prompts(task: Task, tokenizer: ChatTokenizer, examples: Sequence[int]) -> str:
+    """Look at prompts before the first is asked; return a sentence for those that spell a control token, else "".
+
+    One prompt of each shape is rendered, as prompts of one shape take one path through the chat template. Raises
+    TaskError for one that it cannot express.
+    """
+    shapes, spelled = set[object](), list[str]()
+    for example in examples[: NUM_ROWS if isinstance(task, JsonlDataset) else NUM_MADE]:
         messages = messages_of(task, example)
         shape = tuple((message["role"], *sorted(message)) for message in messages), *variables_of(task, example)
         if shape not in shapes:
             shapes.add(shape)
             prompt_ids(task, tokenizer, example)
+        if tokenizer.chat_template is not None and (token := tokenizer.chat_template.control_token_in(messages)):
+            spelled.append(f"{token} in {source_of(task, example)}")
+    if not spelled:
+        return ""
+    what = "have words that spell a special token of the chat template, which begins or ends a turn there"
+    return f"{len(spelled)} prompts {what}: {spelled[0]} is the first"
 
 
-NUM_CHECKED = 10_000
-"""Prompts that are looked at before a run; a procedural task may make millions."""
+NUM_ROWS, NUM_MADE = 10_000, 64
+"""Prompts that are looked at before a run: of a file, and of a task that makes each when it is asked for."""

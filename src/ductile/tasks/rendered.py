@@ -32,7 +32,7 @@ class Rendered:
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[TemplateMessage], untrained: Container[int] = (), **variables: Any
+    tokenizer: Tokenizer, messages: Sequence[TemplateMessage], untrained: Container[int] = (), /, **variables: Any
 ) -> Rendered:
     """Return the whole conversation. untrained: places of assistant's messages that are no part of `assistant`.
 
@@ -45,7 +45,7 @@ def render(
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     marked = tokenizer.generations(messages, **variables)
     if marked is None or marked[0] != drafts.text:
-        spans = [_turn(drafts, place) for place in turns if place not in untrained]
+        spans = [span for place in turns if place not in untrained for span in _turn(drafts, place)]
     else:
         silent = [drafts.words(place) for place in turns if place in untrained]
         spans = [(start, end) for start, end in marked[1] if not any(a < end and start < b for a, b in silent)]
@@ -68,23 +68,28 @@ class _Drafts:
     def words(self, place: int) -> TextSpan:
         """Return where the text differs with other words in the place of this message's, first to last."""
         if place not in self._words:
-            messages = [*self.messages[:place], _reworded(self.messages[place]), *self.messages[place + 1 :]]
-            other = self.of(messages)
-            start = num_common(self.text, other)
-            room = min(len(self.text), len(other)) - start
-            common = num_common(self.text[::-1][:room], other[::-1][:room])
-            self._words[place] = start, len(self.text) - common
+            self._words[place] = self.changed(place, _reworded(self.messages[place]))
         return self._words[place]
+
+    def changed(self, place: int, message: TemplateMessage) -> TextSpan:
+        """Return where the text differs with `message` in this place, first to last."""
+        other = self.of([*self.messages[:place], message, *self.messages[place + 1 :]])
+        start = num_common(self.text, other)
+        room = min(len(self.text), len(other)) - start
+        return start, len(self.text) - num_common(self.text[::-1][:room], other[::-1][:room])
 
     def start(self, place: int) -> int:
         """Return where a policy would begin to say this message: behind the generation prompt, or behind as much of it
         as the template writes where a completion follows. Some prompts open thoughts, which a completion opens itself
         or does not have."""
         prompt, start = self.generation_prompt(place), self.words(place)[0]
+        if self.text.endswith(prompt, 0, start):
+            return start
         before = self.words(place - 1)[1] if place else 0
         low = before if before <= start else 0  # some templates move messages
         for length in range(len(prompt), len(prompt) // 2, -1):
-            found = self.text.rfind(prompt[:length], low, start + length - 1)
+            # Words may open the thoughts themselves, and then they begin behind the whole prompt.
+            found = self.text.rfind(prompt[:length], low, start + (length - 1 if length == len(prompt) else 0))
             if found >= 0:
                 return found + length
         return start
@@ -92,7 +97,7 @@ class _Drafts:
     def generation_prompt(self, place: int) -> str:
         """Return what the template writes for the policy to go on from, where it would say this message."""
         try:
-            silent, asked = self.of(self.messages[:place]), self.of(self.messages[:place], add_generation_prompt=True)
+            silent, asked = self.of(self.messages[:place]), self.of(self.messages[:place], True)
         except TokenizerError:  # of templates that want other messages to begin with
             return ""
         return asked[num_common(silent, asked) :]
@@ -125,16 +130,34 @@ def _with_other_arguments(call: TemplateMessage, word: str) -> TemplateMessage:
     return {**call, "function": function} if "function" in call else function
 
 
-def _turn(drafts: _Drafts, place: int) -> TextSpan:
-    """Return the part of the text that a policy would sample in this message's place.
+def _turn(drafts: _Drafts, place: int) -> list[TextSpan]:
+    """Return the parts of the text that a policy would sample in this message's place.
 
-    It ends with the first token behind the words that ends generation, or with what the template writes behind a last
-    message.
+    It is one, but where the template writes answers of tools between the message's calls and its content, as Gemma 4's.
     """
     text, start, end = drafts.text, drafts.start(place), drafts.words(place)[1]
+    message, ends = drafts.messages[place], drafts.tokenizer.end_texts
+    mixed = bool(message.get("content") and message.get("tool_calls"))
+    behind = len(text) - len(text[end:].lstrip())
+    if not mixed and (own := [each for each in ends if text.startswith(each, behind)]):
+        return [(start, behind + min(map(len, own)))]  # of most templates; each draft takes its time
     after = drafts.words(place + 1)[0] if place + 1 < len(drafts.messages) else len(text)
-    high = after if after >= end else len(text)
+    if not mixed or not start < after < end:
+        return [(start, _end_of_turn(drafts, place, end, after))]
+    calls = {part: said for part, said in message.items() if part != "content"}
+    end_of_calls = num_common(text[:after], drafts.of([*drafts.messages[:place], calls]))
+    content = drafts.changed(place, message | {"content": _reworded({"content": message["content"]})["content"]})
+    return [(start, end_of_calls), (content[0], _end_of_turn(drafts, place, content[1], after))]
+
+
+def _end_of_turn(drafts: _Drafts, place: int, end: int, after: int) -> int:
+    """Return where a turn ends whose words end at `end`: behind the first token there that ends generation, else
+    behind the control token that follows the words, else with what the template writes behind a last message. after:
+    where the words of the next message begin."""
+    text, high = drafts.text, after if after >= end else len(drafts.text)
     found = [(text.find(each, end, high), len(each)) for each in drafts.tokenizer.end_texts]
     if ends := [each for each in found if each[0] >= 0]:
-        return start, sum(min(ends))
-    return start, max(end, min(high, num_common(text, drafts.of(drafts.messages[: place + 1]))))
+        return sum(min(ends))
+    if (token := drafts.tokenizer.control_tokens) and (following := token.match(text, end, high)):
+        return following.end()  # as gpt-oss', which ends turns that others follow with a token of their own
+    return max(end, min(high, num_common(text, drafts.of(drafts.messages[: place + 1]))))

@@ -13,8 +13,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from ductile.config.checks.generation import RESERVED_VARIABLES
+from ductile.error_text import error_text
 from ductile.tasks.messages import BadMessage, TemplateMessage, for_template, type_of
 from ductile.tasks.task import TaskError
 from ductile.user_files import NotText, read_text
@@ -50,6 +52,15 @@ ABOUT = frozenset(
         "dataset",
         "origin",
         "category",
+        "subcategory",
+        "task_category",
+        "problem_type",
+        "question_type",
+        "difficulty",
+        "title",
+        "hash",
+        "turn",
+        "num_turns",
         "subset",
         "split",
         "task",
@@ -61,6 +72,7 @@ ABOUT = frozenset(
         "timestamp",
         "date",
         "model",
+        "model_name",
         "metadata",
         "meta",
         "tags",
@@ -69,6 +81,15 @@ ABOUT = frozenset(
     )
 )
 """Fields that tell something about a row or a message and change nothing of it."""
+
+OTHER_NAMES = {
+    "messages": ("conversation", "dialog", "dialogue", "chat"),
+    "prompt": ("question", "query", "problem", "input"),
+    "completion": ("response", "answer", "answers", "solution", "output", "chosen"),
+    "output": ("response", "answer", "completion"),
+    "system": ("system_prompt",),
+}
+"""What data sets call the same fields; a sentence names them to those who must rename one."""
 
 SHAREGPT = {
     "human": "user",
@@ -130,8 +151,9 @@ def conversation_of(where: str, row: Row) -> ChatRow:
     the assistant's, or a field of the row has no meaning."""
     said = {name: value for name, value in row.items() if value is not None}
     chat = _conversation(where, said, with_completion=True)
-    form = next(form for form in FORMS if form in said)
-    _refuse_unknown(where, said, (form, *OF_A_FORM[form], *RENDERED, "weight", "train"))
+    form = _form(where, said, with_completion=True)
+    repeated = [name for name in said if name != form and _repeats(said[name], chat.messages)]
+    _refuse_unknown(where, said, (form, *OF_A_FORM[form], *RENDERED, "weight", "train", *repeated))
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise TaskError(f"{where}: no message is the assistant's, so there is nothing to train on")
     return chat
@@ -148,22 +170,57 @@ def text_of(where: str, row: Row) -> str | None:
 def _refuse_unknown(where: str, row: Row, meant: Sequence[str]) -> None:
     unknown = [name for name, value in row.items() if name not in (*meant, *ABOUT) and value not in (None, "", [], {})]
     if unknown:
-        form = next(name for name in meant if name in row)
+        which = f"a field {unknown[0]}, which has" if len(unknown) == 1 else f"fields {', '.join(unknown)}, which have"
+        it = "it" if len(unknown) == 1 else "them"
         raise TaskError(
-            f"{where}: has a field {unknown[0]}, which has no meaning beside {form}; remove it, or put what is only "
-            "about the row under metadata"
+            f"{where}: has {which} no meaning beside {meant[0]}; remove {it}, or put what is only about the row under "
+            f"metadata{_renamed({name: row[name] for name in unknown}, RENDERED)}"
         )
 
 
-def _conversation(where: str, row: Row, *, with_completion: bool) -> ChatRow:
-    forms = [form for form in FORMS if form in row]
+def _other_name(row: Row, name: str) -> str | None:
+    """Return the row's field that other data sets call so, and ductile `name`."""
+    kind = list if name == "messages" else str
+    return next((other for other in OTHER_NAMES.get(name, ()) if isinstance(row.get(other), kind)), None)
+
+
+def _renamed(row: Row, wanted: Sequence[str]) -> str:
+    """Return what to rename, as the end of a sentence."""
+    found = [f"{other} to {name}" for name in wanted if (other := _other_name(row, name))]
+    return f"; rename {' and '.join(found)}, if this is meant" if found else ""
+
+
+def _repeats(value: Any, messages: Sequence[TemplateMessage]) -> bool:
+    """Return whether a field says what a message says anyway, as the `prompt` beside `messages` of many data sets."""
+    return isinstance(value, str) and any(message.get("content") == value for message in messages)
+
+
+def _form(where: str, row: Row, *, with_completion: bool) -> str:
+    """Return the field that begins the row's conversation. Others may repeat what its messages say."""
+    there = [form for form in FORMS if form in row]
+    forms = [form for form in there if row[form] is not None] or there  # null in a column that other rows fill
     if not forms:
         short = "messages, prompt and completion" if with_completion else "messages nor prompt"
         known = "conversations or instruction"
-        raise TaskError(f"{where}: has neither {short}, {known}; its keys are {', '.join(row) or 'none'}")
-    if len(forms) > 1:
-        raise TaskError(f"{where}: has both {forms[0]} and {forms[1]}; keep one of them")
-    match forms[0]:
+        wanted = ("messages",) if _other_name(row, "messages") else ("prompt", "completion")[: 1 + with_completion]
+        raise TaskError(
+            f"{where}: has neither {short}, {known}; its keys are {', '.join(row) or 'none'}{_renamed(row, wanted)}"
+        )
+    form = next((form for form in ("messages", "conversations") if form in forms), forms[0])
+    others = [other for other in forms if other != form]
+    said = [message for message in row[form] if isinstance(message, Mapping)] if isinstance(row[form], list) else []
+    texts = [message.get(key) for message in said for key in ("content", "value")]
+    for other in others:
+        if not isinstance(row[other], str) or row[other] not in texts:
+            raise TaskError(
+                f"{where}: has both {' and '.join(name for name in forms if name in (form, other))}; keep one of them"
+            )
+    return form
+
+
+def _conversation(where: str, row: Row, *, with_completion: bool) -> ChatRow:
+    form = _form(where, row, with_completion=with_completion)
+    match form:
         case "messages":
             given = _list(where, row, "messages")
         case "prompt":
@@ -225,9 +282,24 @@ def _variables(where: str, row: Row) -> dict[str, Any]:
         raise TaskError(f"{where}: tools is {type_of(tools)}; it must be a list of objects")
     if not isinstance(kwargs, dict):
         raise TaskError(f"{where}: chat_template_kwargs is {type_of(kwargs)}; it must be an object")
-    if taken := sorted(kwargs.keys() & {"messages", "tools", "add_generation_prompt"}):
+    if taken := sorted(kwargs.keys() & RESERVED_VARIABLES):
         raise TaskError(f"{where}: chat_template_kwargs may not hold {taken[0]}, which the row gives by itself")
-    return kwargs | ({"tools": tools} if tools else {})
+    given = {name: value for name, value in kwargs.items() if value is not None}  # columns of other rows
+    return given | ({"tools": [_without_nulls(tool) for tool in cast(list[Any], tools)]} if tools else {})
+
+
+def _without_nulls(schema: Any) -> Any:
+    """Return a tool's schema without the nulls with which Arrow fills columns that are other tools'."""
+    if isinstance(schema, list):
+        return [_without_nulls(each) for each in cast(list[Any], schema)]
+    if not isinstance(schema, dict):
+        return schema
+    values = cast(Row, schema)
+    return {
+        name: value if name in ("default", "const", "enum", "examples") else _without_nulls(value)
+        for name, value in values.items()
+        if value is not None or name in ("default", "const")
+    }
 
 
 def _side(where: str, row: Row, key: str, role: str) -> list[Any]:
@@ -279,6 +351,8 @@ def _parse(where: str, line: str) -> Row:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise TaskError(f"{where}: is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists within lists
+        raise TaskError(f"{where}: cannot be read: {error_text(error)}") from None
     if not isinstance(row, dict):
         raise TaskError(f"{where}: is {type_of(row)}; each line must be an object, {{...}}")
     return row
@@ -292,7 +366,8 @@ def _list(where: str, row: Row, key: str) -> list[Any]:
 
 def _text(where: str, row: Row, key: str) -> str:
     if key not in row:
-        raise TaskError(f"{where}: has {'a prompt' if key == 'completion' else 'an instruction'} and no {key}")
+        which = "a prompt" if key == "completion" else "an instruction"
+        raise TaskError(f"{where}: has {which} and no {key}{_renamed(row, [key])}")
     if not isinstance(row[key], str) or not row[key]:
         raise TaskError(f"{where}: {key} is {type_of(row[key])}, not text")
     return row[key]

@@ -50,14 +50,17 @@ def score(
 
 
 def metrics_of(metrics: object) -> dict[str, object]:
-    """Return what a reward reports besides: numbers by their names. Raises TaskError, whose text goes on after "the
+    """Return what a reward reports besides: numbers by their names, without those that are None, which this completion
+    does not have. Raises TaskError, whose text goes on after "the
     reward of example 3"."""
-    if not isinstance(metrics, Mapping) or any(as_number(value) is None for value in metrics.values()):
+    if not isinstance(metrics, Mapping) or any(
+        as_number(value) is None for value in metrics.values() if value is not None
+    ):
         raise TaskError(f"returned the metrics {metrics!r}; they must be a dict of numbers")
     named = {str(name).strip(): value for name, value in metrics.items()}
     if len(named) < len(metrics) or "" in named:
         raise TaskError(f"returned the metrics {metrics!r}; each must have a name of its own")
-    return named
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _asked_for(task: Task, completion: Completion) -> dict[str, Any]:

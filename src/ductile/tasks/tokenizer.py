@@ -5,6 +5,7 @@ plane does without it, and without torch.
 """
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -60,7 +61,9 @@ class Tokenizer:
         self._chat_template, self._replaces_template = chat_template, replaces_template
         self._source = source
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._end_of_turn()]))
+        ends = dict.fromkeys([*eos_token_ids, *self._end_of_turn()])
+        # Some folders name ids that their vocabulary lacks: no text ends with these, so others come first.
+        self.eos_token_ids = tuple(sorted(ends, key=lambda token: backend.id_to_token(token) is None))
         """Generation ends after any of these: those of generation_config.json, config.json and the tokenizer, and what
         the chat template ends an assistant's turn with (base models come with a template, and with the end of a text as
         their only eos)."""
@@ -90,7 +93,7 @@ class Tokenizer:
         template = read_template(folder, special_tokens.settings, chat_template)
         replaces = chat_template is not None
         for name in chat_template_kwargs or {}:
-            if template is None or not template.names(name):
+            if template is None or name not in template.variables:
                 which = (
                     f"{folder}, which has no chat template," if template is None else f"the chat template of {folder}"
                 )
@@ -121,16 +124,37 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids
 
-    def encode_spans(self, text: str, spans: Sequence[TextSpan]) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a rendered text, and for each whether any of its characters is in one of the spans,
-        which are in order: the rule of transformers' assistant masks."""
+    def encode_spans(self, text: str, spans: Sequence[TextSpan]) -> tuple[list[int], list[bool], bool]:
+        """Return the tokens of a rendered text; for each, whether any of its characters is in one of the spans, which
+        are in order (the rule of transformers' assistant masks); and whether a span begins within a token."""
         encoded = self._backend.encode(text, add_special_tokens=False)
-        inside, remaining = list[bool](), deque(spans)
+        inside, remaining, straddles = list[bool](), deque(spans), False
         for start, end in encoded.offsets:
             while remaining and start >= remaining[0][1]:
                 remaining.popleft()
             inside.append(bool(remaining) and end > remaining[0][0])
-        return encoded.ids, inside
+            straddles |= bool(remaining) and start < remaining[0][0] < end
+        return encoded.ids, inside, straddles
+
+    @cached_property
+    def control_tokens(self) -> re.Pattern[str] | None:
+        """Special tokens that the chat template writes around a message, or that end generation."""
+        if self._chat_template is None:
+            return None
+        special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
+        around = ""
+        with suppress(TokenizerError):  # of a template that wants other messages
+            around = self.render_chat([{"role": "user", "content": "0"}], False)
+        found = {token for token in special if token in around} | (special & {*self.end_texts})
+        return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else None
+
+    def control_token_in(self, messages: Sequence[ChatTurn]) -> str | None:
+        """Return the first control token that a message's words spell: in the middle of a text it begins or ends a
+        turn. None where there is none."""
+        if (tokens := self.control_tokens) is None:
+            return None
+        texts = (value for message in messages for value in message.values() if isinstance(value, str))
+        return next((match[0] for match in map(tokens.search, texts) if match), None)
 
     def encode_beside(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`encode` for a long text in a thread: other threads run meanwhile, which `encode` does not allow."""
@@ -140,7 +164,7 @@ class Tokenizer:
         """Ids that the vocabulary does not have (a model may be padded beyond it) decode to nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render_chat(self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, /, **variables: Any) -> str:
         """The text of a conversation. `variables` are further template variables: `enable_thinking=False`."""
         if self._chat_template is None:
             raise ChatRefused(
@@ -150,7 +174,7 @@ class Tokenizer:
             )
         return mended(self._with_template(self._chat_template.render, messages, add_generation_prompt, variables))
 
-    def generations(self, messages: Sequence[ChatTurn], **variables: Any) -> tuple[str, list[TextSpan]] | None:
+    def generations(self, messages: Sequence[ChatTurn], /, **variables: Any) -> tuple[str, list[TextSpan]] | None:
         """Return the text of a conversation with the parts that its chat template marks as the assistant's; None where
         it marks none."""
         if self._chat_template is None:
@@ -186,7 +210,7 @@ class Tokenizer:
             raise ChatRefused(f"the chat template of {self._source} {what}", f"the chat template {what}") from error
 
     def apply_chat_template(
-        self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, /, **variables: Any
     ) -> list[int]:
         """The tokens of a conversation. The template writes the special tokens, so none are added here."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
@@ -201,15 +225,15 @@ class Tokenizer:
         """Return whether the chat template renders a developer's message: some name the role only to say who it is."""
         messages = [{"role": "developer", "content": "trial"}, {"role": "user", "content": "0"}]
         variables = {"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs}
-        if self._chat_template is None or not self.reads("developer"):
+        if self._chat_template is None or "developer" not in self._chat_template.text:
             return False
         with suppress(ChatTemplateError):
             return "trial" in self._chat_template.render(messages=messages, add_generation_prompt=False, **variables)
         return False
 
     def reads(self, name: str) -> bool:
-        """Return whether the chat template names this field of a message, or this variable."""
-        return self._chat_template is not None and self._chat_template.names(name)
+        """Return whether the chat template reads this variable."""
+        return self._chat_template is not None and name in self._chat_template.variables
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -224,8 +248,8 @@ class Tokenizer:
 
     @property
     def end_texts(self) -> list[str]:
-        """Texts of the tokens that end generation."""
-        return [self.decode([token], skip_special_tokens=False) for token in self.eos_token_ids]
+        """Texts of the tokens that end generation. Some folders name ids that their vocabulary lacks."""
+        return [text for token in self.eos_token_ids if (text := self.decode([token], skip_special_tokens=False))]
 
     def _end_of_turn(self) -> list[int]:
         """The special token that the chat template writes behind a completion, if there is one."""
@@ -233,7 +257,7 @@ class Tokenizer:
             return []
         prompt = [{"role": "user", "content": "0"}]
         try:
-            after = after_completion(self, prompt, [], add_generation_prompt=False)
+            after = after_completion(self, prompt, [], False)
         except TokenizerError:  # a template that wants other messages
             return []
         added = self._backend.get_added_tokens_decoder()
@@ -311,4 +335,5 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str |
     wrong = [value for value in found if value is not None and (isinstance(value, bool) or not isinstance(value, int))]
     if wrong:
         raise TokenizerError(f"{folder}: eos_token_id holds {wrong[0]!r}; it must be an integer or a list of integers")
-    return list(dict.fromkeys(value for value in found if value is not None))
+    # -1 is none, in some configurations
+    return list(dict.fromkeys(value for value in found if value is not None and value >= 0))

@@ -32,7 +32,7 @@ class TurnText:
         self._opened: dict[str, str] = {}
         """Text that is opened, by generation prompt."""
 
-    def opened(self, messages: Messages, **variables: Any) -> str:
+    def opened(self, messages: Messages, /, **variables: Any) -> str:
         r"""Return what the chat template has written of the policy's turn behind `messages`, before its first token:
         "<think>\n". It is "" where that is nothing, or is closed again ("<think>\n\n</think>\n\n")."""
         template = self._tokenizer.chat_template

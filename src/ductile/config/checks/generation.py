@@ -13,8 +13,8 @@ from ductile.config.schema.orchestrator import OrchestratorConfig, SamplingConfi
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.rollouts.sampling_limits import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS, wrong_values
 
-RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
-"""Variables that no caller may give a chat template: `self` is Jinja's own, and every request sets the other two."""
+RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+"""Variables that no caller may give a chat template: `self` is Jinja's own, and a conversation has the others."""
 
 
 def length_findings(config: OrchestratorConfig, max_model_len: int) -> Iterator[Finding]:

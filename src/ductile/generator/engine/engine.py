@@ -111,7 +111,7 @@ class Engine:
             stop_ids=stops if sampling.ignore_eos else stops | self._eos_token_ids,
             # Special tokens may be written as stop strings ("<|im_end|>"), also where the text is shown without them.
             texts=[
-                TextStream(self._decode, replace(sampling, skip_special_tokens=skip))
+                TextStream(self._decode, replace(sampling, skip_special_tokens=skip), prompt=request.prompt)
                 for skip in (False, True)
                 if sampling.stop
             ],

@@ -3,7 +3,7 @@
 The engine and the server both follow a completion with a `TextStream`, so that generation ends where the text is cut.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from ductile.records import Sampling
 from ductile.tasks.token_bytes import INCOMPLETE
@@ -28,7 +28,11 @@ class TextStream:
     string itself is never shown, nor is a token that ended the completion.
     """
 
-    def __init__(self, decode: Decode, sampling: Sampling, stop_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self, decode: Decode, sampling: Sampling, stop_ids: Collection[int] = (), prompt: Sequence[int] = ()
+    ) -> None:
+        """prompt: tokens that the completion goes on from. Many decoders drop the space that a text begins with, and a
+        completion begins no text."""
         self._decode = decode
         self._skip_special_tokens = sampling.skip_special_tokens
         self._stop = sampling.stop
@@ -43,6 +47,7 @@ class TextStream:
         self._held = ""
         self.stopped_by: str | None = None
         """The stop string that has come."""
+        self._before = list(prompt[-NUM_CONTEXT:])
 
     @property
     def stopped(self) -> bool:
@@ -61,6 +66,9 @@ class TextStream:
             tokens = tokens[:-1]
         if self.stopped:
             return ""
+        if self._before:
+            self.follow(self._before)
+            self._before = []
         self._held += self._new_text(tokens, last)
         cuts = [(at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
         if cuts:

@@ -6,7 +6,7 @@ from typing import Any
 from ductile.generator.server.openai_api import ChatRequest
 from ductile.generator.server.request_body import BadBody
 from ductile.tasks.chat_template import OPEN
-from ductile.tasks.left_out import LeftOut, refuse_left_out
+from ductile.tasks.left_out import LeftOut, refuse_left_out, refuse_unread
 from ductile.tasks.messages import TemplateMessage
 from ductile.tasks.tokenizer import Tokenizer
 
@@ -22,6 +22,10 @@ def render_prompt(tokenizer: Tokenizer, body: ChatRequest) -> str:
         raise BadBody(str(problem), "messages") from None
     variables = _variables(tokenizer, body)
     with_prompt = body.add_generation_prompt is not False and not body.continue_final_message
+    try:
+        refuse_unread(tokenizer, body.chat_template_kwargs or {})
+    except LeftOut as problem:
+        raise BadBody(str(problem), "chat_template_kwargs") from None
     try:
         refuse_left_out(tokenizer, messages, with_prompt, **variables)
     except LeftOut as problem:

@@ -80,9 +80,10 @@ class Choice:
         self._tokenizer, self._sampling = tokenizer, request.sampling
         self._eos_ids = () if request.sampling.ignore_eos else tokenizer.eos_token_ids
         self._call_stream = self.asked.calls() if self.asked.calls else None
-        self._stream = TextStream(lambda tokens, _: tokenizer.decode(tokens, False), request.sampling)
+        before = () if self.asked.echo else tuple(token for token in request.prompt if token not in self._hidden)
+        self._stream = TextStream(lambda tokens, _: tokenizer.decode(tokens, False), request.sampling, prompt=before)
         self._echoed: str | None = None
-        self._begun, self._offset = False, 0
+        self._begun, self._offset = bool(before), 0
         """Return whether one of the tokens so far shows anything, and how many characters they show."""
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

@@ -27,6 +27,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "echo": (False,),
     "suffix": ("",),
+    "add_special_tokens": (False,),
     "min_tokens": (0,),
     "prompt_logprobs": (),
     "top_logprobs": (0,),

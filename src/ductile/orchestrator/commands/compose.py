@@ -21,8 +21,7 @@ from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting
-from ductile.events.rollouts import HeldOutRepeated, PromptSkipped
-from ductile.events.steps import BatchesReady
+from ductile.events.rollouts import DataNoted, PromptSkipped
 from ductile.observe import Recorder
 from ductile.orchestrator.commands.graders import graders_of
 from ductile.orchestrator.commands.reference import pinned
@@ -76,17 +75,18 @@ class Prepared:
         num_updates = self.progress.updates_by(self.schedule.max_steps, self.schedule.n_minibatches)
         return self.config.trainer.model_copy(update={"max_steps": num_updates})
 
-    @property
-    def about(self) -> str:
-        """Sentences about the prompts; "" where there is nothing to say."""
+    def notes(self) -> list[str]:
+        """Return sentences about the data: where a run of one pass does not ask each prompt once, where the chat
+        template writes today's date, where prompts spell control tokens, where held-out rows of a file are trained
+        on, too."""
         schedule, is_one_pass = self.schedule, not _given_steps(self.config) and self.config.bench is None
         groups, size = schedule.staleness.groups_per_step, len(self.train_examples)
-        words = pass_in_words(size, schedule.max_steps, groups, "prompt") if is_one_pass else ""
-        return " ".join(filter(None, (words, self.tokenizer.dated)))
+        passed = pass_in_words(size, schedule.max_steps, groups, "prompt") if is_one_pass else ""
+        spelled = check_prompts(self.tasks["train"], self.tokenizer, self.train_examples)
+        found = (passed, self.tokenizer.dated, spelled, self._repeated())
+        return [as_sentence(sentence) for sentence in found if sentence]
 
-    @property
-    def repeated(self) -> str:
-        """A sentence where held-out rows of a file are trained on, too; else ""."""
+    def _repeated(self) -> str:
         train, held_out = self.tasks["train"], [prompt.example for prompt in self.eval_prompts]
         task = self.tasks[self.eval_prompts[0].task] if held_out else train
         if not isinstance(train, JsonlDataset) or not isinstance(task, JsonlDataset):
@@ -188,11 +188,9 @@ async def run_loop(
     made in a grader; what was trained is saved by then.
     """
     config, progress, record = prepared.config, prepared.progress, context.record
-    if prepared.about:
-        record.event(BatchesReady(sentence=prepared.about))
     orchestrator, saves = config.orchestrator, config.bench is None
-    if sentence := prepared.repeated:
-        record.event(HeldOutRepeated(sentence=as_sentence(sentence)))
+    for sentence in prepared.notes():
+        record.event(DataNoted(sentence=sentence))
     model_folder = prepared.folder / "model" if config.ckpt.export_model and saves else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if saves:

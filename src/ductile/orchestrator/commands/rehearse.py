@@ -34,7 +34,7 @@ def rehearse(config: RunConfig) -> AboutData:
     if isinstance(config, RLConfig):
         prepared = prepare(config)
         about = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
-        about = replace(about, sentence=" ".join(filter(None, (prepared.about, about.sentence, prepared.repeated))))
+        about = replace(about, sentence=" ".join(filter(None, (about.sentence, *prepared.notes()))))
     elif isinstance(config, SFTConfig):
         about = prepare_sft(config).data
     elif isinstance(config, InferenceRunConfig):

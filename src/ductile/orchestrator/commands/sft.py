@@ -254,21 +254,31 @@ def _metrics(
 
 
 def _about(read: Conversations, data: JsonlData, longest: int, first: str, dated: str) -> AboutData:
-    why = " (the model's max_position_embeddings)" if longest < data.seq_len else ""
-    sentence = (
-        f"{len(read.samples)} samples from {data.path}; {read.num_cut} were cut to {longest} tokens{why}, "
-        f"{read.num_skipped} had no completion within them and are skipped."
-    )
-    if read.num_open:
-        sentence += f" {read.num_open} end without a token that ends generation, as the chat template writes them."
-    if read.num_unprompted:
-        sentence += (
-            f" {read.num_unprompted} do not begin their last turn as the chat template's generation prompt does "
+    counts, why = read.counts, " (the model's max_position_embeddings)" if longest < data.seq_len else ""
+    sentences = [
+        f"{len(read.samples)} samples from {data.path}; {counts.cut} were cut to {longest} tokens{why}, "
+        f"{counts.skipped} had no completion within them and are skipped."
+    ]
+    if counts.open:
+        sentences.append(f"{counts.open} end without a token that ends generation, as the chat template writes them.")
+    if counts.unprompted:
+        sentences.append(
+            f"{counts.unprompted} do not begin their last turn as the chat template's generation prompt does "
             f"({read.unprompted!r}): a policy would go on from another place than it learns here."
         )
-    sentence = " ".join(filter(None, (sentence, dated)))
-    counts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
-    return AboutData(sentence, counts, first)
+    if counts.straddling:
+        sentences.append(
+            f"{counts.straddling} have a token that is partly of the generation prompt and partly of the completion: a "
+            "policy is asked behind whole tokens, and never in the middle of this one."
+        )
+    if counts.control:
+        sentences.append(
+            f"{counts.control} have words that spell a special token of the chat template, which begins or ends a turn "
+            f"there: {read.control} is the first."
+        )
+    sentences += [dated] if dated else []
+    of_rows = {"samples": len(read.samples), "samples_cut": counts.cut, "samples_skipped": counts.skipped}
+    return AboutData(" ".join(sentences), of_rows, first)
 
 
 def _batch_of(samples: Sequence[Sample], order: ExampleOrder, began: Progress, batch_size: int) -> MakeBatch:

@@ -18,45 +18,60 @@ from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 LossOn = Literal["assistant", "all"]
 
 
+@dataclass(slots=True)
+class RowCounts:
+    """Rows of which something is to be told."""
+
+    cut: int = 0
+    """Rows that were longer than `longest`."""
+    skipped: int = 0
+    """Rows that had nothing left to train on after the cut, or say so themselves (`weight: 0`)."""
+    open: int = 0
+    """Rows whose last trained token ends no generation: a policy that is trained on them alone may never stop."""
+    unprompted: int = 0
+    """Rows whose last turn does not begin as the generation prompt does."""
+    straddling: int = 0
+    """Rows in which a token has a part of the generation prompt and a part of the completion."""
+    control: int = 0
+    """Rows with words that spell a token by which the chat template begins or ends a turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversations:
     """A data set, ready to train on."""
 
     samples: tuple[Sample, ...]
-    num_cut: int
-    """Samples that were longer than `longest`."""
-    num_skipped: int
-    """Rows that had nothing left to train on after the cut, or say so themselves (`weight: 0`)."""
-    num_open: int
-    """Samples whose last trained token ends no generation: a policy that is trained on them alone may never stop."""
-    num_unprompted: int
-    """Samples whose last turn does not begin as the generation prompt does."""
-    unprompted: str
-    """Generation prompt of the first of them."""
+    counts: RowCounts
+    unprompted: str = ""
+    """Generation prompt of the first of `counts.unprompted`."""
+    control: str = ""
+    """Control token of the first of `counts.control`, with file and line."""
 
 
 def read_conversations(path: str, tokenizer: Tokenizer, longest: int, loss_on: LossOn) -> Conversations:
     """longest: tokens of a sample. Raises TaskError with file and line, also when nothing is left to train on."""
-    samples, num_cut, num_skipped, num_open, unprompted = list[Sample](), 0, 0, 0, list[str]()
-    any_trained = False
+    samples, counts, any_trained = list[Sample](), RowCounts(), False
+    unprompted = control = ""
     for where, row in read_rows(path):
         tokens = tokenise(where, row, tokenizer, loss_on)
-        num_cut += len(tokens.ids) > longest
+        counts.cut += len(tokens.ids) > longest
         any_trained |= any(tokens.trained)
         if any(tokens.trained[:longest]):
             samples.append(Sample(TokenIds(tokens.ids[:longest]), Mask(tokens.trained[:longest])))
-            num_open += loss_on == "assistant" and tokens.last_trained not in tokenizer.eos_token_ids
-            unprompted += [tokens.unprompted] if tokens.unprompted else []
+            counts.open += loss_on == "assistant" and tokens.last_trained not in tokenizer.eos_token_ids
+            counts.unprompted += bool(tokens.unprompted)
+            counts.straddling += tokens.straddles
+            counts.control += bool(tokens.control)
+            unprompted = unprompted or tokens.unprompted
+            control = control or (f"{tokens.control} in {where}" if tokens.control else "")
         else:
-            num_skipped += 1
+            counts.skipped += 1
     if not samples and not any_trained:
         raise TaskError(f"{path}: nothing is trained, as each row says (weight: 0 or train: false)")
     if not samples:
         limits = "data.seq_len and the model's max_position_embeddings"
         raise TaskError(f"{path}: no completion begins within {longest} tokens, the least of {limits}")
-    return Conversations(
-        tuple(samples), num_cut, num_skipped, num_open, len(unprompted), unprompted[0] if unprompted else ""
-    )
+    return Conversations(tuple(samples), counts, unprompted, control)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,10 @@ class RowTokens:
     trained: list[bool]
     unprompted: str = ""
     """Generation prompt that the last turn does not begin with (`ductile.tasks.rendered.Rendered`)."""
+    straddles: bool = False
+    """True where a token has a part of the generation prompt and a part of the completion."""
+    control: str = ""
+    """Control token that the row's words spell."""
 
     @property
     def last_trained(self) -> int | None:
@@ -99,7 +118,8 @@ def tokenise(where: str, row: Row, tokenizer: Tokenizer, loss_on: LossOn = "assi
 
 def _rendered(tokenizer: Tokenizer, chat: ChatRow) -> RowTokens:
     rendered = render(tokenizer, chat.messages, chat.untrained, **chat.variables)
-    return RowTokens(*tokenizer.encode_spans(rendered.text, rendered.assistant), rendered.unprompted)
+    ids, trained, straddles = tokenizer.encode_spans(rendered.text, rendered.assistant)
+    return RowTokens(ids, trained, rendered.unprompted, straddles, tokenizer.control_token_in(chat.messages) or "")
 
 
 def _joined(tokenizer: Tokenizer, chat: ChatRow) -> RowTokens:

@@ -21,7 +21,7 @@ RUN_ID = "ductile.json"
 
 
 class SinkMissing(Exception):
-    """A package that the config needs is not installed. The text says how to get it."""
+    """A package that the config needs is not installed, or does not begin. The text says what to do."""
 
 
 class TensorboardSink(Listener):
@@ -61,7 +61,10 @@ class WandbSink(Listener):
         config: Mapping[str, Any],
         last_step: int | None = None,
     ) -> None:
-        """last_step: the run goes on, and W&B forgets what it was told of later steps; None begins a run of W&B's."""
+        """last_step: the run goes on, and W&B forgets what it was told of later steps; None begins a run of W&B's.
+
+        Not `offline`: as WANDB_MODE says. Raises SinkMissing.
+        """
         wandb = _import("wandb", "wandb")
         project = wanted.project or os.environ.get("WANDB_PROJECT") or "ductile"
         asked = {"project": project, "dir": str(folder), "config": dict(config)}
@@ -74,7 +77,7 @@ class WandbSink(Listener):
         self.not_taken_back = ""
         """A sentence where W&B could not take its run back to the step."""
         if known is None:
-            self._run = wandb.init(**asked)
+            self._run = _init(wandb, asked)
             file.parent.mkdir(exist_ok=True)
             write_json(file, {"id": str(self._run.id), "project": project})
             return
@@ -85,13 +88,22 @@ class WandbSink(Listener):
                 f"W&B cannot take its run {known} back to step {last_step}, and keeps what it was told of later steps"
             )
             self.not_taken_back = f"{what}: {error_text(error)}."
-            self._run = wandb.init(**asked, id=known, resume="allow")
+            self._run = _init(wandb, {**asked, "id": known, "resume": "allow"})
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self, code: int) -> None:
         self._run.finish(exit_code=KILLED if code > 128 else code)  # which is how a signal's code begins
+
+
+def _init(wandb: Any, asked: Mapping[str, Any]) -> Any:
+    """A run of W&B's. Raises SinkMissing: nobody is logged in, say, or its server is not reached."""
+    try:
+        return wandb.init(**asked)
+    except Exception as error:
+        what = f"[wandb] is set, but W&B begins no run: {error_text(error).rstrip('.')}"
+        raise SinkMissing(f"{what}. Write --wandb.offline to send it later, or --no-wandb") from error
 
 
 def _read_id(file: Path, project: str) -> str | None:

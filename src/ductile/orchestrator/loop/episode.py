@@ -24,6 +24,7 @@ from ductile.tasks.conversation import ChatTokenizer, next_turn
 from ductile.tasks.grader import Graded, Graders
 from ductile.tasks.left_out import LeftOut
 from ductile.tasks.task import TaskError, messages_of, source_of, takes_turns, variables_of
+from ductile.tasks.tokenizer import TokenizerError
 from ductile.tasks.turn_text import TurnText
 
 ABOVE_TURNS = 1_000_000
@@ -141,7 +142,7 @@ class Episodes:
                 break
             try:
                 between = next_turn(self.tokenizer, first, generation.token_ids, reply.messages, **variables)
-            except LeftOut as error:
+            except (LeftOut, TokenizerError) as error:
                 raise TaskError(f"the reply to {source_of(task, prompt.example)} is lost: {error}") from None
             if len(between) >= room - len(generation.token_ids):
                 finish = "length"  # no room for another word of the policy's
