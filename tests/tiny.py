@@ -5,7 +5,10 @@ folder = make_model_folder(tmp_path / "m", "llama", tie_word_embeddings=False, n
 """
 
 import json
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +65,21 @@ def make_tokenizer_files(path: str | Path) -> Path:
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     return path
+
+
+def writes_date(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have the chat template begin with today's date. Returns how to set the day of November 2026."""
+
+    def set_day(day: int) -> None:
+        monkeypatch.setattr(
+            "ductile.tasks.chat_template.datetime", SimpleNamespace(now=lambda: datetime(2026, 11, day))
+        )
+
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    dated = "{{ 'It is ' + strftime_now('%d %b %Y') + '.' }}" + settings["chat_template"]
+    file.write_text(json.dumps(settings | {"chat_template": dated}))
+    return set_day
 
 
 def may_think(folder: Path) -> Path:

@@ -22,7 +22,7 @@ from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup,
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.orchestrator.doubles import read, write
-from tests.tiny import IM_END, make_tokenizer_files, may_think
+from tests.tiny import IM_END, make_tokenizer_files, may_think, writes_date
 
 BASE = {
     "max_steps": 3,
@@ -182,6 +182,17 @@ def test_one_pass_over_the_examples_by_default(tmp_path, folder):
     assert rest.about == "One pass is 17 steps of 2, and there are 35 prompts: 1 of them is not taken."
     for branch in ("trainer", "orchestrator"):
         assert prepare(config(tmp_path, folder, max_steps=None, **{f"{branch}__max_steps": 5})).schedule.max_steps == 5
+
+
+def test_the_date_that_a_template_writes_is_told_at_the_start_and_kept(tmp_path, folder, monkeypatch):
+    set_day = writes_date(folder, monkeypatch)
+    set_day(27)
+    rl(config(tmp_path, folder), folder)
+    (data,) = [row for row in read_jsonl(tmp_path / "run/events.jsonl") if row["kind"] == "data"]
+    assert data["sentence"].startswith("The chat template writes today's date ('27 Nov 2026')")
+    set_day(28)
+    changes = prepare(config(tmp_path, folder, max_steps=4, ckpt__resume_step=-1)).began.changes
+    assert (["27 Nov 2026"], ["28 Nov 2026"]) in [(change.before, change.now) for change in changes]
 
 
 def test_resume_goes_on_where_the_run_was(tmp_path, folder):

@@ -20,7 +20,7 @@ from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.config.stories import MODEL
 from tests.orchestrator.doubles import read, write
-from tests.tiny import make_tokenizer_files, may_think
+from tests.tiny import make_tokenizer_files, may_think, writes_date
 
 
 @pytest.fixture
@@ -382,6 +382,22 @@ def test_stop_and_resume_see_the_same_batches(tmp_path, folder):
     assert summary["steps"] == 8
     assert first.seen[:3] + second.seen == whole.seen
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_the_date_that_a_template_writes_is_told_and_again_on_another_day(tmp_path, folder, monkeypatch):
+    assert "today" not in prepare_sft(config(tmp_path, folder)).data.sentence
+    set_day = writes_date(folder, monkeypatch)
+    set_day(27)
+    prepared = prepare_sft(config(tmp_path, folder, max_steps=8))
+    assert "The chat template writes today's date ('27 Nov 2026'): prompts of another day" in prepared.data.sentence
+    train(prepared, tmp_path, stop_after=3)
+    resumed = config(tmp_path, folder, max_steps=8, ckpt={"resume_step": -1})
+    assert not prepare_sft(resumed).began.changes
+    set_day(28)
+    (change,) = prepare_sft(resumed).began.changes
+    assert (change.before, change.now) == (["27 Nov 2026"], ["28 Nov 2026"])
+    assert "27 Nov 2026" in change.sentence
+    assert "28 Nov 2026" in change.sentence
 
 
 def test_resume_from_a_step_that_is_not_there(tmp_path, folder):

@@ -35,7 +35,7 @@ class StepProfiled(RunEvent, tag="profile", frozen=True):
 
 class BatchesReady(RunEvent, tag="data", frozen=True):
     """The batches are there that `ductile sft` or `ductile trainer` takes, or something is to be said of the prompts of
-    `ductile rl`, which have no counts, as batches that are made up."""
+    `ductile rl` and `ductile orchestrator`, which have no counts, as batches that are made up."""
 
     samples: int | None = None
     samples_cut: int | None = None

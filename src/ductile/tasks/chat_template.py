@@ -51,8 +51,10 @@ class ChatTemplate:
         self.text = text
         self.with_tools: ChatTemplate | None = None
         """Template of conversations with tools, where that is another."""
-        self._template = _parsed(text, GenerationTag)
-        self._marking = _parsed(text, MarkingTag) if _GENERATION.search(text) else None
+        self.dates: dict[str, str] = {}
+        """Dates and times that it has written, as they were at first, by their formats."""
+        self._template = self._parsed(GenerationTag)
+        self._marking = self._parsed(MarkingTag) if _GENERATION.search(text) else None
 
     def render(self, /, **variables: Any) -> str:
         return _render(self._of(variables)._template, variables)
@@ -60,7 +62,7 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> set[str]:
         """Names of the variables that the template reads."""
-        found = meta.find_undeclared_variables(_environment(GenerationTag).parse(self.text))
+        found = meta.find_undeclared_variables(self._environment(GenerationTag).parse(self.text))
         return found | (self.with_tools.variables if self.with_tools else set())
 
     def generations(self, /, **variables: Any) -> tuple[str, list[TextSpan]] | None:
@@ -84,23 +86,28 @@ class ChatTemplate:
     def _of(self, variables: Mapping[str, Any]) -> "ChatTemplate":
         return self.with_tools if self.with_tools and variables.get("tools") is not None else self
 
+    def _environment(self, tag: type[GenerationTag]) -> ImmutableSandboxedEnvironment:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[tag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = self._strftime_now
+        return environment
+
+    def _parsed(self, tag: type[GenerationTag]) -> Template:
+        try:
+            return self._environment(tag).from_string(self.text)
+        except TemplateError as error:
+            raise ChatTemplateError(str(error)) from error
+
+    def _strftime_now(self, format: str) -> str:
+        written = datetime.now().strftime(format)
+        self.dates.setdefault(format, written)
+        return written
+
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-
-
-def _environment(tag: type[GenerationTag]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[tag, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
-
-
-def _parsed(text: str, tag: type[GenerationTag]) -> Template:
-    try:
-        return _environment(tag).from_string(text)
-    except TemplateError as error:
-        raise ChatTemplateError(str(error)) from error
 
 
 def _render(template: Template, variables: Mapping[str, Any]) -> str:

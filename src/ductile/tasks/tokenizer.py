@@ -67,6 +67,8 @@ class Tokenizer:
         """Generation ends after any of these: those of generation_config.json, config.json and the tokenizer, and what
         the chat template ends an assistant's turn with (base models come with a template, and with the end of a text as
         their only eos)."""
+        if chat_template is not None:
+            chat_template.dates.clear()  # of the trial that tells the end of a turn
 
     @classmethod
     def of(cls, model: ChatModelConfig) -> "Tokenizer":
@@ -100,11 +102,24 @@ class Tokenizer:
 
     def fingerprints(self) -> dict[str, Any]:
         """Return what tells this tokenizer from others: its vocabulary and rules, however their file spells them; its
-        chat template; and the tokens that end a turn."""
+        chat template, and the dates that this has written; and the tokens that end a turn."""
         template = "" if self._chat_template is None else self._chat_template.text
         texts = {"tokenizer": self._backend.to_str(), "chat_template": template}
         found = {name: blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
-        return {**found, "eos_token_ids": list(self.eos_token_ids)}
+        dates = {"dates": self._dates} if self._dates else {}
+        return {**found, **dates, "eos_token_ids": list(self.eos_token_ids)}
+
+    @property
+    def dated(self) -> str:
+        """Return a sentence where the chat template has written today's date, else ""."""
+        written = ", ".join(map(repr, self._dates))
+        return f"The chat template writes today's date ({written}): prompts of another day differ." if written else ""
+
+    @property
+    def _dates(self) -> list[str]:
+        """Dates that the chat template has written, but for trials of it."""
+        templates = (self._chat_template, self._chat_template and self._chat_template.with_tools)
+        return sorted({date for template in templates if template for date in template.dates.values()})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids

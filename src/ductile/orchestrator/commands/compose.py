@@ -82,7 +82,8 @@ class Prepared:
         groups, size = schedule.staleness.groups_per_step, len(self.train_examples)
         passed = pass_in_words(size, schedule.max_steps, groups, "prompt") if is_one_pass else ""
         spelled = check_prompts(self.tasks["train"], self.tokenizer, self.train_examples)
-        return [as_sentence(sentence) for sentence in (passed, spelled, self._repeated()) if sentence]
+        found = (passed, self.tokenizer.dated, spelled, self._repeated())
+        return [as_sentence(sentence) for sentence in found if sentence]
 
     def _repeated(self) -> str:
         train, held_out = self.tasks["train"], [prompt.example for prompt in self.eval_prompts]

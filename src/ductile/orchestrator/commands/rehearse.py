@@ -29,7 +29,8 @@ def rehearse(config: RunConfig) -> AboutData:
     """
     if isinstance(config, OrchestratorRunConfig):
         alone = prepare_rollout_only(config)
-        return _first_prompt(alone.tokenizer, alone.task, 0)
+        about = _first_prompt(alone.tokenizer, alone.task, 0)
+        return replace(about, sentence=" ".join(filter(None, (about.sentence, alone.tokenizer.dated))))
     if isinstance(config, RLConfig):
         prepared = prepare(config)
         about = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])

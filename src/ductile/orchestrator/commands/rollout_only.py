@@ -16,6 +16,7 @@ from ductile.concurrency.structured import gather_all
 from ductile.config.schema.orchestrator import to_sampling
 from ductile.config.schema.run import OrchestratorRunConfig
 from ductile.core.batch.rewards import too_many_failed
+from ductile.events.steps import BatchesReady
 from ductile.observe import Recorder, Stopwatch
 from ductile.orchestrator.commands.graders import graders_of
 from ductile.orchestrator.ending.run_summary import per_second, since_start
@@ -59,6 +60,8 @@ async def run_rollout_only(
     """Batch after batch, until `max_steps` or `stop`. Returns the summary."""
     config, tokenizer, tasks = prepared.config, prepared.tokenizer, {"train": prepared.task}
     began_s, watch, step = time.perf_counter(), Stopwatch(), 0
+    if tokenizer.dated:
+        record.event(BatchesReady(sentence=tokenizer.dated))
     order = ExampleOrder(range(len(prepared.task)), config.seed, config.shuffle)
     prompts = Prompts(prepared.task, tokenizer, order, MAX_LEN_TOKENS)
     sampling, group_size = to_sampling(config.sampling), config.rollouts_per_example

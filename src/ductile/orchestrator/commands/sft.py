@@ -90,7 +90,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         batch = _batch_of(read.samples, order, progress, data.batch_size)
         rows, num_samples = [row for _, row in read_rows(str(data.path))], len(read.samples)
         one_epoch = -(-len(read.samples) // data.batch_size)
-        about = _about(read, data, longest, marked(tokenizer, read.samples[0]))
+        about = _about(read, data, longest, marked(tokenizer, read.samples[0]), tokenizer.dated)
         if not config.max_steps and progress.prompts.next == progress.step * data.batch_size:
             words = pass_in_words(num_samples, one_epoch, data.batch_size, "sample")
             about = replace(about, sentence=" ".join(filter(None, (about.sentence, words))))
@@ -253,7 +253,7 @@ def _metrics(
     }
 
 
-def _about(read: Conversations, data: JsonlData, longest: int, first: str) -> AboutData:
+def _about(read: Conversations, data: JsonlData, longest: int, first: str, dated: str) -> AboutData:
     counts, why = read.counts, " (the model's max_position_embeddings)" if longest < data.seq_len else ""
     sentences = [
         f"{len(read.samples)} samples from {data.path}; {counts.cut} were cut to {longest} tokens{why}, "
@@ -276,6 +276,8 @@ def _about(read: Conversations, data: JsonlData, longest: int, first: str) -> Ab
             f"{counts.control} have words that spell a special token of the chat template, which begins or ends a turn "
             f"there: {read.control} is the first."
         )
+    if dated:
+        sentences.append(dated)
     of_rows = {"samples": len(read.samples), "samples_cut": counts.cut, "samples_skipped": counts.skipped}
     return AboutData(" ".join(sentences), of_rows, first)
 
