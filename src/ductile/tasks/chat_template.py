@@ -62,7 +62,7 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> set[str]:
         """Names of the variables that the template reads."""
-        found = meta.find_undeclared_variables(_environment(GenerationTag).parse(self.text))
+        found = meta.find_undeclared_variables(self._environment(GenerationTag).parse(self.text))
         return found | (self.with_tools.variables if self.with_tools else set())
 
     def generations(self, /, **variables: Any) -> tuple[str, list[TextSpan]] | None:
@@ -86,11 +86,18 @@ class ChatTemplate:
     def _of(self, variables: Mapping[str, Any]) -> "ChatTemplate":
         return self.with_tools if self.with_tools and variables.get("tools") is not None else self
 
-    def _parsed(self, tag: type[GenerationTag]) -> Template:
-        environment = _environment(tag)
+    def _environment(self, tag: type[GenerationTag]) -> ImmutableSandboxedEnvironment:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[tag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = self._strftime_now
+        return environment
+
+    def _parsed(self, tag: type[GenerationTag]) -> Template:
         try:
-            return environment.from_string(self.text)
+            return self._environment(tag).from_string(self.text)
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from error
 
@@ -101,13 +108,6 @@ class ChatTemplate:
 
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-
-
-def _environment(tag: type[GenerationTag]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[tag, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
 
 
 def _render(template: Template, variables: Mapping[str, Any]) -> str:

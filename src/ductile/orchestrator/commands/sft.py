@@ -276,7 +276,8 @@ def _about(read: Conversations, data: JsonlData, longest: int, first: str, dated
             f"{counts.control} have words that spell a special token of the chat template, which begins or ends a turn "
             f"there: {read.control} is the first."
         )
-    sentences += [dated] if dated else []
+    if dated:
+        sentences.append(dated)
     of_rows = {"samples": len(read.samples), "samples_cut": counts.cut, "samples_skipped": counts.skipped}
     return AboutData(" ".join(sentences), of_rows, first)
 
