@@ -130,6 +130,13 @@ SEEN: list[tuple[str, list[Any], dict[str, Any], str]] = [
         {"continue_final_message": True, "add_generation_prompt": True},
         "are both true; keep one of them",
     ),
+    (
+        "{{ tools | tojson }}{{ messages[0] | tojson }}",
+        [{"content": "hi", "role": "user"}],
+        {"tools": [{"function": {"description": "d", "name": "f", "parameters": {}}, "type": "function"}]},
+        '[{"function": {"description": "d", "name": "f", "parameters": {}}, "type": "function"}]'
+        '{"content": "hi", "role": "user"}',
+    ),
     ("{{ raise_exception('no!') }}", [USER], {}, "the chat template refuses the messages: no!"),
     ("{{ messages[0].content.nothing.at.all }}", [USER], {}, "the chat template refuses the messages: UndefinedError"),
 ]

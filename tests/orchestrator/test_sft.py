@@ -151,7 +151,7 @@ SHORT = {"role": "system", "content": "S"}
         ({"tools": [{"name": "add"}]}, "the chat template leaves out the tool add"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs may not hold tools"),
         ({"chat_template_kwargs": {"x": 1}}, "the chat template does not read x, which chat_template_kwargs has"),
-        ({"weight": 0.5}, "its weight is 0.5; it must be 0 or 1"),
+        ({"weight": 0.5}, "the row's weight is 0.5; it must be 0 or 1"),
         ({"system": "S"}, "has system beside a system message"),
         ({"text": "once"}, "has a field text"),
     ],

@@ -104,7 +104,8 @@ def test_a_line_separator_inside_text_is_no_end_of_line(tmp_path):
 
 
 BAD_ROWS = [
-    ("[1, 2]\n", "rows.jsonl:1: is a list; each line must be an object"),
+    ('{"prompt": "a"}\n[1, 2]\n', "rows.jsonl:2: is a list; each line must be an object"),
+    ('[\n  {"prompt": "a"}\n]\n', "rows.jsonl is one JSON array; write an object a line: jq -c '.[]'"),
     ('{"prompt": "a"}\n{"prompt": \n', "rows.jsonl:2: is not JSON: Expecting value at column"),
     ('{"prompt": "a"}\nhello\n', "rows.jsonl:2: is not JSON"),
     (

@@ -11,6 +11,7 @@ A row may have the form of OpenAI and TRL, of ShareGPT, or of Alpaca:
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -132,7 +133,15 @@ def read_rows(path: str | Path) -> list[tuple[str, Row]]:
     rows = [(f"{file}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not rows:
         raise TaskError(f"{file} has no lines")
+    if text.lstrip().startswith("[") and _is_array(text):
+        raise TaskError(f"{file} is one JSON array; write an object a line: jq -c '.[]' {file} > rows.jsonl")
     return [(where, _parse(where, line)) for where, line in rows]
+
+
+def _is_array(text: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(text), list)
+    return False
 
 
 def prompt_of(where: str, row: Row) -> ChatRow:
@@ -263,7 +272,7 @@ def _trained(where: str, table: Mapping[str, Any], place: int | None = None) -> 
     for name in ("weight", "train"):
         value = table.get(name, True)
         if value not in (None, True, False):  # 0 and 1 are equal to these
-            which = "its" if place is None else f"message {place + 1} has a"
+            which = "the row's" if place is None else f"message {place + 1}'s"
             raise TaskError(f"{where}: {which} {name} is {value!r}; it must be 0 or 1")
         if value is not None and not value:
             return False
@@ -285,7 +294,12 @@ def _variables(where: str, row: Row) -> dict[str, Any]:
     if taken := sorted(kwargs.keys() & RESERVED_VARIABLES):
         raise TaskError(f"{where}: chat_template_kwargs may not hold {taken[0]}, which the row gives by itself")
     given = {name: value for name, value in kwargs.items() if value is not None}  # columns of other rows
-    return given | ({"tools": [_without_nulls(tool) for tool in cast(list[Any], tools)]} if tools else {})
+    return given | ({"tools": [_tool(tool) for tool in cast(list[Row], tools)]} if tools else {})
+
+
+def _tool(tool: Row) -> Row:
+    """Return a tool as templates take it. LLaMA-Factory's rows have bare functions."""
+    return _without_nulls({"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool)
 
 
 def _without_nulls(schema: Any) -> Any:
@@ -314,7 +328,9 @@ def _side(where: str, row: Row, key: str, role: str) -> list[Any]:
 def _from_sharegpt(where: str, number: int, said: Any) -> Any:
     if not isinstance(said, Mapping) or "from" not in said:
         return said  # some of these have role and content after all
-    role, text = said["from"], said.get("value")
+    if "value" not in said:
+        raise TaskError(f"{where}: message {number} is from {said['from']!r} and has no value")
+    role, text = said["from"], said["value"]
     others = {name: value for name, value in said.items() if name not in ("from", "value")}
     if role == "function_call":
         try:
@@ -369,5 +385,6 @@ def _text(where: str, row: Row, key: str) -> str:
         which = "a prompt" if key == "completion" else "an instruction"
         raise TaskError(f"{where}: has {which} and no {key}{_renamed(row, [key])}")
     if not isinstance(row[key], str) or not row[key]:
-        raise TaskError(f"{where}: {key} is {type_of(row[key])}, not text")
+        kind = type_of(row[key])
+        raise TaskError(f"{where}: {key} is {kind}{'' if kind == 'empty' else ', not text'}")
     return row[key]

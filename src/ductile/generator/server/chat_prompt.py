@@ -41,7 +41,7 @@ def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any]:
         name: given[name] for name in HINTS if given[name] is not None and tokenizer.reads(name)
     }
     if body.tools and body.tool_choice != "none":
-        variables["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
+        variables["tools"] = [tool.as_given() for tool in body.tools]
     return variables | (body.chat_template_kwargs or {})
 
 

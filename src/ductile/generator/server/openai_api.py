@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ductile.config.checks.generation import RESERVED_VARIABLES
@@ -237,10 +247,26 @@ class CompletionRequest(TextRequest):
         return several
 
 
-class ChatMessage(BaseModel):
-    """A message of a chat. `ductile.tasks.messages` knows what else is in it."""
+class AsGiven(BaseModel):
+    """A part of a request that templates write out: its keys stay in the client's order, as do a training row's."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        taken = handler(value)
+        taken._given = value if isinstance(value, dict) else taken.model_dump(exclude_unset=True)
+        return taken
+
+    def as_given(self) -> dict[str, Any]:
+        return self._given
+
+
+class ChatMessage(AsGiven):
+    """A message of a chat. `ductile.tasks.messages` knows what else is in it."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -252,8 +278,7 @@ class OfferedFunction(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class OfferedTool(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class OfferedTool(AsGiven):
     type: Literal["function"]
     function: OfferedFunction
 
@@ -305,7 +330,7 @@ class ChatRequest(TextRequest):
         taken: list[TemplateMessage] = []
         for number, message in enumerate(self.messages):
             try:
-                taken.append(for_template(message.model_dump()))
+                taken.append(for_template(message.as_given()))
             except BadMessage as problem:
                 raise ValueError(f"messages.{number} {problem}") from None
         return taken
