@@ -44,9 +44,8 @@ from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Prompt
 from ductile.roles import Generators, Scorer, Task
 from ductile.tasks.build import build_task
-from ductile.tasks.held_out import repeated
 from ductile.tasks.jsonl import JsonlDataset
-from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts, pass_in_words, prompt_ids, split
+from ductile.tasks.prompts import ExampleOrder, Prompts, check_prompts, pass_in_words, prompt_ids, repeated, split
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.transport.deadlines import Deadlines
