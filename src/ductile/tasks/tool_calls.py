@@ -168,8 +168,8 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 def _begun(*parts: str) -> str:
-    """Return a regular expression for the parts, characters or expressions of their own, of which the last may be behind
-    the text's end."""
+    """Return a regular expression for the parts, characters or expressions of their own, of which the text may end
+    behind any."""
     pattern = ""
     for part in reversed(parts):
         one = re.escape(part) if len(part) == 1 else part
