@@ -19,18 +19,15 @@ def as_number(value: object) -> float | None:
     Numbers are Python's, Decimal and Fraction, and what numpy, torch and JAX make, also an array that holds one only;
     true is 1. A text and a complex number are none.
     """
-    if isinstance(value, _Scalar):
-        try:
-            value = value.item()
-        except (RuntimeError, TypeError, ValueError):  # of several numbers, or none
-            return None
-    if not isinstance(value, SupportsFloat) or isinstance(value, complex):
-        return None
     try:
-        return float(value)
-    except OverflowError:  # an integer beyond all floats
-        return math.inf
-    except (ArithmeticError, TypeError, ValueError):  # a signalling NaN of decimal's, an expression with unknowns
+        number = value.item() if isinstance(value, _Scalar) else value
+        if not isinstance(number, SupportsFloat) or isinstance(number, complex):
+            return None
+        try:
+            return float(number)
+        except OverflowError:  # beyond all floats
+            return -math.inf if number < 0 else math.inf  # pyright: ignore[reportOperatorIssue, reportUnknownVariableType]
+    except Exception:  # users' code: several numbers, an expression with unknowns, a mistake
         return None
 
 

@@ -37,6 +37,10 @@ TRAPS: dict[str, tuple[tuple[str, ...], str]] = {
         (*BFLOAT16, "--trainer.optim.type", "sgd"),
         "a step of at most lr max_norm / (1 - momentum) = 1e-05 rounds away for each weight of 0.0039 or more",
     ),
+    "sgd_of_nothing": (
+        ("--trainer.optim.type", "sgd", "--trainer.optim.lr", "1e-200", "--trainer.optim.max-norm", "1e-200"),
+        "a step of at most lr max_norm / (1 - momentum) = 0 rounds away for each weight of 0 or more: about 100% of",
+    ),
     "second_moment": (
         BFLOAT16,
         "trainer.optim.betas2 = 0.999 lets the second moment fall by 0.001 of itself a step, and bfloat16, which "

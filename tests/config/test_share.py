@@ -100,6 +100,32 @@ def test_a_later_source_replaces_what_an_earlier_one_wrote_out(
     assert {key: value_at(read.config, tuple(key.split("."))) for key in values} == values
 
 
+VARIABLES = "inference.model.chat_template_kwargs = { x = 1 }\n"
+BOTH = VARIABLES + "model.chat_template_kwargs = { x = 1 }\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "words", "variables"),
+    [
+        (VARIABLES, ["--model.chat-template-kwargs", "{}"], {}),
+        (VARIABLES, ["--model.chat-template-kwargs", '{"y": false}'], {"y": False}),
+        (VARIABLES, ["--model.chat-template-kwargs.y", "false"], {"y": False}),
+        (BOTH, ["--model.chat-template-kwargs", "{}"], {}),
+        (BOTH, ["--model.chat-template-kwargs", '{"y": false}'], {"y": False}),
+        (BOTH, ["--model.chat-template-kwargs.y", "false"], {"x": 1, "y": False}),
+    ],
+)
+def test_a_later_table_replaces_what_an_earlier_source_wrote_out(
+    written: str, words: list[str], variables: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    Path("run.toml").write_text(written)
+    config = parse(RLConfig, ["@", "good.toml", "@", "run.toml", *words]).config
+    assert isinstance(config, RLConfig)
+    assert config.inference.model.chat_template_kwargs == config.model.chat_template_kwargs == variables
+
+
 def test_a_value_that_gives_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)

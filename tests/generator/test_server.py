@@ -14,6 +14,8 @@ from ductile.config.schema.inference import ServerConfig
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.kv_transfer import RequestKV
 from ductile.generator.engine.logprob_report import LogprobReport
+from ductile.generator.server import service
+from ductile.generator.server.responses import TextCompletion
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app
 from ductile.records import GenerateRequest, Generation
@@ -359,6 +361,33 @@ def test_a_request_that_fails_ends_alone(qwen3: Family, when: str) -> None:
         assert good["usage"]["completion_tokens"] == 200
         assert client.get("/health").status_code == 200
         assert "ductile_sequences_running 0.0" in client.get("/metrics").text  # the other choice was aborted
+
+
+def test_a_stream_that_cannot_be_written_ends_with_an_error(qwen3: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    def piece(*_: object) -> None:
+        raise TypeError("no JSON")
+
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny")) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(TextCompletion, "piece", piece)
+            told = events(client.post("/v1/completions", json={"prompt": "x", "stream": True}).text)
+        assert told[-1]["error"]["message"] == "the response cannot be written: TypeError: no JSON"
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        assert "ductile_sequences_running 0.0" in client.get("/metrics").text
+
+
+def test_a_length_that_nobody_asked_for_is_one_that_log_probs_may_have(
+    qwen3: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_REPORTED", 200)
+    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny")) as client:
+        for n, length in ((1, 10), (2, 5)):
+            choices = client.post("/v1/chat/completions", json=body | {"n": n}).json()["choices"]
+            assert [len(each["logprobs"]["content"]) for each in choices] == [length] * n
+            assert {each["finish_reason"] for each in choices} == {"length"}
+        for asked in ({"max_tokens": 11}, {"n": 11}):
+            assert client.post("/v1/chat/completions", json=body | asked).status_code == 400
 
 
 def test_a_full_server_says_so(qwen3: Family) -> None:

@@ -168,3 +168,86 @@ def test_values_have_the_types_of_the_tool() -> None:
     text = "<function=weather><parameter=city>\n12\n</parameter><parameter=days>\n12\n</parameter></function>"
     assert split_calls(form, text, [TOOL])[1] == [ToolCall("weather", {"city": "12", "days": 12})]
     assert json.dumps(split_calls(form, text, [])[1][0].arguments) == '{"city": 12, "days": 12}'
+
+
+HERMES, LLAMA, LFM2 = "JSON in a tag (Hermes, Qwen)", "JSON alone (Llama 3)", "calls in Python (LFM2)"
+CALLED = rendered(HERMES, [ToolCall("weather", {"city": "Rome"})])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"{CALLED}\n\nI asked it.\n\nWait:\n\n- one\n", "\n\nI asked it.\n\nWait:\n\n- one"),
+        (f"So.\n\n{CALLED}\n{CALLED}\n", "So."),
+        ("No call.\n\nNone.\n", "No call.\n\nNone.\n"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_whitespace_is_left_out_before_calls_and_behind_the_last_only(text: str, shown: str, size: int) -> None:
+    assert streamed(BY_NAME[HERMES], text, size)[0] == shown
+
+
+SAID = [
+    "Wait: ",
+    "\n\n",
+    " ",
+    "{",
+    "}",
+    ";",
+    '{"name": "x"}',
+    "<think>",
+    "</think>",
+    "</tool_call>",
+    "<tool_call>",
+    "<",
+]
+SAID += ["<|start|>assistant", "<|channel|>", "final<|message|>", " to=functions.", "<|tool_call_end|>", "[TOOL_CALLS]"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(data=st.data())
+def test_the_pieces_in_which_a_text_comes_mean_nothing(name: str, data: st.DataObject) -> None:
+    calls = [rendered(name, [ToolCall("weather", {"city": city})]) for city in ("Rome", "</tool_call>", "a; {b")]
+    parts = st.sampled_from([*SAID, *calls, calls[0][: len(calls[0]) // 2]])
+    text = "".join(data.draw(st.lists(parts, max_size=7)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    stream, shown, found = CallStream(BY_NAME[name], [TOOL], False), "", list[ToolCall]()
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        more, new = stream.push(text[start:end], last=False)
+        shown, found = shown + more, found + new
+    more, new = stream.push("", last=True)
+    assert (shown + more, found + new) == CallStream(BY_NAME[name], [TOOL], False).push(text, last=True)
+    if "<think>" not in text and "</think>" not in text:
+        assert found + new == split_calls(BY_NAME[name], text, [TOOL])[1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["{[1]: 2}", "{1, 2}", "1j", 'b"x"', "...", "{1: 2}", "{**{}}", "1e999", "-x", "f''", "{(1, [2]): 3}", "[*[1]]"],
+)
+def test_a_call_in_python_has_the_values_of_json_only(value: str) -> None:
+    text = f"<|tool_call_start|>[f(a={value})]<|tool_call_end|>"
+    assert streamed(BY_NAME[LFM2], text, 3) == (text, [])
+
+
+def test_a_call_in_python_has_all_values_of_json() -> None:
+    value = {"a": [1, -2.5, None, True, "x"], "b": {}}
+    text = f"<|tool_call_start|>[f(a={value}, b={json.dumps(value)})]<|tool_call_end|>"
+    assert streamed(BY_NAME[LFM2], text, 3) == ("", [ToolCall("f", {"a": value, "b": value})])
+
+
+def test_numbers_that_json_does_not_have_are_no_arguments() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'
+    assert streamed(BY_NAME[HERMES], text, 3) == (text, [])
+
+
+@pytest.mark.parametrize("said", ["In C: int main() {", "for (;;) { x; {y", "See `{a}`;\n{b", '; {"na"'])
+def test_braces_in_a_text_hold_nothing_back_where_a_call_is_json_alone(said: str) -> None:
+    assert CallStream(BY_NAME[LLAMA], [TOOL], False).push(said, last=False) == (said, [])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_several_calls_of_json_alone(size: int) -> None:
+    call = '{"name": "f", "parameters": {"a": "; {"}}'
+    for text in (f"{call}; {call}", f"<|python_tag|>{call};{call};\n"):
+        assert streamed(BY_NAME[LLAMA], text, size) == ("", [ToolCall("f", {"a": "; {"})] * 2)

@@ -34,8 +34,8 @@ class ToolForm:
     name: str
     opening: re.Pattern[str]
     read: Read
-    signs: tuple[str, ...]
-    """Texts of which one is in every opening: a stream holds back what follows."""
+    beginning: re.Pattern[str]
+    """Matches where every opening begins, also where the text ends within it: a stream holds back what follows."""
     ending: str
     """Text with which a call is complete; "" where only the end of the text says so."""
 
@@ -44,14 +44,23 @@ def split_calls(form: ToolForm, text: str, tools: Sequence[Tool]) -> tuple[str, 
     """Return the text without its calls, and these."""
     content, calls, at = "", list[ToolCall](), 0
     while opening := form.opening.search(text, at):
-        try:
-            found, end = form.read(text, opening, tools)
-        except (ValueError, RecursionError):  # the model has begun a call, and wrote something else
-            behind = max(opening.end(), opening.start() + 1)
-            content, at = content + text[at:behind], behind
-            continue
-        content, calls, at = content + text[at : opening.start()], calls + found, end
+        found, end = _read(form, text, opening, tools)
+        content += text[at : end if found is None else opening.start()]
+        calls, at = calls + (found or []), end
     return content + text[at:], calls
+
+
+def _read(
+    form: ToolForm, text: str, opening: re.Match[str], tools: Sequence[Tool]
+) -> tuple[list[ToolCall] | None, int]:
+    """Return the calls, and where the text goes on; None where the model has begun a call, and wrote something else."""
+    try:
+        found, end = form.read(text, opening, tools)
+        for call in found:
+            json.dumps(call.arguments, allow_nan=False)  # as the API has them
+    except (ValueError, RecursionError):
+        return None, max(opening.end(), opening.start() + 1)
+    return found, end
 
 
 def form_of(render: Callable[..., str]) -> ToolForm | None:
@@ -76,42 +85,66 @@ def form_of(render: Callable[..., str]) -> ToolForm | None:
 
 
 class CallStream:
-    """Tells calls from other text as it comes, thoughts aside: what stands in `<think>` is no call."""
+    """Tells calls from other text as it comes, thoughts aside: what stands in `<think>` is no call. The pieces in which
+    it comes mean nothing. Whitespace before a call, and at the end of a text with calls, is left out."""
 
     def __init__(self, form: ToolForm, tools: Sequence[Tool], thinking: bool) -> None:
         """thinking: whether the prompt has opened thoughts."""
         self._form, self._tools = form, tools
         self._thinking: bool | None = thinking or None
         """True where it thinks; None before the first word, which may say so."""
-        self._held = ""
-        self._opened, self._called = False, False
-        """Return whether what is held may be a call, and whether there was one."""
+        self._held, self._at = "", 0
+        """Text that waits from `_at` on; before it is the last character that does not, as a form may ask for the
+        turn's beginning."""
+        self._space = ""
+        """Whitespace between what is shown and what waits."""
+        self._called, self._tried = False, 0
+        """Return whether there was a call, and how much of what is held has been read in vain."""
 
     def push(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
         """Take what the model said, and return what of it may be shown now, and the calls that are complete."""
         self._held += text
         shown, calls = self._thoughts(last), list[ToolCall]()
-        while self._thinking is False:
-            shown += self._before_opening(last)
+        if self._thinking is not False:
+            return shown, calls
+        complete = self._complete(last)
+        while last or complete > self._tried:
+            opening = self._form.opening.search(self._held[:complete], self._at)
+            if opening is None:
+                break
+            found, end = _read(self._form, self._held[:complete], opening, self._tools)
+            if found is None and not last:  # more of it may make it a call
+                break
+            shown += self._show(end if found is None else opening.start())
+            if found is not None:
+                self._space, self._called, calls = "", True, calls + found
+                self._pass(end - opening.start() + self._at)
             complete = self._complete(last)
-            content, found = split_calls(self._form, self._held[:complete], self._tools)
-            if not found and not last:
-                break
-            self._held, self._opened = self._held[complete:], False
-            shown, calls = shown + content, calls + found
-            if not self._held:
-                break
-        if self._called and not shown.strip():
-            shown = ""  # what stands between calls
-        self._called |= bool(calls)
+        self._tried = complete
+        waits = None if last else self._form.beginning.search(self._held, self._at)
+        shown += self._show(waits.start() if waits else len(self._held))
+        if last and not self._called:
+            shown += self._space
         return shown, calls
 
     def _complete(self, last: bool) -> int:
         """Characters of what is held in which each call is complete."""
         if last:
             return len(self._held)
-        end = self._held.rfind(self._form.ending) if self._opened and self._form.ending else -1
+        end = self._held.rfind(self._form.ending, self._at) if self._form.ending else -1
         return 0 if end < 0 else end + len(self._form.ending)
+
+    def _show(self, end: int) -> str:
+        """What is held up to `end`, less whitespace that nothing follows yet."""
+        said = self._space + self._held[self._at : end]
+        shown = said.rstrip()
+        self._space = said[len(shown) :]
+        self._pass(end)
+        return shown
+
+    def _pass(self, end: int) -> None:
+        if end > self._at:
+            self._held, self._at, self._tried = self._held[end - 1 :], 1, 0
 
     def _thoughts(self, last: bool) -> str:
         if self._thinking is None:
@@ -125,21 +158,8 @@ class CallStream:
         if end >= 0:
             self._thinking, end = False, end + len(END_THINK)
         else:
-            end = len(self._held) - (0 if last else _beginning_at_end(self._held, (END_THINK,)))
-        shown, self._held = self._held[:end], self._held[end:]
-        return shown
-
-    def _before_opening(self, last: bool) -> str:
-        if self._opened:
-            return ""
-        found = [at for sign in self._form.signs if (at := self._held.find(sign)) >= 0]
-        if found:
-            self._opened = True
-            end = min(found)
-        else:
-            end = len(self._held) - (0 if last else _beginning_at_end(self._held, self._form.signs))
-        if self._form is BARE_JSON and not self._held[:end].strip():
-            end = 0  # such a call is the whole text
+            beginning = None if last else re.search(_begun(*END_THINK), self._held)
+            end = beginning.start() if beginning else len(self._held)
         shown, self._held = self._held[:end], self._held[end:]
         return shown
 
@@ -147,10 +167,14 @@ class CallStream:
 THINK, END_THINK = "<think>", "</think>"
 
 
-def _beginning_at_end(text: str, words: Sequence[str]) -> int:
-    """How many characters at the text's end are the beginning of one of the words."""
-    sizes = range(min(max(map(len, words)) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if any(word.startswith(text[-size:]) for word in words)), 0)
+def _begun(*parts: str) -> str:
+    """Return a regular expression for the parts, characters or expressions of their own, of which the text may end
+    behind any."""
+    pattern = ""
+    for part in reversed(parts):
+        one = re.escape(part) if len(part) == 1 else part
+        pattern = one + (rf"(?:{pattern}|\Z)" if pattern else "")
+    return pattern
 
 
 # -- Forms in JSON -------------------------------------------------------------------------------------------------
@@ -225,7 +249,9 @@ def _typed(text: str, type: Any) -> Any:
     if type == "string":
         return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+        return value
     except ValueError:
         return {"True": True, "False": False, "None": None}.get(text, text)  # as templates write without tojson
 
@@ -256,16 +282,22 @@ def _python_call(node: ast.AST) -> ToolCall:
 
 
 def _python_value(node: ast.AST) -> Any:
+    """A value that JSON has."""
     match node:
         case ast.Name(id=word) if word in WORDS:
             return WORDS[word]
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_python_value(item) for item in items]
         case ast.Dict(keys=keys, values=values):
-            return {_python_value(key): _python_value(value) for key, value in zip(keys, values, strict=True) if key}
-        case ast.expr():
-            return ast.literal_eval(node)
-    raise ValueError("a value is a literal")
+            names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            return dict(zip(names, map(_python_value, values), strict=True))  # ValueError for another key
+        case ast.Constant() | ast.UnaryOp():
+            value = ast.literal_eval(node)
+            if value is None or isinstance(value, str | int | float):
+                return value
+        case _:
+            pass
+    raise ValueError("a value is one of JSON's")
 
 
 def _gemma(text: str, opening: re.Match[str], tools: Sequence[Tool]) -> tuple[list[ToolCall], int]:
@@ -285,17 +317,16 @@ GEMMA_END = "<tool_call|>"
 # -- The table -----------------------------------------------------------------------------------------------------
 
 
-def _form(name: str, opening: str, read: Read, signs: Sequence[str], ending: str = "") -> ToolForm:
-    return ToolForm(name, re.compile(opening), read, tuple(signs), ending)
+def _form(name: str, opening: str, read: Read, signs: Sequence[Sequence[str]], ending: str = "") -> ToolForm:
+    """signs: texts, or parts of them (see `_begun`), of which one is at the beginning of every opening, whitespace
+    aside."""
+    return ToolForm(name, re.compile(opening), read, re.compile("|".join(_begun(*sign) for sign in signs)), ending)
 
 
 TAGS = ("<tool_call>", "<|tool_call|>", "<|START_ACTION|>", "<TOOLCALL>", "<function_call>")
 _TAG, _END_TAG = "|".join(map(re.escape, TAGS)), r"\s*<(/|\|/|\|END_)(tool_call\|?|ACTION\||TOOLCALL|function_call)>"
 INVOKED = ("", "minimax:", "atem:", "｜DSML｜")
 _INVOKED = "|".join(INVOKED)
-BARE_JSON = _form(
-    "JSON alone (Llama 3)", r"(?:\A|<\|python_tag\|>|;)\s*(?=\{)", _json(r"\s*;?\s*"), ("<|python_tag|>", "{")
-)
 FORMS: tuple[ToolForm, ...] = (
     _form("JSON in a tag (Hermes, Qwen)", rf"(?:{_TAG})\s*(?=[\[{{])", _json(_END_TAG), TAGS, "</tool_call>"),
     _form(
@@ -347,11 +378,21 @@ FORMS: tuple[ToolForm, ...] = (
         r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.([\w.-]+)\s*(?:<\|channel\|>\w+)?"
         r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>",
         _json(r"<\|call\|>"),
-        ("<|start|>assistant to=", "<|channel|>commentary", " to=functions."),
+        (
+            (*"<|start|>assistant<|channel|>", r"\w+", r"\s*", *"to=functions."),
+            (*"<|start|>assistant", r"\s*", *"to=functions."),
+            (*"<|channel|>", r"\w+", r"\s*", *"to=functions."),
+            "to=functions.",
+        ),
     ),
     _form("calls in Python (LFM2)", r"<\|tool_call_start\|>\s*", _pythonic, ("<|tool_call_start|>",), PYTHONIC_END),
     _form("Gemma", r"<\|tool_call>call:([^\s{]+)(?=\{)", _gemma, ("<|tool_call>",), GEMMA_END),
-    BARE_JSON,
+    _form(
+        "JSON alone (Llama 3)",
+        r"(?:\A|<\|python_tag\|>)\s*(?=\{)|;\s*(?=\{\s*\"name\")",
+        _json(r"\s*(?:;\s*\Z)?"),
+        ((r"\A\s*", "{"), "<|python_tag|>", (";", r"\s*", "{", r"\s*", *'"name"')),
+    ),
 )
 """The forms that we know; the first that reads a template's trial is the template's."""
 

@@ -69,7 +69,7 @@ def _lost_updates(model: TrainerModelConfig, optim: OptimConfig, spec: ModelSpec
     share = share_standing_still(sampled(weights) if weights else drawn(spec.initializer_range), step, bits)
     if share < WORTH_A_WORD:
         return
-    largest = 2.0 ** ceil(bits + log2(step))
+    largest = 2.0 ** ceil(bits + log2(step)) if step else 0.0  # a product may be below all floats
     instead = 'Write "float32"' if dtype == "bfloat16" else f"Write a larger {root}optim.lr"
     yield (
         f'{root}model.optimization_dtype = "{dtype}" has {bits} significant bits, so that a step {called} = {step:g} '

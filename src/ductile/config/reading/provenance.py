@@ -54,6 +54,11 @@ class Draft:
                 return self.origins[path[:length]]
         return DEFAULT
 
+    def latest(self, path: Path) -> Origin:
+        """Origin of what came last into the value at `path`, which may be a table of several sources."""
+        below = [origin for known, origin in self.origins.items() if known[: len(path)] == path]
+        return max(below, key=lambda origin: origin.layer, default=self.origin(path))
+
     def has(self, path: Path) -> bool:
         node: object = self.values
         for part in path:

@@ -110,16 +110,17 @@ def share(root: type[Section], draft: Draft, rules: Sequence[Shared] | None = No
                 continue
             given, unsaid = draft.has(target), value in (None, "None")
             differs = given and str(draft.get(target)) != str(value)
-            later = draft.origin(source).layer > draft.origin(target).layer
+            later = draft.latest(source).layer > draft.latest(target).layer
             if given and later and unsaid:
-                result.replaced[target] = draft.get(target), draft.origin(target)
+                result.replaced[target] = draft.get(target), draft.latest(target)
                 result.draft.drop(target)
             elif unsaid:
                 continue
             elif not given or (differs and later):
                 if given:
-                    result.replaced[target] = draft.get(target), draft.origin(target)
-                result.draft.put(target, value, draft.origin(source))
+                    result.replaced[target] = draft.get(target), draft.latest(target)
+                result.draft.drop(target)  # a table would merge
+                result.draft.put(target, value, draft.latest(source))
                 result.filled[target] = source
             elif differs and shared.must_agree:
                 result.problems.append(_conflict(draft, source, target, shared.why))
@@ -150,7 +151,7 @@ def _blocked(draft: Draft, target: Path) -> bool:
 
 
 def _conflict(draft: Draft, source: Path, target: Path, why: str) -> Problem:
-    other = f"contradicts {dotted(target)} = {show(draft.get(target))} ({draft.origin(target)})"
+    other = f"contradicts {dotted(target)} = {show(draft.get(target))} ({draft.latest(target)})"
     way_out = f", which takes this value when it is absent. Leave {flag(target)} out, or make the two equal"
     what = f"{other}: {why}" if why else other + way_out
-    return about(source, draft.get(source), draft.origin(source), what)
+    return about(source, draft.get(source), draft.latest(source), what)

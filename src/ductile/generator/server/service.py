@@ -117,6 +117,9 @@ class Service:
     ) -> Response:
         """`max_tokens` is for a request that says none; None: as many as there is room for."""
         head = self.head(body.model, form.prefix)
+        if asked.num_likeliest:  # a request that says no length gets one that it may have
+            bound = MAX_REPORTED // (asked.num_likeliest * len(prompts) * (body.n or 1))
+            max_tokens = bound if max_tokens is None else min(max_tokens, bound)
         requests = self.make_requests(head["id"], body, prompts, max_tokens, body.priority)
         _refuse_long_report(requests, asked)
         choices = [Choice(index, request, self.tokenizer, asked) for index, request in enumerate(requests)]
@@ -300,6 +303,9 @@ async def _events(
                 yield _event(last_chunk | {"usage": usage(prompts, choices)})
         except (EngineFailed, RequestFailed) as failure:
             yield _event(error(str(failure), "server_error"))
+        except Exception as failure:
+            LOG.exception("a streamed response cannot be written")
+            yield _event(error(f"the response cannot be written: {type(failure).__name__}: {failure}", "server_error"))
     yield "data: [DONE]\n\n"
 
 
