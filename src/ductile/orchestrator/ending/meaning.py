@@ -57,6 +57,7 @@ FACTS = {
         "the fingerprint of the tokenizer (model.name)", "the ids that were trained would be other text", True
     ),
     "chat_template": Fact("the fingerprint of the chat template (model.name, model.chat_template)"),
+    "special_tokens": Fact("the table of special tokens that the chat template reads (model.name)"),
     "eos_token_ids": Fact("the tokens that end a turn (model.name)"),
     "weights": Fact(
         "the fingerprint of the base model's weights (model.name)",
@@ -75,8 +76,8 @@ REFUSED = {
 """Keys of a config of which another value is refused, and why."""
 DTYPES = ("trainer.model.optimization_dtype", "model.optimization_dtype")
 MEASURED_BY = (
-    "held_out", "tokenizer", "chat_template", "eos_token_ids", "orchestrator.eval.", "orchestrator.task.reward",
-    "orchestrator.task.import_path", "inference.model.chat_template_kwargs", "inference.model.max_model_len",
+    "held_out", "tokenizer", "chat_template", "special_tokens", "eos_token_ids", "orchestrator.eval.",
+    "orchestrator.task.reward", "orchestrator.task.import_path", "inference.model.chat_template_kwargs", "inference.model.max_model_len",
 )  # fmt: skip
 """How the names begin of what held-out rewards depend on besides the weights."""
 
