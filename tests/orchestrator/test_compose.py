@@ -177,7 +177,7 @@ def test_the_trainer_is_told_of_optimizer_steps(tmp_path, folder):
 
 def test_one_pass_over_the_examples_by_default(tmp_path, folder):
     prepared = prepare(config(tmp_path, folder, max_steps=None))
-    assert (prepared.schedule.max_steps, prepared.about) == (18, "")
+    assert (prepared.schedule.max_steps, prepared.notes()) == (18, [])
     rest = prepare(config(tmp_path, folder, max_steps=None, orchestrator__eval__num_examples=5))
     assert rest.about == "One pass is 17 steps of 2, and there are 35 prompts: 1 of them is not taken."
     for branch in ("trainer", "orchestrator"):
@@ -212,14 +212,14 @@ def test_the_evaluation_that_was_due_is_done_first(tmp_path, folder, last):
     rl(config(tmp_path, folder, **settings), folder, stop, Stopped)
     assert [row["step"] for row in read_jsonl(evaluated) if "eval_reward" in row] == [0, 2, 4][: last // 2]
     again = config(tmp_path, folder, ckpt__resume_step=-1, **settings)
-    assert prepare(again).schedule.owes_evaluation
+    assert prepare(again).began.owes_evaluation
     _, result = rl(again, folder)
     rows = read_jsonl(evaluated)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
     assert "reward_mean" in rows[last], "what the row had, it has"
     assert result.summary["eval_step_last"] == result.summary["steps"] == 4
-    assert not prepare(again).schedule.owes_evaluation
+    assert not prepare(again).began.owes_evaluation
 
 
 def test_the_summary_compares_held_out_rewards_of_one_set(tmp_path, folder):
