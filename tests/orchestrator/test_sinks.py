@@ -117,7 +117,7 @@ def test_tensorboard_forgets_steps_that_are_taken_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for life, steps in enumerate(((1, 2, 3, 4), (3, 4, 5))):
-        sink = TensorboardSink(tmp_path)
+        sink = TensorboardSink(tmp_path, 2 if life else None)
         if life:
             sink.on_event(RunResumed(2))
         for step in steps:
@@ -133,6 +133,23 @@ def test_tensorboard_forgets_steps_that_are_taken_back(tmp_path):
         (4, 14),
         (5, 15),
     ]
+
+
+def test_tensorboard_forgets_a_step_whose_row_is_written_anew(tmp_path):
+    """The step that the run goes on after owes its evaluation."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for last_kept, steps in ((None, (1, 2, 3)), (1, (2, 3))):
+        sink = TensorboardSink(tmp_path, last_kept)
+        if last_kept:
+            sink.on_event(RunResumed(2))
+        for step in steps:
+            sink.on_metrics(step, {"loss": float(step)})
+        sink.close(0)
+        time.sleep(1.1)
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("loss")] == [1, 2, 3]
 
 
 def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):

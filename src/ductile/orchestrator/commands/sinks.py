@@ -27,7 +27,9 @@ class SinkMissing(Exception):
 class TensorboardSink(Listener):
     """Writes event files with tensorboard's own writer; torch is not needed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, last_kept: int | None = None) -> None:
+        """last_kept: as `Beginning` has it."""
+        self._first = 0 if last_kept is None else last_kept + 1
         writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._event = _import("tensorboard.compat.proto.event_pb2", "tensorboard").Event
         self._log = _import("tensorboard.compat.proto.event_pb2", "tensorboard").SessionLog
@@ -37,9 +39,8 @@ class TensorboardSink(Listener):
     def on_event(self, event: RunEvent) -> None:
         """TensorBoard forgets what it was told of steps that are taken back."""
         if isinstance(event, RunResumed | StartedAnew):
-            step = event.step + 1 if isinstance(event, RunResumed) else 0
             start = self._log(status=self._log.START)
-            self._writer.add_event(self._event(wall_time=time.time(), step=step, session_log=start))
+            self._writer.add_event(self._event(wall_time=time.time(), step=self._first, session_log=start))
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]

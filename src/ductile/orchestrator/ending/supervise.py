@@ -302,7 +302,8 @@ def _add_sinks(record: Recorder, config: Config, began: Beginning) -> str:
     if not isinstance(config, RLConfig | SFTConfig) or config.bench is not None:
         return ""
     if config.tensorboard:
-        record.listeners.append(TensorboardSink(Path(config.tensorboard.dir or record.folder / "tensorboard")))
+        board = Path(config.tensorboard.dir or record.folder / "tensorboard")
+        record.listeners.append(TensorboardSink(board, began.last_kept))
     if not config.wandb:
         return ""
     sink = WandbSink(record.folder, config.wandb, to_table(config), began.last_kept)
