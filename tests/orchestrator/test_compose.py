@@ -179,7 +179,7 @@ def test_one_pass_over_the_examples_by_default(tmp_path, folder):
     prepared = prepare(config(tmp_path, folder, max_steps=None))
     assert (prepared.schedule.max_steps, prepared.notes()) == (18, [])
     rest = prepare(config(tmp_path, folder, max_steps=None, orchestrator__eval__num_examples=5))
-    assert rest.about == "One pass is 17 steps of 2, and there are 35 prompts: 1 of them is not taken."
+    assert rest.notes() == ["One pass is 17 steps of 2, and there are 35 prompts: 1 of them is not taken."]
     for branch in ("trainer", "orchestrator"):
         assert prepare(config(tmp_path, folder, max_steps=None, **{f"{branch}__max_steps": 5})).schedule.max_steps == 5
 
@@ -423,7 +423,7 @@ def test_a_rehearsal_tells_what_the_template_opens_for_the_policy(tmp_path, fold
     template = tmp_path / "opens.jinja"
     turns = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     template.write_text(turns + "{% if add_generation_prompt %}<|im_start|><think>\n{% endif %}")
-    assert rehearse(config(tmp_path, folder)).sentence == ""
-    about = rehearse(config(tmp_path, folder, inference__model__chat_template=str(template)))
+    assert rehearse(config(tmp_path, folder)).about.sentence == ""
+    about = rehearse(config(tmp_path, folder, inference__model__chat_template=str(template))).about
     assert about.sentence == "Rewards are given completions that begin with '<think>\\n', as prompts end."
     assert about.first.endswith("<|im_start|><think>\n")
