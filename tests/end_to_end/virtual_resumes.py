@@ -545,7 +545,7 @@ OTHER = (
     Kind("held-out number", _flag("orchestrator.eval.num_examples", "", "2", "8"), ("rl",)),
     Kind("held-out file", _held_out_of_its_own, ("rl",)),
     Kind("how held-out rewards are sampled", _flag("orchestrator.eval.sampling.temperature", "", "0.5"), ("rl",)),
-    Kind("batch size", _flag("orchestrator.batch_size", "data.batch_size", "4", "12")),
+    Kind("batch size", _flag("orchestrator.batch_size", "data.batch_size", "12", "16")),
     Kind("group size", _flag("orchestrator.rollouts_per_example", "", "4"), ("rl",)),
     Kind("minibatches", _flag("orchestrator.n_minibatches", "", "4"), ("rl",)),
     Kind("dtype", _flag("trainer.model.optimization_dtype", "model.optimization_dtype", "bfloat16")),
