@@ -255,29 +255,29 @@ def _metrics(
 
 def _about(read: Conversations, data: JsonlData, longest: int, first: str) -> AboutData:
     counts, why = read.counts, " (the model's max_position_embeddings)" if longest < data.seq_len else ""
-    told = [
+    sentences = [
         f"{len(read.samples)} samples from {data.path}; {counts.cut} were cut to {longest} tokens{why}, "
         f"{counts.skipped} had no completion within them and are skipped."
     ]
     if counts.open:
-        told.append(f"{counts.open} end without a token that ends generation, as the chat template writes them.")
+        sentences.append(f"{counts.open} end without a token that ends generation, as the chat template writes them.")
     if counts.unprompted:
-        told.append(
+        sentences.append(
             f"{counts.unprompted} do not begin their last turn as the chat template's generation prompt does "
             f"({read.unprompted!r}): a policy would go on from another place than it learns here."
         )
     if counts.straddling:
-        told.append(
+        sentences.append(
             f"{counts.straddling} have a token that is partly of the generation prompt and partly of the completion: a "
             "policy is asked behind whole tokens, and never in the middle of this one."
         )
     if counts.control:
-        told.append(
+        sentences.append(
             f"{counts.control} have words that spell a special token of the chat template, which begins or ends a turn "
             f"there: {read.control} is the first."
         )
     of_rows = {"samples": len(read.samples), "samples_cut": counts.cut, "samples_skipped": counts.skipped}
-    return AboutData(" ".join(told), of_rows, first)
+    return AboutData(" ".join(sentences), of_rows, first)
 
 
 def _batch_of(samples: Sequence[Sample], order: ExampleOrder, began: Progress, batch_size: int) -> MakeBatch:
