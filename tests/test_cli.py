@@ -14,6 +14,7 @@ import pytest
 import ductile
 from ductile.cli import COMMANDS, TOOLS, main
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
+from ductile.user_files import read_text
 from tests.config.stories import MODEL, furnish
 
 PYTHON = [sys.executable, "-m", "ductile"]
@@ -170,6 +171,13 @@ def test_check_says_where_a_resume_goes_on(capsys: pytest.CaptureFixture[str]) -
         out = capsys.readouterr().out
         assert f"resumes   runs/{command}/state/step_2\n" in out
         assert f"{' ' * 12}The checkpoint of step 2 is of an earlier version and does not say" in out
+
+
+def test_check_reads_the_data_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr("ductile.tasks.rows.read_text", lambda file: read.append(file) or read_text(file))
+    assert main(["check", "sft", "@", "sft.toml", "--resume", "--output-dir", "runs/sft"]) == 0
+    assert len(read) == 1
 
 
 def test_a_dry_run_leaves_the_config_of_a_run_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,15 +136,15 @@ def _check(words: list[str]) -> int:
     if parsed is None:
         return BAD_CONFIG
     from ductile.config.checks.summary import summary
-    from ductile.orchestrator.commands.rehearse import rehearse, resumes
+    from ductile.orchestrator.commands.rehearse import rehearse
     from ductile.orchestrator.ending.supervise import UNFIT
 
     try:
-        about = rehearse(parsed.config)
+        found = rehearse(parsed.config)
     except UNFIT as error:
         _print_error(f"ductile check: {as_sentence(str(error))}")
         return BAD_CONFIG
-    print(summary(parsed, command.name, resumes(parsed.config), about.sentence, about.first))
+    print(summary(parsed, command.name, found.resumes, found.about.sentence, found.about.first))
     return 0
 
 

@@ -18,7 +18,7 @@ NUM_EACH = int(os.environ.get("RESUMES_EACH", "0"))
 VIRTUAL = [(kind, seed) for kind in KINDS for seed in range(NUM_EACH)] or [(kind, n) for n, kind in enumerate(KINDS)][
     ::5
 ]
-SEEN = [kind for kind in OTHER if kind.shows]
+SEEN = [kind for kind in OTHER if kind.of_meaning]
 
 
 def names(pair: object) -> str:

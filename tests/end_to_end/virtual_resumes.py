@@ -73,6 +73,8 @@ SCHEDULES = (
     '{ type = "linear", warmup_steps = 0, decay_steps = 3 }',
     '{ type = "cosine", warmup_steps = 0.25 }',
 )
+STYLE = "{{ style or '' }}"
+"""What chat templates begin with here: a variable that a run may set."""
 REWARD = (
     "def score(row, completion):\n    return (sum(map(ord, completion)) * {factor} + int(row['solution'])) % 7 / 7\n"
 )
@@ -139,6 +141,9 @@ def make_world(folder: Path, command: str, model: Path, draw: random.Random) -> 
     world = World(folder, command, draw, settings)
     world.write_rows(rows_of(command, 20))
     (folder / "reward.py").write_text(REWARD.format(factor=1))
+    world.edit_json(
+        "tokenizer_config.json", lambda settings: settings.update(chat_template=STYLE + settings["chat_template"])
+    )
     return world
 
 
@@ -348,8 +353,8 @@ class Kind:
     change: Callable[[World], str | None]
     """Changes files, adds flags; returns the name of what is other, as a sentence has it. None: nothing is."""
     commands: tuple[str, ...] = ("rl", "sft")
-    shows: bool = True
-    """Whether a run that went on in silence would be seen to be another one."""
+    of_meaning: bool = True
+    """Whether the checkpoint's meaning tells of it."""
 
 
 def _flag(rl: str, sft: str, *values: str) -> Callable[[World], str]:
@@ -413,6 +418,11 @@ def _template(world: World) -> str:
 
     world.edit_json("tokenizer_config.json", edit)
     return "the fingerprint of the chat template"
+
+
+def _variables(world: World) -> str:
+    world.flags += ["--model.chat-template-kwargs", '{"style": 1}']
+    return "model.chat_template_kwargs"
 
 
 def _tokenizer(world: World) -> str:
@@ -535,7 +545,7 @@ OTHER = (
     Kind("held-out number", _flag("orchestrator.eval.num_examples", "", "2", "8"), ("rl",)),
     Kind("held-out file", _held_out_of_its_own, ("rl",)),
     Kind("how held-out rewards are sampled", _flag("orchestrator.eval.sampling.temperature", "", "0.5"), ("rl",)),
-    Kind("batch size", _flag("orchestrator.batch_size", "data.batch_size", "4", "12")),
+    Kind("batch size", _flag("orchestrator.batch_size", "data.batch_size", "12", "16")),
     Kind("group size", _flag("orchestrator.rollouts_per_example", "", "4"), ("rl",)),
     Kind("minibatches", _flag("orchestrator.n_minibatches", "", "4"), ("rl",)),
     Kind("dtype", _flag("trainer.model.optimization_dtype", "model.optimization_dtype", "bfloat16")),
@@ -552,13 +562,12 @@ OTHER = (
     Kind("loss on", _flag("", "data.loss_on", "all"), ("sft",)),
     Kind("seq_len", _flag("", "data.seq_len", "24"), ("sft",)),
     Kind("template", _template),
-    Kind("template's variables", _flag("orchestrator.chat_template_kwargs", "data.chat_template_kwargs", '{"a": 1}'),
-         shows=False),
+    Kind("template's variables", _variables),
     Kind("tokenizer", _tokenizer),
-    Kind("base model", _other_base, shows=False),
-    Kind("model's config", _rope, shows=False),
+    Kind("base model", _other_base),
+    Kind("model's config", _rope),
     Kind("reward", _reward, ("rl",)),
-    Kind("folder copied", _copied, shows=False),
+    Kind("folder copied", _copied, of_meaning=False),
 )  # fmt: skip
 KINDS = (*QUIET, *OTHER)
 WAYS = ("stopped", "lost", "earlier")
@@ -611,10 +620,8 @@ def judge(kind: Kind, key: str | None, whole: Outcome, again: Outcome) -> str:
     for row in again.told:
         shown = [show(row.get(name)) for name in ("before", "now")] if row["key"] != "lr" else []
         assert all(value in row["sentence"] for value in shown), row
-    if not again.same_run(whole) or again.told:
-        assert _names(key, told), f"{key} is other, and is not named with both values: {told or 'nothing is said'}"
-        return "told"
-    return "equal"
+    assert _names(key, told), f"{key} is other, and is not named with both values: {told or 'nothing is said'}"
+    return "told"
 
 
 def _names(key: str, said: str) -> bool:

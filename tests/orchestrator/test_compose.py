@@ -223,14 +223,14 @@ def test_the_evaluation_that_was_due_is_done_first(tmp_path, folder, last):
     rl(config(tmp_path, folder, **settings), folder, stop, Stopped)
     assert [row["step"] for row in read_jsonl(evaluated) if "eval_reward" in row] == [0, 2, 4][: last // 2]
     again = config(tmp_path, folder, ckpt__resume_step=-1, **settings)
-    assert prepare(again).schedule.owes_evaluation
+    assert prepare(again).began.owes_evaluation
     _, result = rl(again, folder)
     rows = read_jsonl(evaluated)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
     assert "reward_mean" in rows[last], "what the row had, it has"
     assert result.summary["eval_step_last"] == result.summary["steps"] == 4
-    assert not prepare(again).schedule.owes_evaluation
+    assert not prepare(again).began.owes_evaluation
 
 
 def test_the_summary_compares_held_out_rewards_of_one_set(tmp_path, folder):
@@ -434,7 +434,7 @@ def test_a_rehearsal_tells_what_the_template_opens_for_the_policy(tmp_path, fold
     template = tmp_path / "opens.jinja"
     turns = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     template.write_text(turns + "{% if add_generation_prompt %}<|im_start|><think>\n{% endif %}")
-    assert rehearse(config(tmp_path, folder)).sentence == ""
-    about = rehearse(config(tmp_path, folder, inference__model__chat_template=str(template)))
+    assert rehearse(config(tmp_path, folder)).about.sentence == ""
+    about = rehearse(config(tmp_path, folder, inference__model__chat_template=str(template))).about
     assert about.sentence == "Rewards are given completions that begin with '<think>\\n', as prompts end."
     assert about.first.endswith("<|im_start|><think>\n")

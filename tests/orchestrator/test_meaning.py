@@ -68,6 +68,12 @@ def test_a_change_is_told_with_its_key_and_both_values():
     )
 
 
+def test_a_learning_rate_that_a_key_of_one_side_changes_names_it():
+    before = {name: value for name, value in MEANING.items() if name != "trainer.scheduler.min_lr"}
+    [change] = changes(Progress(4, meaning=before), {**MEANING, "trainer.scheduler.min_lr": 9e-5}, 4)
+    assert change.sentence.endswith("(trainer.scheduler.min_lr).")
+
+
 def test_of_long_lists_the_user_is_shown_what_differs():
     rewards = [f"a_file_with_a_long_name.py:reward_{n} (9f86d081884c7d65)" for n in range(3)]
     other = [*rewards[:2], "other.py:reward (60303ae22b998861)"]

@@ -245,3 +245,28 @@ def test_folder_without_template_says_so(tmp_path: Path) -> None:
     assert tokenizer.chat_template is None
     with pytest.raises(TokenizerError, match="has no chat template; add chat_template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def templates(tool_use: str) -> list[dict[str, str]]:
+    default = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    return [{"name": "default", "template": default}, {"name": "tool_use", "template": tool_use}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "other"),
+    [
+        ({"bos_token": "<|pad|>"}, {"special_tokens"}),
+        ({"unk_token": "<|pad|>"}, set()),
+        ({"split_special_tokens": True}, {"tokenizer"}),
+        ({"chat_template": templates("other")}, {"chat_template"}),
+    ],
+    ids=["token that the template reads", "token that it does not read", "special tokens in texts", "tool use"],
+)
+def test_what_changes_ids_changes_a_fingerprint(tmp_path: Path, settings: dict[str, object], other: set[str]) -> None:
+    make_tokenizer_files(tmp_path)
+    found: list[dict[str, object]] = []
+    for changed in ({}, settings):
+        named = {"bos_token": "<|im_end|>", "unk_token": "<|im_end|>", "chat_template": templates("one")}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, **changed}))
+        found.append(Tokenizer.from_folder(tmp_path).fingerprints())
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == other

@@ -102,12 +102,19 @@ class Tokenizer:
 
     def fingerprints(self) -> dict[str, Any]:
         """Return what tells this tokenizer from others: its vocabulary and rules, however their file spells them; its
-        chat template, and the dates that this has written; and the tokens that end a turn."""
-        template = "" if self._chat_template is None else self._chat_template.text
-        texts = {"tokenizer": self._backend.to_str(), "chat_template": template}
+        chat templates, the dates that these have written, and the special tokens that they read by name; and the tokens
+        that end a turn."""
+        rules, template = self._backend.to_str(), self._chat_template
+        if self._backend.encode_special_tokens:  # which `to_str` leaves out
+            rules += " split_special_tokens"
+        templates = "" if template is None else template.text
+        if template and template.with_tools:
+            templates += "\0" + template.with_tools.text
+        texts = {"tokenizer": rules, "chat_template": templates}
         found = {name: blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
+        read = {name: token for name, token in sorted(self._special_tokens.items()) if self.reads(name)}
         dates = {"dates": self._dates} if self._dates else {}
-        return {**found, **dates, "eos_token_ids": list(self.eos_token_ids)}
+        return {**found, **dates, "special_tokens": read, "eos_token_ids": list(self.eos_token_ids)}
 
     @property
     def dated(self) -> str:

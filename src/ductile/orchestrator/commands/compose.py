@@ -22,7 +22,7 @@ from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting
 from ductile.events.rollouts import DataNoted, PromptSkipped
-from ductile.observe import Recorder
+from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.commands.graders import graders_of
 from ductile.orchestrator.commands.reference import pinned
 from ductile.orchestrator.commands.run_context import RunContext
@@ -39,7 +39,7 @@ from ductile.orchestrator.loop.evaluate import EvalReport, Evaluation
 from ductile.orchestrator.loop.loop import PausableTrainer
 from ductile.orchestrator.loop.rollouts import Rollouts
 from ductile.orchestrator.loop.run_output import RunOutput
-from ductile.orchestrator.loop.run_schedule import RunSchedule, owes_evaluation
+from ductile.orchestrator.loop.run_schedule import RunSchedule
 from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Prompt
 from ductile.roles import Generators, Scorer, Task
@@ -147,11 +147,10 @@ def prepare(config: RLConfig) -> Prepared:
     )
     began = Beginning(progress)
     if not bench:
-        owed = bool(eval_prompts) and owes_evaluation(Path(config.output_dir), progress.step, schedule)
-        schedule = replace(schedule, owes_evaluation=owed)
+        was_due = bool(eval_prompts) and progress.step > 0 and schedule.evaluates_after(progress.step)
         meaning = rl_meaning(config, tokenizer, tasks, train_examples, (name, held_out))
         began = going_on(progress, meaning, max_steps, schedule.n_minibatches, Path(config.output_dir))
-        began = began.measured(owed)
+        began = began.measured(was_due and _lacks_evaluation(Path(config.output_dir), progress.step))
     return Prepared(
         config=config,
         schedule=schedule,
@@ -163,6 +162,12 @@ def prepare(config: RLConfig) -> Prepared:
         checkpoints=checkpoints,
         began=began,
     )
+
+
+def _lacks_evaluation(folder: Path, step: int) -> bool:
+    """Return whether a run's metrics do not have the evaluation of the weights after `step`."""
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("step") == step]
+    return not any("eval_reward" in row for row in rows)
 
 
 def _given_steps(config: RLConfig) -> int | None:
@@ -216,7 +221,7 @@ async def run_loop(
             num_samples=orchestrator.num_samples_kept,
             counted=(buffer, graders, context),
             saver=saver if saves else None,
-            began=progress,
+            began=prepared.began,
         )
         loop = assemble(
             prepared.schedule,

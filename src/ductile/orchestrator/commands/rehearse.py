@@ -5,7 +5,7 @@ prompts, checkpoints, custom functions. What only the machine can tell at the ti
 slots) stays for the start.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig
@@ -13,6 +13,7 @@ from ductile.orchestrator.commands.compose import prepare
 from ductile.orchestrator.commands.rollout_only import prepare_rollout_only
 from ductile.orchestrator.commands.sft import AboutData, prepare_fake, prepare_sft
 from ductile.orchestrator.commands.sinks import need
+from ductile.orchestrator.ending.meaning import Beginning
 from ductile.orchestrator.ending.progress import Checkpoints
 from ductile.roles import Task
 from ductile.tasks.prompts import prompt_ids
@@ -21,22 +22,36 @@ from ductile.tasks.tokenizer import Tokenizer
 from ductile.tasks.turn_text import TurnText
 
 
-def rehearse(config: RunConfig) -> AboutData:
-    """Return what the command would say of its data, and its first example as the model sees it. The config has been
-    found good.
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a command would say before it starts a process."""
+
+    about: AboutData
+    resumes: tuple[str, ...] = ()
+    """The checkpoint that it would go on from, and a sentence for each thing that is other than when that was written;
+    nothing when it is not asked to resume."""
+
+
+def rehearse(config: RunConfig) -> Rehearsal:
+    """Return what the command would say of its data, with the first example as the model sees it, and of the checkpoint
+    that it would go on from. The config has been found good.
 
     Raises what the command would refuse, each with a sentence (`supervise.UNFIT`).
     """
     if isinstance(config, OrchestratorRunConfig):
         alone = prepare_rollout_only(config)
         about = _first_prompt(alone.tokenizer, alone.task, 0)
-        return replace(about, sentence=" ".join(filter(None, (about.sentence, alone.tokenizer.dated))))
+        dated = alone.tokenizer.dated
+        return Rehearsal(replace(about, sentence=" ".join(filter(None, (about.sentence, dated)))))
+    resumes = ()
     if isinstance(config, RLConfig):
         prepared = prepare(config)
         about = _first_prompt(prepared.tokenizer, prepared.tasks["train"], prepared.train_examples[0])
         about = replace(about, sentence=" ".join(filter(None, (about.sentence, *prepared.notes()))))
+        resumes = _resumes(config, prepared.began)
     elif isinstance(config, SFTConfig):
-        about = prepare_sft(config).data
+        batches = prepare_sft(config)
+        about, resumes = batches.data, _resumes(config, batches.began)
     elif isinstance(config, InferenceRunConfig):
         Tokenizer.of(config.model)
         about = AboutData()
@@ -46,7 +61,7 @@ def rehearse(config: RunConfig) -> AboutData:
         for package, table in (("wandb", config.wandb), ("tensorboard", config.tensorboard)):
             if table is not None:
                 need(package)
-    return about
+    return Rehearsal(about, resumes)
 
 
 def _first_prompt(tokenizer: Tokenizer, task: Task, example: int) -> AboutData:
@@ -56,13 +71,10 @@ def _first_prompt(tokenizer: Tokenizer, task: Task, example: int) -> AboutData:
     return AboutData(sentence, first=tokenizer.decode(prompt_ids(task, tokenizer, example), skip_special_tokens=False))
 
 
-def resumes(config: RunConfig) -> list[str]:
-    """Return the checkpoint that the command would go on from, and a sentence for what is other than when it was
-    written; nothing when it is not asked to resume. Raises what it refuses."""
-    if not isinstance(config, RLConfig | SFTConfig) or config.ckpt.resume_step is None or config.bench is not None:
-        return []
+def _resumes(config: RLConfig | SFTConfig, began: Beginning) -> tuple[str, ...]:
+    if config.ckpt.resume_step is None or config.bench is not None:
+        return ()
     checkpoints = Checkpoints(Path(config.output_dir) / "state")
-    prepared = prepare(config) if isinstance(config, RLConfig) else prepare_sft(config)
-    if not prepared.progress.step:
-        return [f"nothing: {checkpoints.folder} has no checkpoint yet"]
-    return [str(checkpoints.path(prepared.progress.step)), *(each.sentence for each in prepared.began.changes)]
+    if not began.progress.step:
+        return (f"nothing: {checkpoints.folder} has no checkpoint yet",)
+    return (str(checkpoints.path(began.progress.step)), *(each.sentence for each in began.changes))

@@ -31,7 +31,7 @@ from ductile.orchestrator.loop.step_metrics import utilisation
 from ductile.records import AS_IN_SOURCE, ChatFormat, Sample, StepReport
 from ductile.roles import TrainerClient
 from ductile.tasks.prompts import ExampleOrder, PromptPosition, pass_in_words
-from ductile.tasks.rows import read_rows
+from ductile.tasks.rows import Row
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.user_files import read_text
 
@@ -72,7 +72,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
     """Raises TaskError, TokenizerError or CheckpointError, each with a sentence."""
     data, bench = config.data, config.bench is not None
     checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
-    progress, tokenizer, rows, num_samples = Progress(), None, list[object](), 0
+    progress, tokenizer, rows, num_samples = Progress(), None, tuple[Row, ...](), 0
     if checkpoints:
         progress = where_to_begin(checkpoints, config.ckpt.resume_step, Path(config.output_dir) / "model")
     if progress.step and not progress.prompts.next:  # earlier versions did not write it
@@ -88,7 +88,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         read = read_conversations(str(data.path), tokenizer, longest, data.loss_on)
         order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
         batch = _batch_of(read.samples, order, progress, data.batch_size)
-        rows, num_samples = [row for _, row in read_rows(str(data.path))], len(read.samples)
+        rows, num_samples = read.rows, len(read.samples)
         one_epoch = -(-len(read.samples) // data.batch_size)
         about = _about(read, data, longest, marked(tokenizer, read.samples[0]), tokenizer.dated)
         if not config.max_steps and progress.prompts.next == progress.step * data.batch_size:

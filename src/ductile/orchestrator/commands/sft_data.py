@@ -42,6 +42,8 @@ class Conversations:
 
     samples: tuple[Sample, ...]
     counts: RowCounts
+    rows: tuple[Row, ...] = ()
+    """All rows as the file has them, also those of which no sample is made."""
     unprompted: str = ""
     """Generation prompt of the first of `counts.unprompted`."""
     control: str = ""
@@ -52,7 +54,8 @@ def read_conversations(path: str, tokenizer: Tokenizer, longest: int, loss_on: L
     """longest: tokens of a sample. Raises TaskError with file and line, also when nothing is left to train on."""
     samples, counts, any_trained = list[Sample](), RowCounts(), False
     unprompted = control = ""
-    for where, row in read_rows(path):
+    rows = read_rows(path)
+    for where, row in rows:
         tokens = tokenise(where, row, tokenizer, loss_on)
         counts.cut += len(tokens.ids) > longest
         any_trained |= any(tokens.trained)
@@ -71,7 +74,7 @@ def read_conversations(path: str, tokenizer: Tokenizer, longest: int, loss_on: L
     if not samples:
         limits = "data.seq_len and the model's max_position_embeddings"
         raise TaskError(f"{path}: no completion begins within {longest} tokens, the least of {limits}")
-    return Conversations(tuple(samples), counts, unprompted, control)
+    return Conversations(tuple(samples), counts, tuple(row for _, row in rows), unprompted, control)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 from ductile.config.schema.run import WandbConfig
 from ductile.error_text import error_text
-from ductile.events.checkpoints import RunResumed, StartedAnew
-from ductile.observe import Listener, RunEvent, write_json
+from ductile.events.checkpoints import RunResumed, SinkNotTakenBack, StartedAnew
+from ductile.observe import Listener, Recorder, RunEvent, write_json
 
 KILLED = 255
 """Exit code with which W&B itself finishes a run that the user interrupts. Others, but 0, are failures to it."""
@@ -27,7 +27,9 @@ class SinkMissing(Exception):
 class TensorboardSink(Listener):
     """Writes event files with tensorboard's own writer; torch is not needed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, last_kept: int | None = None) -> None:
+        """last_kept: as `Beginning` has it."""
+        self._first = 0 if last_kept is None else last_kept + 1
         writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._event = _import("tensorboard.compat.proto.event_pb2", "tensorboard").Event
         self._log = _import("tensorboard.compat.proto.event_pb2", "tensorboard").SessionLog
@@ -37,9 +39,8 @@ class TensorboardSink(Listener):
     def on_event(self, event: RunEvent) -> None:
         """TensorBoard forgets what it was told of steps that are taken back."""
         if isinstance(event, RunResumed | StartedAnew):
-            step = event.step + 1 if isinstance(event, RunResumed) else 0
             start = self._log(status=self._log.START)
-            self._writer.add_event(self._event(wall_time=time.time(), step=step, session_log=start))
+            self._writer.add_event(self._event(wall_time=time.time(), step=self._first, session_log=start))
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -56,39 +57,47 @@ class WandbSink(Listener):
 
     def __init__(
         self,
-        folder: Path,
+        record: Recorder,
         wanted: WandbConfig,
         config: Mapping[str, Any],
-        last_step: int | None = None,
+        last_kept: int | None = None,
     ) -> None:
-        """last_step: the run goes on, and W&B forgets what it was told of later steps; None begins a run of W&B's.
+        """last_kept: as `Beginning` has it; None begins a run of W&B's.
 
         Not `offline`: as WANDB_MODE says. Raises SinkMissing.
         """
-        wandb = _import("wandb", "wandb")
+        self._record, self._last_kept, self._wandb = record, last_kept, _import("wandb", "wandb")
         project = wanted.project or os.environ.get("WANDB_PROJECT") or "ductile"
-        asked = {"project": project, "dir": str(folder), "config": dict(config)}
+        self._asked: dict[str, Any] = {"project": project, "dir": str(record.folder), "config": dict(config)}
         if wanted.name is not None:  # else the environment says it
-            asked["name"] = wanted.name
+            self._asked["name"] = wanted.name
         if wanted.offline is not None:
-            asked["mode"] = "offline" if wanted.offline else "online"
-        file = folder / "wandb" / RUN_ID
-        known = _read_id(file, project) if last_step is not None else None
-        self.not_taken_back = ""
-        """A sentence where W&B could not take its run back to the step."""
-        if known is None:
-            self._run = _init(wandb, asked)
-            file.parent.mkdir(exist_ok=True)
-            write_json(file, {"id": str(self._run.id), "project": project})
+            self._asked["mode"] = "offline" if wanted.offline else "online"
+        file = record.folder / "wandb" / RUN_ID
+        self._known = _read_id(file, project) if last_kept is not None else None
+        if self._known is not None:
+            self._run = self._go_on()
             return
+        self._run = _init(self._wandb, self._asked)
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, {"id": str(self._run.id), "project": project})
+
+    def on_event(self, event: RunEvent) -> None:
+        """W&B forgets what it was told of steps that are taken back, and not before they are."""
+        if not isinstance(event, RunResumed) or self._known is None:
+            return
+        self._run.finish(exit_code=0)  # it goes back only where it begins
         try:
-            self._run = wandb.init(**asked, id=known, resume_from=f"{known}?_step={last_step}")
+            back_to = f"{self._known}?_step={self._last_kept}"
+            self._run = self._wandb.init(**self._asked, id=self._known, resume_from=back_to)
         except Exception as error:  # an older package, or a server that cannot do it
-            what = (
-                f"W&B cannot take its run {known} back to step {last_step}, and keeps what it was told of later steps"
-            )
-            self.not_taken_back = f"{what}: {error_text(error)}."
-            self._run = _init(wandb, {**asked, "id": known, "resume": "allow"})
+            what = f"W&B cannot take its run {self._known} back to step {self._last_kept}"
+            said = f"{what}, and keeps what it was told of later steps: {error_text(error)}."
+            self._record.event(SinkNotTakenBack(sentence=said))
+            self._run = self._go_on()
+
+    def _go_on(self) -> Any:
+        return _init(self._wandb, {**self._asked, "id": self._known, "resume": "allow"})
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

@@ -2,10 +2,11 @@
 
     {"examples": 32, "prompts": "9f86d081884c7d65", "orchestrator.seed": 0, "trainer.optim.lr": 0.0001, ...}
 
-Keys with a dot, and `seed`, are the config's; the others are facts that no key says (`FACTS`). What a run's own meaning
-consists of is in `ductile.orchestrator.commands.run_meaning`. A change with which the checkpoint's place in the
-data or its optimizer state would mean something else is refused; of any other the user is told. What one side lacks is
-not compared: another version of ductile wrote it.
+The names of `FACTS` are facts that no key of the config says, and so are the fields of the model's `config.json`
+("config.json rms_norm_eps") and `num_updates`, the optimizer steps by the run's end; all others are keys. What a run's
+own meaning consists of is in `ductile.orchestrator.commands.run_meaning`. A change with which the checkpoint's place in
+the data or its optimizer state would mean something else is refused; of any other the user is told. What one side lacks
+is not compared: another version of ductile wrote it.
 """
 
 import json
@@ -58,6 +59,7 @@ FACTS = {
     ),
     "chat_template": Fact("the fingerprint of the chat template (model.name, model.chat_template)"),
     "dates": Fact("the date that the chat template writes (model.chat_template)", "the prompts of the two days differ"),
+    "special_tokens": Fact("the table of special tokens that the chat template reads (model.name)"),
     "eos_token_ids": Fact("the tokens that end a turn (model.name)"),
     "weights": Fact(
         "the fingerprint of the base model's weights (model.name)",
@@ -76,7 +78,7 @@ REFUSED = {
 """Keys of a config of which another value is refused, and why."""
 DTYPES = ("trainer.model.optimization_dtype", "model.optimization_dtype")
 MEASURED_BY = (
-    "held_out", "tokenizer", "chat_template", "dates", "eos_token_ids", "orchestrator.eval.",
+    "held_out", "tokenizer", "chat_template", "dates", "special_tokens", "eos_token_ids", "orchestrator.eval.",
     "orchestrator.task.reward", "orchestrator.task.import_path", "inference.model.chat_template_kwargs",
     "inference.model.max_model_len",
 )  # fmt: skip
@@ -144,7 +146,8 @@ def changes(progress: Progress, now: Meaning, updates: int) -> tuple[MeaningChan
     found = [_change(key, before[key], now[key], step) for key in keys]
     was, is_now = (next_learning_rate(meaning, updates) for meaning in (before, now))
     if was is not None and is_now is not None and was != is_now:
-        by = ", ".join(key for key in keys if key.endswith(SETS_LR) or "scheduler." in key)
+        sets_lr = [key for key in {**before, **now} if key.endswith(SETS_LR) or "scheduler." in key]
+        by = ", ".join(key for key in sets_lr if key not in before or key not in now or before[key] != now[key])
         what = f"The learning rate of the next optimizer step was to be {was:.6g} and is {is_now:.6g}"
         found.append(MeaningChange("lr", was, is_now, f"{what} ({by})."))
     return tuple(sorted(found, key=lambda each: not each.is_refused))

@@ -35,7 +35,7 @@ from ductile.dashboard.printable import printable
 from ductile.dashboard.run_display import RunDisplay, show
 from ductile.disk import FULL, named
 from ductile.error_text import capitalised, error_with_place, place_in
-from ductile.events.checkpoints import OldRunReplaced, SinkNotTakenBack
+from ductile.events.checkpoints import OldRunReplaced
 from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure, StopAsked
 from ductile.events.run_state import RunState
 from ductile.host import shortage
@@ -130,15 +130,13 @@ def supervise(
             else:
                 write_config()
             record.listeners.append(ForgetOldRun(folder))
-            not_taken_back = _add_sinks(record, config, beginning)
+            _add_sinks(record, config, beginning)
             if sys.stdout.isatty():  # events pass by in the live view
                 for change in beginning.changes:
                     print(f"note: {printable(change.sentence)}", file=sys.stderr)
             state = RunState(num_kept=NUM_KEPT)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
             record.listeners.extend([state, view, bench] if bench else [state, view])
-            if not_taken_back:
-                record.event(SinkNotTakenBack(sentence=not_taken_back))
             if is_aside(folder):
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event(OldRunReplaced(sentence=f"The run that is in {folder} is deleted {when}."))
@@ -297,17 +295,14 @@ def _goes_on(config: Config) -> bool:
     return isinstance(config, RLConfig | SFTConfig) and config.ckpt.resume_step is not None
 
 
-def _add_sinks(record: Recorder, config: Config, began: Beginning) -> str:
-    """Returns a sentence where a sink keeps what it was told of steps that are taken back."""
+def _add_sinks(record: Recorder, config: Config, began: Beginning) -> None:
     if not isinstance(config, RLConfig | SFTConfig) or config.bench is not None:
-        return ""
+        return
     if config.tensorboard:
-        record.listeners.append(TensorboardSink(Path(config.tensorboard.dir or record.folder / "tensorboard")))
-    if not config.wandb:
-        return ""
-    sink = WandbSink(record.folder, config.wandb, to_table(config), began.last_kept)
-    record.listeners.append(sink)
-    return sink.not_taken_back
+        board = Path(config.tensorboard.dir or record.folder / "tensorboard")
+        record.listeners.append(TensorboardSink(board, began.last_kept))
+    if config.wandb:
+        record.listeners.append(WandbSink(record, config.wandb, to_table(config), began.last_kept))
 
 
 def _words(error: Exception, folder: Path) -> str:

@@ -106,7 +106,7 @@ class Loop:
     async def train(self) -> None:
         """Step after step, from the first weights to the last ones."""
         async with self.publisher:
-            is_evaluated = self.step == 0 or self.schedule.owes_evaluation
+            is_evaluated = self.step == 0 or self.output.began.owes_evaluation
             await self.make_live(is_evaluated=is_evaluated)
             await self.publisher.finish()
             async with self.rollouts, self.training:

@@ -9,6 +9,7 @@ from ductile.core.batch.rewards import too_many_failed
 from ductile.events.phases import EvaluatePhase, OptimStepPhase, StepListener, StepPhase
 from ductile.events.steps import NothingToLearn
 from ductile.observe import Recorder, Stopwatch
+from ductile.orchestrator.ending.meaning import Beginning
 from ductile.orchestrator.ending.progress import Progress
 from ductile.orchestrator.ending.save_once import SaveOncePerStep
 from ductile.orchestrator.ending.saving import Saver
@@ -38,7 +39,7 @@ class RunOutput(StepListener):
         num_samples: int = 0,
         counted: Sequence[Counted] = (),
         saver: Saver | None = None,
-        began: Progress | None = None,
+        began: Beginning | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """num_samples: rollouts of each step that are kept for people to read. counted: what has metrics of its own.
@@ -47,7 +48,7 @@ class RunOutput(StepListener):
         """Saves a step, unless that was tried before."""
         self._record, self._schedule, self._buffer, self._saver = record, schedule, buffer, saver
         self._tokenizer, self._num_samples, self._counted = tokenizer, num_samples, counted
-        self._began = began or Progress(buffer.version)
+        self.began = began or Beginning(Progress(buffer.version))
         self._watch = Stopwatch(clock)
         self._metrics = StepMetrics(buffer.version)
         self._evaluated: Mapping[str, float] = {}
@@ -109,7 +110,7 @@ class RunOutput(StepListener):
     async def _write_checkpoint(self, step: int) -> None:
         if self._saver is not None:
             position, per_step = self._buffer.position(), self._schedule.n_minibatches
-            await self._saver.save(self._began.after(step, position, per_step))
+            await self._saver.save(self.began.progress.after(step, position, per_step))
 
 
 def _learns_nothing(phase: StepPhase) -> bool:

@@ -1,11 +1,9 @@
 """How many steps a run has, what one consists of, and when the policy is evaluated."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.step_accounting import StepSize
-from ductile.observe import read_jsonl
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +22,6 @@ class RunSchedule:
     """Steps from one evaluation to the next; None: only the first weights and the last are evaluated."""
     max_reward_error_share: float = 1.0
     """Share of a step's rewards that may fail, 0 to 1; when more fail, the run ends."""
-    owes_evaluation: bool = False
-    """True where the run that goes on was cut before the evaluation after its last step."""
 
     @property
     def groups_per_step(self) -> int:
@@ -39,9 +35,3 @@ class RunSchedule:
         return StepSize(
             self.max_steps, self.groups_per_step, self.group_size, self.n_minibatches, self.staleness.ahead, scores
         )
-
-
-def owes_evaluation(folder: Path, step: int, schedule: RunSchedule) -> bool:
-    """Return whether the weights after `step` were to be evaluated, and the run's metrics do not have it."""
-    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("step") == step]
-    return step > 0 and schedule.evaluates_after(step) and not any("eval_reward" in row for row in rows)
