@@ -87,7 +87,7 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "template variables without number": (
         CHAT,
         lambda: chat(chat_template_kwargs={f"v{number}": number for number in range(150_000)}, max_tokens=1),
-        200,
+        400,
     ),
     "names of the template's own": (CHAT, lambda: chat(chat_template_kwargs={"self": 1}), 400),
     "escapes of the template": (

@@ -137,6 +137,8 @@ async def completions(service: SharedService, http: Request) -> Response:
 async def chat(service: SharedService, http: Request) -> Response:
     body = read_body(ChatRequest, _take_body(http)).with_defaults(service.sampling_defaults)
     service.admit(1, body.n)
+    if len(body.messages) > service.limits.max_model_len:  # each has a token at least, and rendering takes its time
+        raise RequestRefused("", service.limits.too_long(f"at least {len(body.messages)}"))
     text = await asyncio.to_thread(render_prompt, service.tokenizer, body)
     calls = service.call_streams(body, text) if body.tools else None
     # The template writes the special tokens, so none are added.
