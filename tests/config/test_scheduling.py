@@ -1,5 +1,6 @@
 """The keys of dynamic scheduling: the seeds' two examples as they are, and who decides."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,7 @@ def test_who_decides(keys, policy) -> None:
 @pytest.mark.parametrize("path", ["mine.Mine", "mine.py:Mine"])
 def test_one_s_own_policy_is_imported(here, monkeypatch, path) -> None:
     monkeypatch.syspath_prepend(here)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another test's folder
     config = parse(RLConfig, ["@", "good.toml", "--cluster.auto-scheduler", "--cluster.policy", path]).config
     assert type(policy_of(config.cluster)).__name__ == "Mine"
 

@@ -126,7 +126,7 @@ def test_without_a_terminal_there_is_one_line_a_step():
             view.on_metrics(step, {"reward_mean": 0.5, "loss": 0.01, "tokens_per_s_generate": 2310.2, "step_s": 1.26})
             view.on_event(RewardError("", sentence="Scored 0: the reward of train example 3 raised KeyError."))
         view.on_slot(["train"], SlotLedger.opened(0, 0.0))
-        view.close()
+        view.close(0)
     assert out.getvalue().splitlines() == [
         "Held-out reward after step 0: 0.200, over 64 completions.",
         "step  1/12  reward 0.500  loss 0.0100  2,310 tokens/s generated  1.3 s",

@@ -56,7 +56,7 @@ def test_clean_deletes_what_runs_write_and_nothing_else_once_the_new_run_has_beg
         forget = ForgetOldRun(folder)
         forget.on_metrics(0, {})
         assert not (folder / OLD).exists()
-        forget.close()
+        forget.close(0)
     new = {"config.toml", "events.jsonl", "samples.jsonl", "metrics.jsonl", "model", "logs", "logs/slot-0.log"}
     assert contents(folder).keys() == {*new, "notes.txt"}
     assert (tmp_path / "elsewhere/weights").read_text() == "precious"

@@ -47,10 +47,9 @@ class MarkingTag(GenerationTag):
 
 
 class ChatTemplate:
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.with_tools: ChatTemplate | None = None
-        """Template of conversations with tools, where that is another."""
+    def __init__(self, text: str, with_tools: "ChatTemplate | None" = None) -> None:
+        """with_tools: template of conversations with tools, where that is another."""
+        self.text, self.with_tools = text, with_tools
         self.dates: dict[str, str] = {}
         """Dates and times that it has written, as they were at first, by their formats."""
         self._template = self._parsed(GenerationTag)

@@ -34,9 +34,7 @@ def read_template(folder: Path, settings: Mapping[str, Any], instead: str | Path
     if DEFAULT not in texts:
         known = ", ".join(sorted(texts))
         raise TokenizerError(f"{folder} has chat templates named {known}, and none of them is the {DEFAULT}")
-    parsed = {name: _parsed(*texts[name]) for name in (DEFAULT, WITH_TOOLS) if name in texts}
-    parsed[DEFAULT].with_tools = parsed.get(WITH_TOOLS)
-    return parsed[DEFAULT]
+    return _parsed(*texts[DEFAULT], _parsed(*texts[WITH_TOOLS]) if WITH_TOOLS in texts else None)
 
 
 def with_defaults(template: ChatTemplate, variables: Mapping[str, Any]) -> dict[str, str]:
@@ -85,8 +83,8 @@ def _read(path: Path) -> str:
         raise TokenizerError(f"chat template {path} cannot be read: {error}") from error
 
 
-def _parsed(source: str, text: str) -> ChatTemplate:
+def _parsed(source: str, text: str, with_tools: ChatTemplate | None = None) -> ChatTemplate:
     try:
-        return ChatTemplate(text)
+        return ChatTemplate(text, with_tools)
     except ChatTemplateError as error:
         raise TokenizerError(f"{source} is not a template: {error}") from error
