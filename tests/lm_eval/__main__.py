@@ -112,4 +112,4 @@ def _compared_texts(ours: Sequence[Any], theirs: Sequence[Any]) -> Row:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(str(Path(sys.argv[1]).absolute())))
