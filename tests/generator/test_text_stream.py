@@ -17,14 +17,14 @@ def decode(tokens: list[int], skip_special_tokens: bool) -> str:
     return bytes(tokens).replace(b"\xf8", special).decode(errors="replace")
 
 
-def stream(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), skip_special_tokens: bool = True) -> TextStream:
-    return TextStream(decode, Sampling(stop=stop, skip_special_tokens=skip_special_tokens), stop_ids)
+def stream(stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> TextStream:
+    return TextStream(decode, Sampling(stop=stop, skip_special_tokens=skip_special_tokens))
 
 
-def pieces(text: str, sizes: list[int], stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = ()) -> list[str]:
+def pieces(text: str, sizes: list[int], stop: tuple[str, ...] = ()) -> list[str]:
     tokens = list(text.encode())
     shown: list[str] = []
-    follower = stream(stop, stop_ids)
+    follower = stream(stop)
     while tokens:
         size = sizes.pop(0) if sizes else 1
         part, tokens = tokens[:size], tokens[size:]
@@ -104,11 +104,6 @@ def test_a_completion_goes_on_from_its_prompt() -> None:
 
     assert TextStream(decode, Sampling(), prompt=(1, 1)).push([2, 1], last=True) == " end the"
     assert TextStream(decode, Sampling()).push([2, 1], last=True) == "end the"
-
-
-def test_the_token_that_ended_the_completion_is_not_shown() -> None:
-    assert pieces("ab!", [3], stop_ids=(ord("!"),)) == ["ab"]
-    assert pieces("a!b", [3], stop_ids=(ord("!"),)) == ["a!b"]
 
 
 @settings(deadline=None)

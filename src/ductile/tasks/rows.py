@@ -90,7 +90,7 @@ OTHER_NAMES = {
     "output": ("response", "answer", "completion"),
     "system": ("system_prompt",),
 }
-"""What data sets call the same fields; a sentence names them to those who must rename one."""
+"""Names that data sets have for the same fields; a sentence tells them to those who must rename one."""
 
 SHAREGPT = {
     "human": "user",

@@ -5,8 +5,6 @@ taken only where it is whole characters. Otherwise the token's name spells its b
 vocabularies, where each byte has a visible character, or as `<0xE2>` where bytes are the last resort.
 """
 
-from collections.abc import Iterable
-
 import tokenizers
 
 INCOMPLETE = "\ufffd"
@@ -45,10 +43,6 @@ class TokenBytes:
         if known not in self._found:
             self._found[known] = self._look_up(token_id, first)
         return self._found[known]
-
-    def each(self, token_ids: Iterable[int]) -> list[bytes]:
-        """Return what each token of a whole text adds to it, special ones too."""
-        return [self.of(token_id, first=index == 0) for index, token_id in enumerate(token_ids)]
 
     def _look_up(self, token_id: int, first: bool) -> bytes:
         token = self._backend.id_to_token(token_id)

@@ -135,7 +135,7 @@ class CallStream:
         return 0 if end < 0 else end + len(self._form.ending)
 
     def _show(self, end: int) -> str:
-        """What is held up to `end`, less whitespace that nothing follows yet."""
+        """Return what is held up to `end`, less whitespace that nothing follows yet."""
         said = self._space + self._held[self._at : end]
         shown = said.rstrip()
         self._space = said[len(shown) :]

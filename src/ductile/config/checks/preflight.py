@@ -4,7 +4,6 @@ Pure on the tree, but for the files and folders that the config names (`on_disk.
 with "no such folder". Each finding says what to write instead.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -31,13 +30,13 @@ from ductile.config.checks.on_disk import (
     read_spec,
     task_findings,
 )
-from ductile.config.checks.scorer_findings import scorer_findings, scorer_warnings
-from ductile.config.checks.trainer_layout import layout_findings, layout_warnings, room_warnings
+from ductile.config.checks.placement_findings import deadline_warnings, placement_findings
+from ductile.config.checks.scorer_findings import scorer_warnings
+from ductile.config.checks.trainer_layout import layout_warnings, room_warnings
 from ductile.config.checks.written import output_findings
 from ductile.config.finding import Finding
 from ductile.config.reading.unread import unread_findings, unread_notes
 from ductile.config.schema.bench import load_findings, server_notes
-from ductile.config.schema.cluster import ClusterConfig
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.orchestrator import BuiltinTask, JsonlTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
 from ductile.config.schema.run import (
@@ -56,7 +55,6 @@ from ductile.config.schema.trainer import (
     in_steps,
     needs_reference,
 )
-from ductile.core.instances.placement import Placement, PlacementError, compact
 
 SCORELESS = frozenset({"default", "ipo"})
 """Losses that look at the scorer's log-probs only for their KL term."""
@@ -69,11 +67,11 @@ def preflight(config: Section) -> list[Finding]:
 
 def _of_command(config: Section) -> Iterator[Finding]:
     if isinstance(config, RLConfig):
-        yield from [*_rl(config), *_placement(config), *scheduling_findings(config.cluster)]
+        yield from [*_rl(config), *placement_findings(config), *scheduling_findings(config.cluster)]
     elif isinstance(config, SFTConfig):
-        yield from [*_sft(config), *_placement(config)]
+        yield from [*_sft(config), *placement_findings(config)]
     elif isinstance(config, TrainerRunConfig):
-        yield from [*_trainer(config), *_placement(config)]
+        yield from [*_trainer(config), *placement_findings(config)]
     elif isinstance(config, OrchestratorRunConfig):
         yield from _orchestrator_alone(config)
     elif isinstance(config, InferenceRunConfig):
@@ -102,7 +100,7 @@ def warnings(config: Section) -> list[str]:
             f'the score slots have no effect here: loss "{loss.type}" compares with what the generators say. They are '
             'for "grpo", "custom" and kl_coef'
         )
-    said += _deadline_warnings(config.cluster)
+    said += deadline_warnings(config.cluster)
     said += generation_config_notes(config.orchestrator.sampling, config.inference.model.name)
     said += _system_prompts(config.orchestrator)
     return [*said, *sampling_warnings("orchestrator.sampling", config.orchestrator.sampling)]
@@ -362,100 +360,6 @@ def _bench(config: RLConfig | SFTConfig) -> Iterator[Finding]:
     if config.bench is not None and config.ckpt.resume_step is not None:
         what = "takes a few first steps and keeps none: it goes on with no run. Leave --resume out"
         yield Finding(("bench", "resume", "ckpt.resume_step"), what)
-
-
-def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]:
-    """Slots: whether the placement can be, and whether the numbers that say the same thing say the same."""
-    yield from _cluster(config.cluster)
-    given = config.cluster.component_placement is not None
-    needs = (
-        "needs_reference" if isinstance(config, RLConfig) and isinstance(config.trainer.loss, CustomLoss) else "kl_coef"
-    )
-    keys = ("cluster.component_placement",) if given else (f"trainer.loss.{needs}", "deployment")
-    try:
-        placement = placement_of(config)
-    except PlacementError as error:
-        yield from (Finding(keys, violation) for violation in error.violations)
-        return
-    deployment = config.deployment
-    if deployment.type != "single_node":
-        return
-    if not isinstance(config, RLConfig) and (placement.generate or placement.score):
-        what = "gives slots to other roles than actor, and this command only trains. Write "
-        yield Finding(keys, f'{what}{{"actor": "{compact(range(len(placement.train)))}"}}')
-        return
-    numbers = {
-        "num_train_gpus": len(placement.train),
-        "num_infer_gpus": len(placement.generate),
-        "num_gpus": len(placement.train),
-    }
-    for name in sorted(deployment.model_fields_set & numbers.keys()):
-        if getattr(deployment, name) != numbers[name]:
-            yield Finding(
-                (f"deployment.{name}", "cluster.component_placement"),
-                f"contradicts cluster.component_placement, which has {numbers[name]}. Leave one of them out",
-            )
-    each = config.cluster.slots_per_device
-    slots = "the slots" if each == 1 else f"for the {placement.num_slots} slots"
-    if placement.num_slots > deployment.gpus_per_node * each:
-        yield Finding(
-            ("deployment.gpus_per_node", *keys),
-            f"must be at least {-(-placement.num_slots // each)}, {slots} that the placement uses",
-        )
-    if isinstance(config, RLConfig):
-        parallel, num_slots = config.inference.parallel, len(placement.generate)
-        if parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
-            what = f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy."
-            about = ("inference.parallel.dp", "inference.parallel.tp", *keys, "deployment.num_infer_gpus")
-            yield Finding(about, what + " Or leave it out")
-        yield from _shared_memory(config, placement)
-        yield from scorer_findings(config, placement)
-    yield from _trainer_layout(config, len(placement.train))
-
-
-def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:
-    """Generators on one GPU take no more than there is."""
-    each, share = config.cluster.slots_per_device, config.inference.gpu_memory_utilization
-    generating = placement.slots if config.cluster.auto_scheduler else placement.generate
-    most_on_one = max(Counter(slot // each for slot in generating).values(), default=0)
-    if share is not None and share * most_on_one > 1:
-        what = f"must be at most {int(1000 / most_on_one) / 1000}: {most_on_one} generators share a GPU"
-        yield Finding(("inference.gpu_memory_utilization", "cluster.slots_per_device"), what)
-
-
-def _trainer_layout(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
-    """How the trainer's state lies on its slots, and how it can come to lie on others."""
-    trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
-    yield from layout_findings(config, num_slots)
-    if trainer.resize.memory == "streaming" and trainer.resize.carrier == "peer_memory":
-        what = (
-            'cannot stream: a slot would not know when its memory has been read and may be freed. Write "p2p" or "auto"'
-        )
-        yield Finding((f"{root}resize.carrier", f"{root}resize.memory"), what)
-    if trainer.resize.memory == "streaming" and trainer.resize.verify == "all":
-        what = (
-            f"compares what a slot copied for itself with what it had, which {root}resize.memory = "
-            f'"streaming" has freed by then. Write "moved", or {root}resize.memory = "shadow"'
-        )
-        yield Finding((f"{root}resize.verify", f"{root}resize.memory"), what)
-
-
-def _cluster(config: ClusterConfig) -> Iterator[Finding]:
-    if config.cpu_slot_fraction is not None and config.device == "cuda":
-        yield Finding(("cluster.cpu_slot_fraction", "cluster.device"), 'caps CPU slots, and device is "cuda"')
-    if config.slots_per_device > 1 and config.device == "cpu":
-        what = 'puts several slots on each GPU, and device is "cpu", where there may be any number. Leave it out'
-        yield Finding(("cluster.slots_per_device", "cluster.device"), what)
-
-
-def _deadline_warnings(config: ClusterConfig) -> Iterator[str]:
-    hangs_s = max(config.command_timeout_s, config.progress_timeout_s or 0.0)
-    if config.group_timeout_s is not None and config.group_timeout_s <= hangs_s:
-        yield (
-            f"cluster.group_timeout_s = {config.group_timeout_s:g}: a generator that hangs is replaced after "
-            f"{hangs_s:g} s (cluster.command_timeout_s, cluster.progress_timeout_s), and the run may end before. Write "
-            "more than that"
-        )
 
 
 def _no_model(key: str) -> Finding:

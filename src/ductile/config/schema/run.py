@@ -52,7 +52,7 @@ class ScorerConfig(Section):
 
 
 class WandbConfig(Section):
-    """What is left out is as W&B's own environment variables say."""
+    """A table for W&B; keys that are left out are as its own environment variables say."""
 
     project: str | None = None
     """Default: `WANDB_PROJECT` of the environment, else "ductile"."""

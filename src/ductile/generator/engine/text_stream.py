@@ -3,7 +3,7 @@
 The engine and the server both follow a completion with a `TextStream`, so that generation ends where the text is cut.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from ductile.records import Sampling
 from ductile.tasks.token_bytes import INCOMPLETE
@@ -25,19 +25,16 @@ class TextStream:
     """Feed it tokens as they come; it returns what can be shown for certain.
 
     A character whose last bytes are still to come, and an ending that may become a stop string, are held back. A stop
-    string itself is never shown, nor is a token that ended the completion.
+    string itself is never shown. A token that ended the completion is not to be fed.
     """
 
-    def __init__(
-        self, decode: Decode, sampling: Sampling, stop_ids: Collection[int] = (), prompt: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, decode: Decode, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         """prompt: tokens that the completion goes on from. Many decoders drop the space that a text begins with, and a
         completion begins no text."""
         self._decode = decode
         self._skip_special_tokens = sampling.skip_special_tokens
         self._stop = sampling.stop
         self._longest_stop = max(map(len, sampling.stop), default=0)
-        self._stop_ids = frozenset(stop_ids)
         self._window: list[int] = []
         """The context, then tokens that are not all taken."""
         self._taken = ""
@@ -62,8 +59,6 @@ class TextStream:
     def push(self, tokens: list[int], last: bool) -> str:
         """Take tokens and return the text that is certain now. `last`: no more will come, so nothing is held back
         except what stopped the completion."""
-        if last and tokens and tokens[-1] in self._stop_ids:
-            tokens = tokens[:-1]
         if self.stopped:
             return ""
         if self._before:

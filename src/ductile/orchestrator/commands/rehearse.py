@@ -24,7 +24,7 @@ from ductile.tasks.turn_text import TurnText
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a command would say before it starts a process."""
+    """Sentences of a command before it starts a process."""
 
     about: AboutData
     resumes: tuple[str, ...] = ()
