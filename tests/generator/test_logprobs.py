@@ -137,7 +137,8 @@ def test_the_bytes_of_a_response_s_tokens_are_its_text(qwen3: Family, tmp_path: 
             parts = [event["choices"][0] for event in events(response.text)] if stream else response.json()["choices"]
             ids = [int(token[9:]) for part in parts for token in part["logprobs"]["tokens"]]
             shown = [token for token in ids if token not in tokenizer.token_bytes.special_ids]
-            assert b"".join(tokenizer.token_bytes.each(shown)).decode(errors="replace") == text
+            spelled = [tokenizer.token_bytes.of(token, first=place == 0) for place, token in enumerate(shown)]
+            assert b"".join(spelled).decode(errors="replace") == text
             offsets = [offset for part in parts for offset in part["logprobs"]["text_offset"]]
             assert offsets == sorted(offsets)
             assert offsets[-1] <= len(text)
