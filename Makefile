@@ -48,7 +48,7 @@ test: setup
 	$(PYTEST)
 
 test-fast: setup
-	$(PYTEST) -m "not slow and not nightly"
+	$(PYTEST) -m "not slow and not nightly and not fleet"
 
 # The tests that need a GPU, and a short benchmark of each part; without one it says what it would do (docs/gpu.md). Where no
 # .venv can be made, `make gpu GPU_PYTHON=python3` takes a Python that has torch and finds what ductile imports.
