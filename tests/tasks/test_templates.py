@@ -16,6 +16,7 @@ from ductile.orchestrator.commands.sft_data import tokenise
 from ductile.tasks.chat_template import ChatTemplate
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
+from tests.nightly import examples
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
@@ -301,7 +302,7 @@ def conversations(draw):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck), deadline=None)
 @given(row=conversations())
 def test_random_conversations(name, row):
     compare(name, row)
