@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from ductile.config.checks.access import client_findings, server_findings
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import scheduling_findings
+from ductile.config.checks.fleet_findings import fleet_findings, registry_findings
 from ductile.config.checks.generation import (
     generation_config_notes,
     generator_findings,
@@ -37,6 +38,7 @@ from ductile.config.checks.written import output_findings
 from ductile.config.finding import Finding
 from ductile.config.reading.unread import unread_findings, unread_notes
 from ductile.config.schema.bench import load_findings, server_notes
+from ductile.config.schema.fleet import StaticRegistry
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.orchestrator import BuiltinTask, JsonlTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
 from ductile.config.schema.run import (
@@ -162,6 +164,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     for key, sampling in tables.items():
         yield from sampling_findings(key, sampling, read_spec(trainer.model.name))
     yield from generator_findings(inference, "inference.", read_spec(trainer.model.name), config.cluster.device)
+    yield from fleet_findings(inference, "inference.")
     numbers = {trainer.max_steps, orchestrator.max_steps} - {None}
     if config.max_steps is None and len(numbers) > 1:
         what = f"contradicts orchestrator.max_steps ({orchestrator.max_steps}): write max_steps, which sets both"
@@ -230,6 +233,10 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
         what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
         yield Finding(("parallel.dp",), what)
     yield from server_findings(config.server, "server")
+    yield from registry_findings(config.registry, "registry")
+    if isinstance(config.registry, StaticRegistry):
+        what = "lists servers, and is no place where one could announce itself. Leave it out, or write file or http"
+        yield Finding(("registry.type",), what)
     yield from load_findings(config.bench, config)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ductile.config.finding import Finding
 from ductile.config.reading.errors import listed
 from ductile.config.reading.key_tree import find, value_at
+from ductile.config.schema.fleet import FleetConfig
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 
@@ -64,6 +65,11 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
     InferenceRunConfig: (
         _unscheduled("inference"),
         _ONE_PROCESS,
+        Unread(
+            tuple(name for name in FleetConfig.model_fields if name != "registry"),
+            "it is for `ductile rl`, which rules the fleet that this server is in",
+            noted=True,
+        ),
         Unread(
             ("output_dir", "deployment.gpus_per_node"),
             "`ductile inference` is one process on one device, and writes nothing but what --dry-run writes",
