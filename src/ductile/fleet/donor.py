@@ -1,17 +1,25 @@
 """A server that gives the version which it has to another one that joins."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 from ductile.fleet.server_port import ServerPort
-from ductile.messages.updates import LeaseVersion, Offer, SendReport, VersionLease, WeightUpdate
+from ductile.messages.updates import LeaseVersion, Offer, SendReport, VersionLease, WeightCarrier, WeightUpdate
 
 
 class Donor:
     """Follows `weight_update.Senders`. The joiner asks the donor for bucket after bucket, so nothing is sent here."""
 
+    carrier: WeightCarrier | None = "http"
+
     def __init__(self, port: ServerPort, version: int) -> None:
         self._port, self._version = port, version
         self._lease: VersionLease | None = None
+
+    @contextmanager
+    def keeping(self, version: int) -> Generator[None]:
+        """The lease keeps them."""
+        yield
 
     async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
         asked = LeaseVersion(self._version, update.bucket_bytes, update.total_timeout_s)

@@ -23,6 +23,7 @@ from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
+from ductile.messages.updates import WeightCarrier
 from ductile.messages.workers import (
     Command,
     Done,
@@ -96,7 +97,9 @@ class _Kept:
 
 
 class RemoteTrainer:
-    """Follows `ductile.roles.TrainerClient`."""
+    """Follows `ductile.roles.TrainerClient` and `ductile.fleet.weight_update.Senders`."""
+
+    carrier: WeightCarrier | None = None
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class RemoteTrainer:
         self._mailbox, self._deadlines, self._chat_format = mailbox, deadlines, chat_format
         self._receivers: VersionReceivers = receivers
         self._num_keeping = 0
-        """Blocks of `keeping_weights` under way."""
+        """Blocks of `keeping` under way."""
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         """Changes and commands that wait for the next boundary."""
@@ -251,7 +254,7 @@ class RemoteTrainer:
             self._changed.notify_all()
 
     @contextmanager
-    def keeping_weights(self, version: int) -> Generator[None]:
+    def keeping(self, version: int) -> Generator[None]:
         """No optimizer step begins meanwhile, as others are sent the weights. Raises Refused when training has gone on
         from this version."""
         self._still(version)

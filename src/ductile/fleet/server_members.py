@@ -9,8 +9,7 @@ in the same moment (`InstancePort.receive`), and what comes together goes togeth
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import InstanceId
@@ -19,7 +18,6 @@ from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.donor import Donor
 from ductile.fleet.elastic_fleet import ElasticFleet, Warmed
 from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.fleet.server_port import ServerPort
 from ductile.fleet.weight_update import Member, Senders, UpdateResult, WeightUpdates
 from ductile.records import Manifest
@@ -30,9 +28,7 @@ OpenPort = Callable[[TopologyMember], ServerPort]
 
 
 class ServerMembers:
-    def __init__(
-        self, pool: RemoteGenerators, updates: WeightUpdates, trainer: RemoteTrainer, open_port: OpenPort
-    ) -> None:
+    def __init__(self, pool: RemoteGenerators, updates: WeightUpdates, trainer: Senders, open_port: OpenPort) -> None:
         self.on_updated = Listeners[[UpdateResult]]()
         """Told of every version that has gone to servers, and of what has become of it at each."""
         self._pool, self._updates, self._trainer, self._open_port = pool, updates, trainer, open_port
@@ -60,7 +56,7 @@ class ServerMembers:
         port = self._ports.get(server.instance) or self._open_port(server)
         self._ports[server.instance] = port
         leases = [Donor(self._ports[each.instance], version) for each in donors if each.instance in self._ports]
-        sources: list[Senders] = [*leases, KeepingTrainer(self._trainer)]
+        sources: list[Senders] = [*leases, self._trainer]
         result = await self._updates.warm(_member(port, server), version, sources)
         if result is None or version != self._pool.version:
             return None
@@ -129,21 +125,6 @@ class ServerMembers:
             self._fleet.generated(instance)
         elif isinstance(failure, SlotLost | Interrupted):
             self._fleet.request_failed(instance, str(failure))
-
-
-class KeepingTrainer:
-    """The trainer as a source for one that joins: it does not change its weights meanwhile. Follows
-    `weight_update.Senders`."""
-
-    def __init__(self, trainer: RemoteTrainer) -> None:
-        self._trainer = trainer
-        self.begin_update, self.sent = trainer.begin_update, trainer.sent
-        self.finish_update = trainer.finish_update
-
-    @asynccontextmanager
-    async def keeping(self, version: int) -> AsyncGenerator[None]:
-        with self._trainer.keeping_weights(version):
-            yield
 
 
 def _member(port: ServerPort, server: TopologyMember) -> Member:

@@ -19,7 +19,7 @@ published meanwhile goes first, and the joiner gets that.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar
 from uuid import uuid4
@@ -53,8 +53,17 @@ NUM_ASKED = 3
 
 
 class Senders(Protocol):
-    """Those who have the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or an instance that gives its
-    weights to one that joins."""
+    """Those who have the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
+    weights to one that joins (`ductile.fleet.donor`)."""
+
+    @property
+    def carrier(self) -> WeightCarrier | None:
+        """The only way by which they send; None: whichever suits a receiver."""
+        ...
+
+    def keeping(self, version: int) -> AbstractContextManager[None]:
+        """Their weights stay this version meanwhile. Raises Refused when they have gone on from it."""
+        ...
 
     async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
         """Raises Refused when they cannot send it; what else is raised ends the update."""
@@ -228,14 +237,14 @@ class WeightUpdates:
             self.version, self.digest = version, result.digest or self.digest
             return result
 
-    async def warm(self, member: Member, sources: Sequence[Senders] = ()) -> UpdateResult | None:
-        """Bring the committed version to a server that joins, from the first source that can give it; without any,
-        from the trainer. It has committed when its digest is that of the version. None when a version is published
-        meanwhile: the server gets that one. Raises Refused when no source has the version any more.
+    async def warm(self, member: Member, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
+        """Bring the live version to a server that joins, from the first source that can give it. It has committed when
+        its digest is that of the version. None when a version is published meanwhile: it is to be asked again. Raises
+        Refused when no source can give it.
         """
         async with self._turn:
             self.under_way = f"{member.id} joins"
-            self._warming = asyncio.create_task(self._warm(member, sources or (self._trainer,)))
+            self._warming = asyncio.create_task(self._warm(member, version, sources))
             try:
                 await asyncio.wait([self._warming])
                 return None if self._warming.cancelled() else self._warming.result()
@@ -244,10 +253,8 @@ class WeightUpdates:
                 await asyncio.gather(self._warming, return_exceptions=True)
                 self._warming, self.under_way = None, ""
 
-    async def _warm(self, member: Member, sources: Sequence[Senders]) -> UpdateResult:
-        version = self.version
-        if version is None:
-            raise Refused(f"{member.id} cannot be given weights: no version is committed yet")
+    async def _warm(self, member: Member, version: int, sources: Sequence[Senders]) -> UpdateResult:
+        expected = self.digest if self.version == version else ""
         failures = list[str]()
         for source in sources:
             try:
@@ -255,10 +262,11 @@ class WeightUpdates:
             except Refused as error:
                 failures.append(str(error))
                 continue
-            if result.committed and self.digest and result.digest != self.digest:
-                failures.append(f"it was given {result.digest}, and version {version} is {self.digest}")
+            if result.committed and expected and result.digest != expected:
+                failures.append(f"it was given {result.digest}, and version {version} is {expected}")
                 continue
             if result.committed:
+                self.version, self.digest = version, result.digest
                 return result
             failures.append(result.outcomes[0].reason)
             if result.outcomes[0].outcome == "dead":
@@ -266,6 +274,12 @@ class WeightUpdates:
         raise Refused(f"{member.id} cannot be given version {version}: {'; '.join(failures)}")
 
     async def _transaction(
+        self, senders: Senders, version: int, members: Sequence[Member], max_attempts: int
+    ) -> UpdateResult:
+        with senders.keeping(version):
+            return await self._attempts(senders, version, members, max_attempts)
+
+    async def _attempts(
         self, senders: Senders, version: int, members: Sequence[Member], max_attempts: int
     ) -> UpdateResult:
         began_s, number = self._clock(), 0
@@ -287,7 +301,7 @@ class WeightUpdates:
     async def _attempt(self, senders: Senders, version: int, members: Mapping[InstanceId, Member]) -> _Attempt:
         """Send the version to all members once. What has become of each is in the attempt."""
         states, absent = await self._look(members)
-        attempt = _Attempt(self._decide(version, members, states), members, states, short=absent)
+        attempt = _Attempt(self._decide(senders, version, members, states), members, states, short=absent)
         update, is_begun = attempt.update, False
         try:
             if attempt.left:
@@ -326,12 +340,17 @@ class WeightUpdates:
         return states, absent
 
     def _decide(
-        self, version: int, members: Mapping[InstanceId, Member], states: Mapping[InstanceId, ServerState]
+        self,
+        senders: Senders,
+        version: int,
+        members: Mapping[InstanceId, Member],
+        states: Mapping[InstanceId, ServerState],
     ) -> WeightUpdate:
         """The decision that all ranks and servers get."""
         options, update_id = self._options, uuid4().hex
+        carrier = senders.carrier or options.carrier
         receivers = tuple(
-            Receiver(name, options.carrier or self._choose(state), members[name].url, members[name].token)
+            Receiver(name, carrier or self._choose(state), members[name].url, members[name].token)
             for name, state in states.items()
         )
         by_group = any(each.carrier == "point_to_point" for each in receivers)
@@ -358,7 +377,7 @@ class WeightUpdates:
 
         async def ask(name: InstanceId) -> None:
             attempt.prepared.append(name)  # also one whose reply is lost has something to abort
-            prepare = PrepareUpdate(attempt.update, carriers[name], tuple(offers))
+            prepare = PrepareUpdate(attempt.update, carriers[name], tuple(offers), instance=name)
             _note(attempt, name, await _outcome(attempt.members[name].control.prepare(prepare)))
 
         await gather_all(*map(ask, attempt.left))

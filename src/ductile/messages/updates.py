@@ -177,6 +177,8 @@ class PrepareUpdate(msgspec.Struct, frozen=True):
     carrier: WeightCarrier
     offers: tuple[Offer, ...]
     """Offers of all senders: together every tensor exactly once (with `base_version`: those that changed)."""
+    instance: str = ""
+    """Receiver of the update that this server is. "" is enough where only one has the carrier."""
 
 
 class EndUpdate(msgspec.Struct, frozen=True):
