@@ -119,7 +119,7 @@ class Server:
         self.paused = True
         await self._dropped("pause")
 
-    async def resume(self):
+    async def resume(self, resume):
         await self._at("resume")
         self.paused = False
 

@@ -23,7 +23,7 @@ class Donor:
 
     async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
         asked = LeaseVersion(self._version, update.bucket_bytes, update.total_timeout_s)
-        self._lease = await self._port.lease_version(asked)
+        self._lease = await self._port.lease(asked)
         return (self._lease.offer,)
 
     async def sent(self, update_id: str) -> Sequence[SendReport]:

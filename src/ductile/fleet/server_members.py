@@ -1,73 +1,106 @@
-"""Servers of a run in its pool of generators: how they come, get weights and leave. Follows `elastic_fleet.Members`.
+"""Servers of a run in its pool of generators: how they come, get weights and leave. Follows `fleet_keeper.Members`.
 
     ElasticFleet  decides who is a member             ServerMembers  does it
                                                           ├ pool     who gets requests
                                                           └ updates  who gets weights
-
-A version that goes live in the pool is given to all of its servers in one transaction: the pool tells each port of it
-in the same moment (`InstancePort.receive`), and what comes together goes together.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
-from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.donor import Donor
-from ductile.fleet.elastic_fleet import ElasticFleet, Warmed
+from ductile.fleet.elastic_fleet import ElasticFleet
+from ductile.fleet.fleet_keeper import Warmed
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_port import ServerPort
 from ductile.fleet.weight_update import Member, Senders, UpdateResult, WeightUpdates
-from ductile.records import Manifest
-from ductile.roles import Failure, Interrupted, Refused, SlotLost
-
-OpenPort = Callable[[TopologyMember], ServerPort]
-"""Makes the port of a server. Raises Refused where its control token is not known."""
+from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
 
 
 class ServerMembers:
-    def __init__(self, pool: RemoteGenerators, updates: WeightUpdates, trainer: Senders, open_port: OpenPort) -> None:
+    """`follow` the fleet before its first server comes."""
+
+    def __init__(
+        self,
+        pool: RemoteGenerators,
+        updates: WeightUpdates,
+        trainer: Senders,
+        open_port: Callable[[TopologyMember], Member[ServerPort]],
+    ) -> None:
+        """open_port: a server as a member, whose control is a port that is not open yet. Raises Refused where its
+        control token is not known."""
         self.on_updated = Listeners[[UpdateResult]]()
         """Told of every version that has gone to servers, and of what has become of it at each."""
         self._pool, self._updates, self._trainer, self._open_port = pool, updates, trainer, open_port
-        self._ports: dict[InstanceId, ServerPort] = {}
-        self._asked: dict[InstanceId, ServerPort] = {}
-        """Servers that are to get the version which is about to go out."""
-        self._giving: asyncio.Task[dict[str, InstanceOutcome]] | None = None
+        self._servers: dict[InstanceId, Member[ServerPort]] = {}
         self._fleet: ElasticFleet | None = None
 
     def follow(self, fleet: ElasticFleet) -> None:
-        """Tell this fleet what becomes of versions and requests; called once, as the fleet begins."""
+        """Tell this fleet what becomes of versions and requests."""
         self._fleet = fleet
         self._pool.on_ended.add(self._on_ended)
 
     @property
     def under_way(self) -> str:
+        """The version or the join that is under way; "" when there is none."""
         return self._updates.under_way
 
-    # -- as `elastic_fleet.Members` has it
+    def num_unfinished(self, server: InstanceId) -> int:
+        """Requests of the run that the server has."""
+        return sum(request.instance == server for request in self._pool.unfinished())
+
+    async def update(self, version: int) -> None:
+        """Bring the trainer's weights, which are this version, to all servers of the pool. Those that do not take it
+        are left behind when it goes live."""
+        fleet, there = self._fleet, {each.id for each in self._pool.all_instances}
+        present = fleet.update_began(version, there & self._servers.keys()) if fleet else ()
+        if fleet is None or not present:
+            return
+        names = [each.instance for each in present]
+        try:
+            result = await self._updates.update(version, [self._servers[name] for name in names])
+        except BaseException:
+            fleet.update_aborted(names)
+            raise
+        fleet.update_ended(version, result.digest, result.outcomes)
+        self.on_updated(result)
+
+    # -- as `Members` has it
 
     async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
         version = self._pool.version
-        if version is None or self._giving is not None:
-            return None
-        port = self._ports.get(server.instance) or self._open_port(server)
-        self._ports[server.instance] = port
-        leases = [Donor(self._ports[each.instance], version) for each in donors if each.instance in self._ports]
+        if version is None:
+            return None  # the run has none yet
+        if server.instance not in self._servers:
+            self._servers[server.instance] = await self._opened(server)
+        member = self._servers[server.instance]
+        leases = [
+            Donor(self._servers[donor.instance].control, version)
+            for donor in donors
+            if donor.instance in self._servers
+        ]
         sources: list[Senders] = [*leases, self._trainer]
-        result = await self._updates.warm(_member(port, server), version, sources)
+        try:
+            result = await self._updates.warm(member, version, sources)
+        except Refused as error:
+            if self._pool.version != version:
+                return None
+            raise Late(str(error)) from error  # the next version may find it well
         if result is None or version != self._pool.version:
             return None
         [outcome] = result.outcomes
-        if outcome.outcome != "committed":
-            raise SlotLost(outcome.reason) if outcome.outcome == "dead" else Refused(outcome.reason)
-        port.note_version(version)
-        return Warmed(version, result.digest)
+        match outcome.outcome:
+            case "dead":
+                raise SlotLost(outcome.reason)
+            case "stale":
+                raise Late(outcome.reason)
+            case "committed":
+                return Warmed(version, result.digest)
 
     async def add(self, server: TopologyMember) -> None:
-        await self._pool.add_server(self._ports[server.instance])
+        await self._pool.add_server(self._servers[server.instance].control)
 
     def put_aside(self, server: InstanceId, why: str) -> None:
         self._pool.put_aside(server, why)
@@ -76,56 +109,30 @@ class ServerMembers:
         self._pool.readmit(server)
 
     async def drain(self, server: InstanceId) -> None:
-        await self._pool.finished(server)
+        await self._pool.dismiss(self._servers[server].control.instance)
 
     async def remove(self, server: InstanceId, why: str) -> None:
         await self._pool.remove_server(server, why)
-        if port := self._ports.pop(server, None):
-            await port.close()
+        if member := self._servers.pop(server, None):
+            await member.control.release()
 
-    # -- weights
-
-    async def give(self, port: ServerPort, manifest: Manifest) -> None:
-        """Returns when the server has the version. Servers that are asked in the same moment get it together.
-
-        Raises SlotLost where it is gone, Interrupted where it is left with the weights that it has."""
-        self._asked[port.instance.id] = port
-        if self._giving is None:
-            self._giving = asyncio.create_task(self._give(manifest.version))
-        outcome = (await asyncio.shield(self._giving))[port.instance.id]
-        if outcome.outcome == "dead":
-            raise SlotLost(outcome.reason)
-        if outcome.outcome == "stale":
-            raise Interrupted(f"{outcome.instance} does not have version {manifest.version}: {outcome.reason}")
-        port.note_version(manifest.version)
-
-    async def _give(self, version: int) -> dict[str, InstanceOutcome]:
-        await asyncio.sleep(0)  # the pool tells all ports in this moment
-        asked, self._asked = self._asked, {}
-        fleet = self._fleet
-        assert fleet is not None, "servers come by the fleet that is followed"
+    async def _opened(self, server: TopologyMember) -> Member[ServerPort]:
+        member = self._open_port(server)
         try:
-            present = fleet.update_began(version, asked)
-            members = [_member(asked[each.instance], each) for each in present]
-            result = await self._updates.update(version, members)
-        except BaseException:
-            fleet.update_aborted(asked)
+            state = await member.control.open()
+            if state is None:
+                raise Refused(f"{server.address} is a server that takes no weights: `ductile inference` starts one")
+            if state.incarnation != server.incarnation:
+                raise SlotLost(f"{server.address} was started anew")
+        except Failure:
+            await member.control.release()
             raise
-        finally:
-            self._giving = None
-        fleet.update_ended(version, result.digest, result.outcomes)
-        self.on_updated(result)
-        absent = {name: InstanceOutcome(name, "dead", "it had left the fleet by then") for name in asked}
-        return {**absent, **{each.instance: each for each in result.outcomes}}
+        return member
 
     def _on_ended(self, instance: InstanceId, failure: Failure | None) -> None:
-        if self._fleet is None or instance not in self._ports:
+        if self._fleet is None or instance not in self._servers:
             return
         if failure is None:
             self._fleet.generated(instance)
         elif isinstance(failure, SlotLost | Interrupted):
             self._fleet.request_failed(instance, str(failure))
-
-
-def _member(port: ServerPort, server: TopologyMember) -> Member:
-    return Member(server.instance, port, server.address, port.control_token, server.incarnation)

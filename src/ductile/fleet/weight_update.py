@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 from uuid import uuid4
 
 from ductile.concurrency.background import finish
@@ -35,6 +35,7 @@ from ductile.messages.updates import (
     PauseServer,
     PrepareUpdate,
     Receiver,
+    ResumeServer,
     SendReport,
     ServerState,
     UpdateProgress,
@@ -89,22 +90,28 @@ class ServerControl(Protocol):
 
     async def abort(self, end: EndUpdate) -> UpdateProgress: ...
 
-    async def pause(self, pause: PauseServer) -> None: ...
+    async def pause(self, pause: PauseServer) -> object: ...
 
-    async def resume(self) -> None: ...
+    async def resume(self, resume: ResumeServer) -> object: ...
+
+
+Control = TypeVar("Control", bound=ServerControl, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Member(Generic[Control]):
     """A server that is to get a version."""
 
     id: InstanceId
-    control: ServerControl
+    control: Control
     url: str = ""
     """Root of its routes, without /v1."""
     token: str = field(default="", repr=False)
     incarnation: str = ""
     """Process that it was last known to be; "": not known yet."""
+
+
+AnyMember = Member[ServerControl]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +158,7 @@ class _Attempt:
     """What is known of one attempt so far."""
 
     update: WeightUpdate
-    members: Mapping[InstanceId, Member]
+    members: Mapping[InstanceId, AnyMember]
     states: Mapping[InstanceId, ServerState]
     short: dict[InstanceId, Shortfall] = field(default_factory=dict[InstanceId, Shortfall])
     prepared: list[InstanceId] = field(default_factory=list[InstanceId])
@@ -221,7 +228,7 @@ class WeightUpdates:
         self._turn = asyncio.Lock()
         self._warming: asyncio.Task[UpdateResult] | None = None
 
-    async def update(self, version: int, members: Sequence[Member]) -> UpdateResult:
+    async def update(self, version: int, members: Sequence[AnyMember]) -> UpdateResult:
         """Bring the trainer's weights, which are this version, to all members. One outcome for each. Raises what the
         trainer's ranks raise: then the servers have what they had, and have been told to abort.
 
@@ -237,7 +244,7 @@ class WeightUpdates:
             self.version, self.digest = version, result.digest or self.digest
             return result
 
-    async def warm(self, member: Member, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
+    async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
         """Bring the live version to a server that joins, from the first source that can give it. It has committed when
         its digest is that of the version. None when a version is published meanwhile: it is to be asked again. Raises
         Refused when no source can give it.
@@ -253,7 +260,7 @@ class WeightUpdates:
                 await asyncio.gather(self._warming, return_exceptions=True)
                 self._warming, self.under_way = None, ""
 
-    async def _warm(self, member: Member, version: int, sources: Sequence[Senders]) -> UpdateResult:
+    async def _warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult:
         expected = self.digest if self.version == version else ""
         failures = list[str]()
         for source in sources:
@@ -274,13 +281,13 @@ class WeightUpdates:
         raise Refused(f"{member.id} cannot be given version {version}: {'; '.join(failures)}")
 
     async def _transaction(
-        self, senders: Senders, version: int, members: Sequence[Member], max_attempts: int
+        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
     ) -> UpdateResult:
         with senders.keeping(version):
             return await self._attempts(senders, version, members, max_attempts)
 
     async def _attempts(
-        self, senders: Senders, version: int, members: Sequence[Member], max_attempts: int
+        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
     ) -> UpdateResult:
         began_s, number = self._clock(), 0
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
@@ -298,7 +305,7 @@ class WeightUpdates:
         seconds = self._clock() - began_s
         return UpdateResult(version, digest, tuple(outcomes), number, seconds, pause_s, num_bytes, carriers)
 
-    async def _attempt(self, senders: Senders, version: int, members: Mapping[InstanceId, Member]) -> _Attempt:
+    async def _attempt(self, senders: Senders, version: int, members: Mapping[InstanceId, AnyMember]) -> _Attempt:
         """Send the version to all members once. What has become of each is in the attempt."""
         states, absent = await self._look(members)
         attempt = _Attempt(self._decide(senders, version, members, states), members, states, short=absent)
@@ -325,7 +332,7 @@ class WeightUpdates:
         return attempt
 
     async def _look(
-        self, members: Mapping[InstanceId, Member]
+        self, members: Mapping[InstanceId, AnyMember]
     ) -> tuple[dict[InstanceId, ServerState], dict[InstanceId, Shortfall]]:
         """Ask all for their state. Those that are not what they were are absent."""
         states, absent = dict[InstanceId, ServerState](), dict[InstanceId, Shortfall]()
@@ -343,7 +350,7 @@ class WeightUpdates:
         self,
         senders: Senders,
         version: int,
-        members: Mapping[InstanceId, Member],
+        members: Mapping[InstanceId, AnyMember],
         states: Mapping[InstanceId, ServerState],
     ) -> WeightUpdate:
         """The decision that all ranks and servers get."""
@@ -457,7 +464,7 @@ class WeightUpdates:
         finally:
             if name in attempt.committed:
                 with suppress(Failure):  # the lease ends it then
-                    await control.resume()
+                    await control.resume(ResumeServer(pause.epoch))
                 attempt.pause_s = max(attempt.pause_s, self._clock() - began_s)
 
     async def _ask_what_came_of(self, attempt: _Attempt, name: InstanceId, lost: Failure) -> "UpdateProgress | Failure":
@@ -527,7 +534,7 @@ def _note(attempt: _Attempt, name: InstanceId, reply: "UpdateProgress | Failure"
         attempt.fail(name, reply.reason or f"the update has {reply.phase}")
 
 
-def _restarted(member: Member, state: ServerState) -> Shortfall | None:
+def _restarted(member: AnyMember, state: ServerState) -> Shortfall | None:
     return _other_process(member.id) if member.incarnation not in ("", state.incarnation) else None
 
 
