@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import httpx
 import msgspec
@@ -196,7 +196,7 @@ async def _read(url: str, response: httpx.Response) -> Finding:
 def _error_numbers(error: BaseException | None) -> Iterator[int]:
     """Return the numbers of the system's errors behind an error of a client's."""
     seen: set[int] = set()
-    pending = [error]
+    pending: list[BaseException | None] = [error]
     while pending:
         one = pending.pop()
         if one is None or id(one) in seen:
@@ -205,5 +205,5 @@ def _error_numbers(error: BaseException | None) -> Iterator[int]:
         if isinstance(one, OSError) and one.errno is not None:
             yield one.errno
         if isinstance(one, BaseExceptionGroup):
-            pending.extend(one.exceptions)
+            pending.extend(cast("BaseExceptionGroup[BaseException]", one).exceptions)
         pending.extend((one.__cause__, one.__context__))

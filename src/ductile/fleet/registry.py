@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -171,7 +172,24 @@ def registry_of(config: RegistryConfig | None, tell: Callable[[str], None] = lam
     return cast(Registry, import_object(config.import_path)(**config.kwargs))
 
 
-def _own_content(file: Path) -> bytes:
+def token_of(lease: ServerLease) -> str | None:
+    """Return the token of the server's control routes, from the file that its lease names; None where that is no token
+    file of this user's alone, made by the server at the lease's port. A lease may come from anywhere: nothing else is
+    read and sent to it."""
+    try:
+        content = _own_content(Path(lease.token_file), private=True)
+        found = msgspec.json.decode(content, type=_TokenFile)
+    except (LeaseError, OSError, msgspec.DecodeError):
+        return None
+    return found.token if found.port == urlsplit(lease.url).port else None
+
+
+class _TokenFile(msgspec.Struct):
+    port: int
+    token: str
+
+
+def _own_content(file: Path, private: bool = False) -> bytes:
     """Raises LeaseError for what no server of this user has written: whoever may write a lease gets our prompts."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as stream:
@@ -180,6 +198,8 @@ def _own_content(file: Path) -> bytes:
             raise LeaseError("is no file")
         if status.st_uid != os.geteuid():
             raise LeaseError(f"belongs to user {status.st_uid}, and not to {os.geteuid()}, who runs this")
+        if private and status.st_mode & 0o077:
+            raise LeaseError("can be read by others")
         return stream.read(MOST_BYTES + 1)
 
 

@@ -12,9 +12,10 @@ With a token, every route needs `Authorization: Bearer <token>`.
 
 import asyncio
 import hmac
+import socket
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -26,6 +27,8 @@ from starlette.routing import Route
 
 from ductile.fleet.registry import MOST_SERVERS
 from ductile.messages.server_lease import MOST_BYTES, LeaseError, ServerLease, lease_from
+
+_Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(slots=True)
@@ -45,7 +48,9 @@ class Claim(msgspec.Struct, frozen=True):
 class LeaseBook:
     """Leases and rule of a registry, by its own clock."""
 
-    def __init__(self, ttl_s: float, clock: Callable[[], float] = time.monotonic, first_token: int | None = None) -> None:
+    def __init__(
+        self, ttl_s: float, clock: Callable[[], float] = time.monotonic, first_token: int | None = None
+    ) -> None:
         """first_token: default, the Unix time: a registry that starts again goes on above its old tokens."""
         self._ttl_s, self._clock = ttl_s, clock
         self._leases: dict[str, tuple[ServerLease, float]] = {}
@@ -104,12 +109,12 @@ def registry_app(book: LeaseBook, token: str | None = None) -> Starlette:
         rule = book.claim(claim)
         return _json({"token": rule.token}) if rule else _json({"owner": book.owner}, 409)
 
-    def guarded(route: Callable[[Request], object]) -> Callable[[Request], object]:
-        async def call(request: Request) -> object:
+    def guarded(route: _Endpoint) -> _Endpoint:
+        async def call(request: Request) -> Response:
             given = request.headers.get("Authorization", "")
             if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
                 return _json({"error": "the registry's token is missing or another one"}, 401)
-            return await route(request)  # type: ignore[misc]
+            return await route(request)
 
         return call
 
@@ -124,17 +129,35 @@ def registry_app(book: LeaseBook, token: str | None = None) -> Starlette:
 @asynccontextmanager
 async def serve_registry(app: Starlette, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
     """Serve the registry in this event loop; gives its URL. port: 0 takes a free one. Raises OSError."""
-    config = uvicorn.Config(app, host, port, log_level="error", access_log=False, lifespan="off", ws="none")
-    listener = config.bind_socket() if False else _listener(host, port)
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", ws="none")
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    bound, number = listener.getsockname()[:2]
     try:
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
-        bound, number = listener.getsockname()[:2]
         yield f"http://[{bound}]:{number}" if ":" in bound else f"http://{bound}:{number}"
     finally:
         server.should_exit = server.force_exit = True
-        with suppress(asyncio.CancelledError):
-            await serving
+        await serving
         listener.close()
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """The process has handlers of its own."""
+        yield
+
+
+async def _body(request: Request) -> bytes:
+    """Raises LeaseError when there is more than any lease has."""
+    content = b""
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > MOST_BYTES:
+            raise LeaseError(f"has more than {MOST_BYTES} bytes")
+    return content
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -36,7 +36,7 @@ class LeaseError(ValueError):
 
 
 def lease_from(content: bytes) -> ServerLease:
-    """Raises LeaseError."""
+    """Return the lease that is written there. Raises LeaseError."""
     if len(content) > MOST_BYTES:
         raise LeaseError(f"has more than {MOST_BYTES} bytes")
     try:

@@ -8,12 +8,15 @@ from urllib.parse import urlsplit
 
 from ductile.core.instances.health import Answer, ServerHealth, TransitionRefused
 from ductile.core.instances.instances import InstanceId
-from ductile.core.instances.topology import Member, Topology
+from ductile.core.instances.topology import Topology, TopologyMember
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
     epoch: int = 0
+    """Goes up with every change of those that serve, and with every attempt at an update."""
+    membership: int = 0
+    """Epoch of the last change of those that serve."""
     version: int | None = None
     """Newest version that a server has committed; None before the first."""
     servers: Mapping[InstanceId, ServerHealth] = MappingProxyType({})
@@ -33,7 +36,7 @@ class Roster:
 
     @property
     def topology(self) -> Topology:
-        return Topology(self.epoch, tuple(map(Member.of, self.serving)))
+        return Topology(self.membership, tuple(map(TopologyMember.of, self.serving)))
 
     def at(self, address: str) -> ServerHealth | None:
         """Return the living server at the address."""
@@ -82,11 +85,13 @@ class Roster:
         if before == server:
             return self
         versions = [each for each in (self.version, server.version) if each is not None]
-        return Roster(
-            self.epoch + (before.is_serving != server.is_serving),
-            max(versions, default=None),
-            MappingProxyType({**self.servers, server.instance: server}),
-            self.births,
+        epoch = self.epoch + (before.is_serving != server.is_serving)
+        return replace(
+            self,
+            epoch=epoch,
+            membership=self.membership if epoch == self.epoch else epoch,
+            version=max(versions, default=None),
+            servers=MappingProxyType({**self.servers, server.instance: server}),
         )
 
     def above(self, epoch: int) -> "Roster":

@@ -10,7 +10,7 @@ from ductile.core.instances.instances import InstanceId, named
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TopologyMember:
     """A server as a topology names it. What changes without a change of membership is not compared."""
 
     instance: InstanceId
@@ -21,8 +21,8 @@ class Member:
     version: int | None = field(compare=False)
 
     @staticmethod
-    def of(server: ServerHealth) -> "Member":
-        return Member(
+    def of(server: ServerHealth) -> "TopologyMember":
+        return TopologyMember(
             server.instance, server.address, server.incarnation, server.workers, server.status, server.version
         )
 
@@ -32,7 +32,7 @@ class Topology:
     """Servers that serve, at a membership epoch. The order of the members says nothing, and is not compared."""
 
     epoch: int
-    members: tuple[Member, ...]
+    members: tuple[TopologyMember, ...]
 
     @property
     def world_size(self) -> int:
@@ -71,6 +71,9 @@ class TopologyDecision:
 
     action: Action
     topology: Topology
+    """Servers that serve."""
+    receivers: tuple[TopologyMember, ...]
+    """Servers that get the next version: those that serve, and those that it may bring back."""
     version: int | None
     """Version that is live."""
     bucket_timeout_s: float
@@ -99,8 +102,7 @@ def blame(servers: Iterable[ServerHealth], rules: HealthRules) -> Blame:
     guilty = [
         server
         for server in over
-        if len(living) == 1
-        or any(other.heard_at >= (server.failing_since or 0.0) for other in living)
+        if len(living) == 1 or any(other.heard_at >= (server.failing_since or 0.0) for other in living)
     ]
     if guilty:
         ids = tuple(server.instance for server in guilty)
@@ -145,18 +147,7 @@ def joins_due(waiting: Mapping[InstanceId, float], now: float, cooldown_s: float
     return Joins((), left_s)
 
 
-def floor_action(num_healthy: int, minimum: int, waited_s: float, patience_s: float) -> tuple[Action, str]:
-    """Return "keep" with enough healthy servers, "wait" for joins with fewer, and "fail" after `patience_s`, with a
-    sentence."""
-    if num_healthy >= minimum:
-        return "keep", ""
-    lack = f"{num_healthy} of at least {minimum} servers are healthy (inference.min_healthy_servers)"
-    if waited_s < patience_s:
-        return "wait", f"{lack}; others may join for {patience_s - waited_s:.0f} s"
-    return "fail", f"{lack}, and none has joined for {patience_s:g} s"
-
-
-def require_members(wanted: Collection[str], members: Iterable[Member]) -> tuple[Member, ...]:
+def require_members(wanted: Collection[str], members: Iterable[TopologyMember]) -> tuple[TopologyMember, ...]:
     """Return the members at these addresses. Raises ValueError, which names those that are not among them."""
     at = {member.address: member for member in members}
     if foreign := sorted({*wanted} - at.keys()):
