@@ -17,6 +17,7 @@ KINDS: dict[str, type[RunEvent]] = {
         servers.ServerJoined,
         servers.ServerChanged,
         servers.ServerLeft,
+        servers.ServerNoted,
         servers.WeightUpdateEnded,
         steps.WorkBegan,
         steps.StepProfiled,

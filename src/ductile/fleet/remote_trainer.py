@@ -23,11 +23,14 @@ from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
-from ductile.messages.updates import WeightCarrier
+from ductile.fleet.send_reports import SendReports
+from ductile.messages.updates import Offer, SendReport, WeightCarrier, WeightUpdate
 from ductile.messages.workers import (
+    BeginUpdate,
     Command,
     Done,
     ExportModel,
+    FinishUpdate,
     ForwardBackward,
     ForwardBackwardDone,
     LoadState,
@@ -36,6 +39,7 @@ from ductile.messages.workers import (
     Published,
     SaveState,
     Stepped,
+    UpdateBegun,
     Withdraw,
 )
 from ductile.records import AS_IN_SOURCE, ChatFormat, Manifest, MicroBatch, Sample, StepReport
@@ -120,6 +124,7 @@ class RemoteTrainer:
         """Published version that the weights still are; None before the first, and once the weights have changed."""
         self._mailbox, self._deadlines, self._chat_format = mailbox, deadlines, chat_format
         self._receivers: VersionReceivers = receivers
+        self._reports = SendReports(mailbox)
         self._num_keeping = 0
         """Blocks of `keeping` under way."""
         self._turn = asyncio.Lock()
@@ -264,6 +269,25 @@ class RemoteTrainer:
         finally:
             self._num_keeping -= 1
             self._changed.notify_all()
+
+    async def begin_update(self, update: WeightUpdate) -> list[Offer]:
+        """Have all ranks send their own boxes of the weights, beside training. Returns what each of them sends."""
+        async with self.boundary():
+            self._still(update.version)
+            self._reports.expect(update.update_id, self.layout.slots)
+            replies = await self._all(BeginUpdate(update), UpdateBegun)
+            return [replies[slot].offer for slot in self.layout.slots]
+
+    async def sent(self, update_id: str) -> list[SendReport]:
+        return await self._reports.all_of(update_id)
+
+    async def finish_update(self, update_id: str, aborted: bool) -> None:
+        """Between no two micro-steps: it is done beside what the ranks are at."""
+        self._reports.forget(update_id)
+        self.check()
+        finish = FinishUpdate(update_id, aborted)
+        asked = {slot: finish for slot in self.layout.slots if slot not in self._mailbox.lost}
+        await ask_each(self._mailbox, asked, self._deadlines.command_s, Done)
 
     async def save(self, path: str) -> None:
         async with self.boundary():

@@ -233,6 +233,7 @@ async def run_loop(
             accounting,
             begin_scheduling(buffer, accounting),
             context.stop,
+            context.update_servers,
         )
         step = await loop.run(context.death_watch())
     since_start_s = context.wall_s()
