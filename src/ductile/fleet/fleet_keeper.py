@@ -9,10 +9,9 @@ may be read and changed by any thread.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
@@ -24,59 +23,15 @@ from ductile.core.instances.topology import TopologyMember, blame, joins_due, we
 from ductile.error_text import error_text
 from ductile.fleet.authority import Authority, first_epoch
 from ductile.fleet.discovery import Discovery
+from ductile.fleet.members import Members, Warmed
 from ductile.fleet.monitor import Finding, HttpProbe, Monitor, Probe
 from ductile.fleet.registry import Registry, RegistryDown, StaticServers
 from ductile.fleet.shared_roster import SharedRoster
-from ductile.messages.updates import Digest, ServerState
+from ductile.messages.updates import ServerState
 from ductile.roles import Failure, Late
 
 POLL_S = 5.0
 """Longest time between two looks at the registry."""
-
-
-@dataclass(frozen=True, slots=True)
-class Warmed:
-    """A version that a server has committed as it joined, and that was verified."""
-
-    version: int
-    digest: Digest
-
-
-class Members(Protocol):
-    """The pool in which servers take requests, and the way in which one that joins gets weights."""
-
-    @property
-    def version(self) -> int | None:
-        """Version that is live; None before the first, which all servers get that are there then."""
-        ...
-
-    @property
-    def num_others(self) -> int:
-        """Generators that are no servers: on slots of the run."""
-        ...
-
-    async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
-        """Bring the live version to the server, from a donor that has it, or from the trainer, or from disk. None: a
-        newer one is on its way, and this is to be asked again. Raises a Failure."""
-        ...
-
-    async def add(self, server: TopologyMember) -> None:
-        """The server takes requests from now on."""
-        ...
-
-    def put_aside(self, server: InstanceId, why: str) -> None:
-        """The server takes no more requests, until `take_back`; those that it has go to others."""
-        ...
-
-    def take_back(self, server: InstanceId) -> None: ...
-
-    async def drain(self, server: InstanceId) -> None:
-        """The server takes no more requests. Returns when it has finished those that it has."""
-        ...
-
-    async def remove(self, server: InstanceId, why: str) -> None:
-        """The server has left. Requests that it still has go to others, with the tokens that they have."""
-        ...
 
 
 class FleetKeeper:

@@ -183,7 +183,13 @@ class ServerHealth:
         if not self.is_living:
             return self
         failing_since = now if self.failing_since is None else self.failing_since
-        failed = replace(self, probe_failures=self.probe_failures + 1, good_probes=0, failing_since=failing_since)
+        failed = replace(
+            self,
+            probe_failures=self.probe_failures + 1,
+            good_probes=0,
+            failing_since=failing_since,
+            heard_at=now if replied else self.heard_at,
+        )
         return failed.moved("doubt", why, now) if self.is_serving else failed
 
     def request_failed(self, why: str, now: float, rules: HealthRules) -> "ServerHealth":
