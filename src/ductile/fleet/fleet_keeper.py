@@ -72,7 +72,7 @@ class FleetKeeper:
         self._patience_s, self._tell, self._clock = patience_s, tell, clock
         self._loop = asyncio.get_running_loop()
         self._own_probe = HttpProbe(config.probe_timeout_seconds) if probe is None else None
-        self._monitor = Monitor(probe or self._own_probe or _no_probe, self._watched, self._found, config, tell)
+        self._monitor = Monitor(probe or self._own_probe or _no_probe, self._watched, self._found, config, tell, clock)
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
         """Join, drain or removal of a server that is under way."""
         self._added: set[InstanceId] = set()
@@ -164,7 +164,7 @@ class FleetKeeper:
     def _found(self, address: str, finding: Finding) -> None:
         now, server = self._clock(), self.roster.now.at(address)
         if finding.kind == "answered" and finding.state is not None:
-            self._answered(address, finding.state, now)
+            self._answered(address, _answer_of(finding.state, finding.asked_at), now)
         elif finding.kind == "unasked":
             self._blame_ourselves(finding.reason)
         elif finding.kind == "denied":
@@ -184,19 +184,18 @@ class FleetKeeper:
         self._condemn(now)
         self._reconcile()
 
-    def _answered(self, address: str, state: ServerState, now: float) -> None:
+    def _answered(self, address: str, answer: Answer, now: float) -> None:
         self.own_fault = ""
-        answer = _answer_of(state)
         server = self.roster.now.at(address)
         if server is not None:
-            if server.is_serving and server.incarnation == state.incarnation and state.epoch > self.roster.now.epoch:
-                self._fence(f"{server.instance} has seen epoch {state.epoch}, which another controller has made")
+            if server.is_serving and server.incarnation == answer.incarnation and answer.epoch > self.roster.now.epoch:
+                self._fence(f"{server.instance} has seen epoch {answer.epoch}, which another controller has made")
             self.judge(server.instance, lambda each: each.answered(answer, now, self.rules))
-        elif self.model and state.model and state.model != self.model:
-            why = f"{address} has another model ({state.model}) than the run ({self.model})"
-            self.discovery.reject(address, state.incarnation, why)
+        elif self.model and answer.model not in ("", self.model):
+            why = f"{address} has another model ({answer.model}) than the run ({self.model})"
+            self.discovery.reject(address, answer.incarnation, why)
             self._tell(why)
-        elif not self.discovery.why_not(address, state.incarnation) and not self.fenced:
+        elif not self.discovery.why_not(address, answer.incarnation) and not self.fenced:
             self.roster.change(lambda roster: roster.above(answer.epoch).joined(address, answer, now))
 
     def _condemn(self, now: float) -> None:
@@ -235,7 +234,7 @@ class FleetKeeper:
         self.changed.notify_all()
 
     def _act(self, was: ServerHealth | None, server: ServerHealth) -> None:
-        id, member = server.instance, TopologyMember.of(server)
+        id = server.instance
         match server.status:
             case "dead" | "gone":
                 if server.status == "dead" and was is not None and was.status in LIVING:
@@ -248,7 +247,7 @@ class FleetKeeper:
                 self._begin(id, self._drain(id), instead=True)
             case "ready" | "suspect" if id not in self._added:
                 self._added.add(id)
-                self._begin(id, self._members.add(member))
+                self._begin(id, self._add(TopologyMember.of(server)))
             case "ready" | "suspect" if was is not None and was.status in ("stale", "warming"):
                 self._members.take_back(id)
             case _:
@@ -338,6 +337,12 @@ class FleetKeeper:
         now = self._clock()
         self.judge(id, lambda each: each.sent(warmed.version, now).committed(warmed.version, warmed.digest, now))
 
+    async def _add(self, server: TopologyMember) -> None:
+        await self._members.add(server)
+        now = self.roster.now.servers.get(server.instance)
+        if now is not None and now.status == "stale":  # it came to that meanwhile
+            self._members.put_aside(server.instance, now.reason)
+
     async def _drain(self, id: InstanceId) -> None:
         with suppress(TimeoutError):
             if id in self._added:
@@ -404,12 +409,13 @@ async def _no_probe(address: str) -> Finding:
     return Finding("unasked", f"nobody asks {address}")
 
 
-def _answer_of(state: ServerState) -> Answer:
+def _answer_of(state: ServerState, asked_at: float) -> Answer:
     update = state.update
     is_receiving = update is not None and update.phase in ("prepared", "receiving")
     return Answer(
         incarnation=state.incarnation,
         version=state.version,
+        asked_at=asked_at,
         digest=state.digest,
         model=state.model,
         epoch=state.epoch,

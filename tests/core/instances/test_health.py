@@ -85,6 +85,13 @@ def test_a_version_that_was_committed_a_moment_ago_is_no_stray() -> None:
     assert one.version == 4
 
 
+def test_an_answer_that_is_older_than_the_commit_says_nothing_of_the_version() -> None:
+    """The server was asked, then changed over, and the answer came last."""
+    one = server().sent(5, 1.0).committed(5, "d", 3.0)
+    assert one.answered(answer(version=4, asked_at=2.0), 4.0, RULES).status == "ready"
+    assert one.answered(answer(version=4, asked_at=3.5), 4.0, RULES).status == "stale"
+
+
 def test_two_failures_an_answer_and_two_failures_are_four_of_no_row() -> None:
     one = server()
     for replies in (False, False, True, False, False):
