@@ -382,7 +382,7 @@ class WeightUpdates:
         )
 
     async def _prepare(self, attempt: _Attempt, offers: Sequence[Offer]) -> None:
-        carriers = {InstanceId(each.instance): each.carrier for each in attempt.update.receivers}
+        carriers: dict[str, WeightCarrier] = {each.instance: each.carrier for each in attempt.update.receivers}
 
         async def ask(name: InstanceId) -> None:
             attempt.prepared.append(name)  # also one whose reply is lost has something to abort

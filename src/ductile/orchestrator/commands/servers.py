@@ -266,7 +266,6 @@ def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
 
 def _deadlines(config: FleetConfig, silence_s: float) -> ServerDeadlines:
     return ServerDeadlines(
-        connect_s=Deadline(config.probe_timeout_seconds, "inference.probe_timeout_seconds"),
         state_s=Deadline(config.probe_timeout_seconds, "inference.probe_timeout_seconds"),
         control_s=Deadline(config.update_bucket_timeout_seconds, "inference.update_bucket_timeout_seconds"),
         verify_s=Deadline(config.update_total_timeout_seconds, "inference.update_total_timeout_seconds"),
