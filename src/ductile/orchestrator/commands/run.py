@@ -143,7 +143,7 @@ async def _rollout_only(
     client = config.client
     api_key = secret_of(client.api_key, client.api_key_var)
     async with HttpGenerators(
-        str(client.base_url), api_key, Deadline(client.timeout_s, "client.timeout_s")
+        [str(client.base_url)], api_key, Deadline(client.timeout_s, "client.timeout_s")
     ) as generators:
         running = run_rollout_only(prepared, generators, session.record, session.interrupt.graceful)
         summary = await run_until(running, session.interrupt.forced)
