@@ -87,8 +87,10 @@ class RemoteGenerators(WorkerPool):
                 except Failure as error:
                     if entry.instance is not None:
                         self.on_ended(entry.instance.id, error)
-                        if isinstance(error, SlotLost | NotTaken | Interrupted):
-                            (lost if isinstance(error, SlotLost) else unwilling).add(entry.instance)
+                        if isinstance(error, NotTaken | Interrupted):
+                            unwilling.add(entry.instance)
+                        elif isinstance(error, SlotLost) and entry.where in self._ports:
+                            lost.add(entry.instance)  # the news of its death is still to come
                     self._begin_again(entry, error)
                     if unwilling.issuperset({*self.instances} - lost):  # nothing tells when they take requests again
                         if isinstance(error, NotTaken | Interrupted):

@@ -145,7 +145,7 @@ async def _rollout_only(
     """Rollouts from a server that is not the run's own."""
     client = config.client
     api_key = secret_of(client.api_key, client.api_key_var)
-    async with HttpGenerators(client.urls[0], api_key, Deadline(client.timeout_s, "client.timeout_s")) as generators:
+    async with HttpGenerators(client.urls, api_key, Deadline(client.timeout_s, "client.timeout_s")) as generators:
         running = run_rollout_only(prepared, generators, session.record, session.interrupt.graceful)
         summary = await run_until(running, session.interrupt.forced)
     return rollout_only_summary(summary, session.folder)
