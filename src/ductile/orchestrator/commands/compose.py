@@ -137,7 +137,9 @@ def prepare(config: RLConfig) -> Prepared:
         progress = replace(progress, reference=reference)
     schedule = RunSchedule(
         max_steps=max_steps,
-        staleness=StalenessBound(groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps),
+        staleness=StalenessBound(
+            groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps, orchestrator.on_stale
+        ),
         group_size=orchestrator.rollouts_per_example,
         n_minibatches=orchestrator.n_minibatches,
         seq_len=config.trainer.model.seq_len,
