@@ -94,6 +94,8 @@ class RunStatus(Words, tag="status"):
     """The latest resizes, oldest first."""
     lost: dict[int, str]
     """Slots that died, with the sentence that says how."""
+    disagreed: tuple[str, ...] = ()
+    """Sentences of the latest canaries of which a generator did not say what the trainer says."""
 
 
 class Response(Words):

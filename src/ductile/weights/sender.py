@@ -1,9 +1,9 @@
 """A rank's end of one weight update: fills bucket after bucket from its own parameters, and sends each to all receivers.
 
-    sender = WeightSender(update, offer, fill, tell)
-    offer = sender.start()          goes to the servers: it says where the sender is found
-    ...                             a thread sends; `tell(report)` when it is through, once
-    sender.finish(timeout_s)        when the update has been committed or aborted
+sender = WeightSender(update, offer, fill, tell)
+offer = sender.start()          goes to the servers: it says where the sender is found
+...                             a thread sends; `tell(report)` when it is through, once
+sender.finish(timeout_s)        when the update has been committed or aborted
 """
 
 from collections.abc import Callable
@@ -17,9 +17,7 @@ Fill = Callable[[Bucket, Tensor], int]
 
 
 class WeightSender:
-    def __init__(
-        self, update: WeightUpdate, offer: Offer, fill: Fill, tell: Callable[[SendReport], None]
-    ) -> None:
+    def __init__(self, update: WeightUpdate, offer: Offer, fill: Fill, tell: Callable[[SendReport], None]) -> None:
         """tell: called by the sender's thread with the report, once, also when everything failed."""
 
     def start(self) -> Offer:

@@ -56,7 +56,7 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
     OrchestratorRunConfig: (
         Unread(
             (
-                *("n_minibatches", "max_async_level", "max_off_policy_steps", "on_stale"),
+                *("n_minibatches", "max_async_level", "max_off_policy_steps", "on_stale", "canaries"),
                 *("eval", "advantage", "drop_zero_advantage"),
             ),
             "`ductile orchestrator` scores completions, and trains nothing",

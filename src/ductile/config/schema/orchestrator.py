@@ -158,6 +158,8 @@ class OrchestratorConfig(Section):
     `grpo` these are the groups whose rewards are all equal. None is left out where a loss needs the reference model."""
     seed: int = 0
     shuffle: bool = True
+    canaries: int = Field(default=2, ge=0)
+    """Prompts of which each generator samples a few tokens of every version, to compare with the trainer. 0: none."""
     num_samples_kept: int = Field(default=8, ge=0)
     """Rollouts of each step that `samples.jsonl` keeps, with their rewards, for people to read."""
     graders: GradersConfig = GradersConfig()

@@ -68,6 +68,7 @@ class LiveRun:
             slots=tuple(self._slot(slot) for slot in self._cluster.slots),
             changes=tuple(self._session.state.resizes),
             lost=dict(self._cluster.mailbox.lost),
+            disagreed=tuple(each.sentence for each in self._session.state.disagreements),
         )
 
     def _slot(self, slot: int) -> SlotStatus:

@@ -48,6 +48,7 @@ def status_table(known: RunStatus) -> RenderableType:
     parts: list[RenderableType] = [title, trainer, table]
     parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_CHANGES:]]
     parts += [f"lost: {sentence}" for sentence in known.lost.values()]
+    parts += [f"canary: {sentence}" for sentence in known.disagreed[-NUM_CHANGES:]]
     return Group(*parts)
 
 

@@ -15,8 +15,9 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.chunking import ReadyGroup, chunk
+from ductile.core.rollouts.provenance import never_published
 from ductile.core.rollouts.staleness import Freshness, StalenessBound, admission, freshness, take_order
-from ductile.events.rollouts import GroupDropped, PromptDroppedTwice
+from ductile.events.rollouts import GroupDropped, GroupRefused, PromptDroppedTwice
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.roles import Late
@@ -84,6 +85,9 @@ class Buffer:
         self.num_stopped_completions = 0
         """Rollouts of the dropped groups that were stopped before they were finished."""
         self._sampled, self._trained = _Lengths(), _Lengths()
+        self.num_refused = 0
+        """Groups with tokens of weights that were never published; their prompts are asked again."""
+        self._published: dict[int, str] = {}  # digest of each version
         self._drops: Counter[str] = Counter()
         self._prompts, self._bound, self._record = prompts, bound, record
         self._max_steps, self._timeout_s, self._stop = max_steps, timeout_s, stop
@@ -98,6 +102,7 @@ class Buffer:
             "groups_dropped": float(self.num_dropped),
             "dropped_tokens": float(self.num_dropped_tokens),
             "dropped_length_mean": self.num_dropped_tokens / max(1, self.num_dropped_completions),
+            "groups_refused": float(self.num_refused),
             "stopped_completions": float(self.num_stopped_completions),
             "sampled_length_mean": self._sampled.mean,
             "trained_length_mean": self._trained.mean,
@@ -129,8 +134,22 @@ class Buffer:
         """A completion is finished; `put` gets it when its siblings are."""
         self._sampled.add([rollout])
 
+    def note_published(self, version: int, digest: str) -> None:
+        """Tokens may be of this version from now on. digest: "" where nobody knows it."""
+        self._published[version] = digest
+
     def put(self, group: RolloutGroup) -> None:
+        """Take a finished group. One with tokens that no published weights have sampled is refused: the others of a
+        server that lies, or was not given what it says, are not worth more, and it must not end the run."""
         del self._running[group.prompt.id]
+        for rollout in group.rollouts:
+            if strange := never_published(self._published, rollout.digests):
+                self.num_refused += 1
+                sentence = f"Refused {group.prompt.id} and ask it again: {strange}."
+                self._record.event(GroupRefused(group.prompt.id, sentence=sentence))
+                self._prompts.requeue(group.prompt)
+                self.wake()
+                return
         self._waiting[group.prompt.id] = _Finished(group, group.num_tokens, group.oldest_version)
         self.wake()
 
