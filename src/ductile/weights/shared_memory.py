@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ductile.fabric.segment import Segment, SegmentUnavailable, map_segment
+from ductile.fabric.segment import Segment, SegmentUnavailable, borrowed, map_segment
 from ductile.records import Manifest, TensorEntry
 from ductile.weights.digest import box_digest, to_text, total_of
 
@@ -63,9 +63,10 @@ class SharedMemory:
 
 
 def _append(segment: Segment, name: str, tensor: Tensor) -> TensorEntry:
-    offset_bytes = segment.append(tensor)
+    on_cpu = tensor.detach().to("cpu").contiguous()
+    offset_bytes = segment.append(on_cpu)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    digest = to_text(box_digest(name, tensor, (0,) * tensor.dim()))
+    digest = to_text(box_digest(name, borrowed(on_cpu), (0,) * tensor.dim()))
     return TensorEntry(name, dtype, tuple(tensor.shape), offset_bytes, tensor.nbytes, digest)
 
 
