@@ -132,6 +132,8 @@ class SendReport(msgspec.Struct, frozen=True):
     seconds: float
     failed: dict[str, str] = {}
     """Receivers that did not take everything, each with a sentence."""
+    num_bytes_unchanged: int = 0
+    """Bytes that were left out, as they are those of `base_version`. `digest` has their part all the same."""
 
 
 # -- What a server says and is told over HTTP -----------------------------------------------------------------------
