@@ -272,6 +272,8 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     digest: str = ""
     """Digest of the version (`ductile.messages.updates.Digest`); "" where the transport has made none."""
+    adapters: dict[str, str] = field(default_factory=dict[str, str])
+    """Digests of the adapters that belong to the version beside its tensors, by their names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from ductile.messages.workers import (
     Receive,
     WeightDigests,
 )
-from ductile.model.checkpoint import empty_model, load_model, read_spec
+from ductile.model.checkpoint import dtype_named, empty_model, load_model, read_spec
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, both_digests
 from ductile.roles import Refused, RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
@@ -62,6 +62,8 @@ class GenerateRole(InstanceRole):
         self._stats_due = time.monotonic()
         self._digests: dict[int, Digest] = {}
         """Digests of the latest versions."""
+        self._dtypes: dict[str, torch.dtype] = {}
+        """Dtypes in which the live version was published."""
         self._stats_owed = False
         """Whether requests have left, so that statistics must be told again even if there is nothing to do any more."""
 
@@ -120,8 +122,16 @@ class GenerateRole(InstanceRole):
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._engine.load_weights(tensors, version)
 
+    def lease(self) -> Manifest | None:
+        """The digest is that of the version as it was published, also where the engine has it in another dtype."""
+        manifest = super().lease()
+        told = "" if manifest is None else self._digests.get(manifest.version, "")
+        return replace(manifest, digest=told) if manifest and told else manifest
+
     def _note_digest(self, manifest: Manifest) -> None:
         self._digests[manifest.version] = manifest.digest
+        named = ((entry.name, dtype_named(entry.dtype)) for entry in manifest.tensors)
+        self._dtypes = {name: dtype for name, dtype in named if dtype is not None}
         while len(self._digests) > REMEMBERED:
             del self._digests[next(iter(self._digests))]
 
@@ -133,8 +143,13 @@ class GenerateRole(InstanceRole):
 
     def _weight_digests(self) -> WeightDigests:
         version, tensors = self.live_weights()
-        digests = {name: to_text(box_digest(name, tensor, (0,) * tensor.dim())) for name, tensor in tensors}
-        return WeightDigests(version, self._digests.get(version, ""), total_of(digests.values()), digests)
+        told, parts = self._digests.get(version, ""), dict[str, Digest]()
+        for name, tensor in tensors:
+            published = self._dtypes.get(name, tensor.dtype)
+            if published.itemsize > tensor.element_size():
+                return WeightDigests(version, told)  # what was rounded cannot be compared any more
+            parts[name] = to_text(box_digest(name, tensor.to(published), (0,) * tensor.dim()))
+        return WeightDigests(version, told, total_of(parts.values()), parts)
 
     def _fetch(self, request: GenerateRequest, handle: KVHandle | None) -> RequestKV | None:
         if handle is None or not isinstance(self._engine, KVMigration):

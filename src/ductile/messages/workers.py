@@ -378,10 +378,12 @@ class WeightDigests(Message):
     version: int
     told: Digest
     """Digest that the version came with; "" where none did."""
-    found: Digest
-    """Digest of the weights as they are in memory."""
-    tensors: dict[str, Digest]
+    found: Digest = ""
+    """Digest of the weights as they are in memory; "" where they are rounded, and so not those that were published."""
+    tensors: dict[str, Digest] = {}
     """Parts of `found`, by the tensors' names."""
+    adapters: dict[str, Digest] = {}
+    """Digests of the adapters beside the tensors, by their names."""
 
 
 class MigratedOut(Message):

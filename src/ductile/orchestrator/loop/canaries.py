@@ -24,7 +24,7 @@ from ductile.sampling import Sampling
 NUM_TOKENS = 8
 """Tokens of a canary."""
 MAX_PROMPT_TOKENS = 64
-PRIORITY = 1 << 40
+PRIORITY = 1 << 30
 """Canaries go before all rollouts."""
 FIRST = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -137,7 +137,7 @@ class Canaries:
             self._checking.cancel()
             self.num_skipped += 1
         tensors = {entry.name: entry.digest for entry in manifest.tensors if entry.digest}
-        self._published[manifest.version] = KnownWeights(manifest.version, manifest.digest, tensors)
+        self._published[manifest.version] = KnownWeights(manifest.version, manifest.digest, tensors, manifest.adapters)
         for older in sorted(self._published)[:-2]:
             del self._published[older]
         self._checking = asyncio.create_task(self._check(manifest.version))
@@ -203,8 +203,8 @@ class Canaries:
         version = evidence.published.version
         try:
             read = await self._generators.digest_weights(instance)
-            if evidence.published.tensors and read.version == version:
-                evidence = replace(evidence, found=KnownWeights(version, read.found, read.tensors))
+            if evidence.published.tensors and read.tensors and read.version == version:
+                evidence = replace(evidence, found=KnownWeights(version, read.found, read.tensors, read.adapters))
             if not evidence.plain.within(evidence.limits):
                 anew = await self._sample(instance, version, salt=f"anew-{version}-")
                 if (scores := await self._reference.score(anew.samples, version)) is not None:
