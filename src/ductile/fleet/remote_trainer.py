@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from ductile.columns import Floats
 from ductile.concurrency.background import finish
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
@@ -39,6 +40,8 @@ from ductile.messages.workers import (
     Publish,
     Published,
     SaveState,
+    Score,
+    Scores,
     Stepped,
     UpdateBegun,
     Withdraw,
@@ -226,6 +229,18 @@ class RemoteTrainer:
             sending.end()
             self._sending = None if self._sending is sending else self._sending
         raise_worst({slot: outcome for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)})
+
+    async def score(self, samples: Sequence[Sample], version: int) -> Sequence[Floats] | None:
+        """Log-probs of a few samples under a published version, one column each, between two micro-steps. None once the
+        weights are another version, or where stages of a pipeline have them, which cannot score. Raises Late, SlotLost
+        or Refused."""
+        if self.version != version or self.layout.dims.pp > 1:
+            return None
+        async with self.boundary():
+            if self.version != version:
+                return None
+            replies = await self._all(Score(tuple(samples), "policy", role="train"), Scores)
+            return replies[self.layout.first].logprobs
 
     def can_lease(self, version: int) -> bool:
         """The weights still are this version, or it is still published."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ductile.fabric.segment import Segment, SegmentUnavailable, map_segment
+from ductile.fabric.segment import Segment, SegmentUnavailable, borrowed, map_segment
 from ductile.records import Manifest, TensorEntry
-from ductile.weights.digest import box_digest, total
+from ductile.weights.digest import box_digest, to_text, total_of
 
 
 class WeightsUnavailable(Exception):
@@ -26,10 +26,7 @@ class SharedMemory:
             raise ValueError(f"version {version} is published already; withdraw it first")
         segment = Segment(f"ductile-weights-{version}")
         try:
-            entries, parts = list[TensorEntry](), list[int]()
-            for name, tensor in tensors:  # each is there until the next one
-                entries.append(_append(segment, name, tensor))
-                parts.append(box_digest(name, tensor, (0,) * tensor.dim()))
+            entries = tuple(_append(segment, name, tensor) for name, tensor in tensors)
             segment.seal()
         except BaseException:
             segment.close()
@@ -40,8 +37,8 @@ class SharedMemory:
             segment.location,
             segment.num_bytes,
             segment.fingerprint,
-            tuple(entries),
-            total(parts),
+            entries,
+            total_of(entry.digest for entry in entries),
         )
         self._offers[version] = manifest, segment
         return manifest
@@ -66,9 +63,11 @@ class SharedMemory:
 
 
 def _append(segment: Segment, name: str, tensor: Tensor) -> TensorEntry:
-    offset_bytes = segment.append(tensor)
+    on_cpu = tensor.detach().to("cpu").contiguous()
+    offset_bytes = segment.append(on_cpu)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorEntry(name, dtype, tuple(tensor.shape), offset_bytes, tensor.nbytes)
+    digest = to_text(box_digest(name, borrowed(on_cpu), (0,) * tensor.dim()))
+    return TensorEntry(name, dtype, tuple(tensor.shape), offset_bytes, tensor.nbytes, digest)
 
 
 def _view(content: Tensor, entry: TensorEntry, manifest: Manifest) -> Tensor:

@@ -42,7 +42,7 @@ from ductile.fleet.remote_trainer import RemoteTrainer, VersionReceivers
 from ductile.fleet.scorer import RemoteScorer
 from ductile.messages.workers import RoleName
 from ductile.orchestrator.commands.bench import Bench
-from ductile.orchestrator.commands.compose import Prepared, prepare, run_loop
+from ductile.orchestrator.commands.compose import Prepared, canaries_of, prepare, run_loop
 from ductile.orchestrator.commands.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
 from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.commands.scheduling import Scheduling, limits_of
@@ -117,8 +117,16 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
             )
             scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
             context = _context(session, lambda: fleet.slots_by_role, resizer, cluster, servers)
+            device = next(iter(cluster.devices.values()))
             rl_loop = run_loop(
-                prepared, fleet.trainer, fleet.generators, fleet.scorer, context, scheduling.begin, scheduling.spent
+                prepared,
+                fleet.trainer,
+                fleet.generators,
+                fleet.scorer,
+                context,
+                scheduling.begin,
+                scheduling.spent,
+                canaries_of(prepared, fleet.generators, fleet.trainer, fleet.scorer, device, session.record),
             )
             async with recovery, servers or nullcontext():
                 result = await run_until(rl_loop, session.interrupt.forced)

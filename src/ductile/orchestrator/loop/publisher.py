@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Self
 
+from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import PipelinedTask, gather_all
 from ductile.elastic.controller import ElasticController
 from ductile.events.phases import JoinPhase, PublishPhase, ReceivePhase, StepListeners
@@ -35,6 +36,8 @@ class Publisher:
         self._trainer, self._rollouts, self._scorer, self._listeners = trainer, rollouts, scorer, listeners
         self._update_servers = update_servers
         self._receiving = PipelinedTask(on_error=rollouts.buffer.fail)
+        self.on_live = Listeners[[Manifest]]()
+        """Told of each version that has gone live."""
 
     def at_work(self) -> AbstractAsyncContextManager[None]:
         """Return what is at work beside the whole run: nothing here."""
@@ -55,6 +58,7 @@ class Publisher:
         """
         with self._listeners.during(PublishPhase()):
             manifest = await self._trainer.publish(version)
+        self._rollouts.buffer.note_published(version, manifest.digest)
         await self._receiving.start(self._receive(manifest))
         if self._scorer:
             await self.finish()
@@ -72,6 +76,7 @@ class Publisher:
             receivers = [self._rollouts.generators, self._scorer] if self._scorer else [self._rollouts.generators]
             await gather_all(*(receiver.receive(manifest) for receiver in receivers))
         self._rollouts.now_live(manifest.version)
+        self.on_live(manifest)
         await self._trainer.withdraw(manifest.version)
 
 
