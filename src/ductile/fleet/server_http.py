@@ -28,6 +28,9 @@ OUR_FAULTS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.EPERM}
 )
 """What keeps us from asking anybody: no server is to blame for it."""
+KEPT_S = 2.0
+"""Seconds that a connection without a request is kept: less than servers do (5 s), which would close it just as it is
+used again."""
 FIRST_PAUSE_S = 0.8
 """Seconds between the first two attempts to connect; each pause after it is four times as long."""
 
@@ -71,7 +74,7 @@ class ServerHttp:
         self._control = {"Authorization": f"Bearer {control_token}"} if control_token else {}
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S),
             transport=transport,
             trust_env=False,  # a proxy between a run and its own server is never meant
         )
