@@ -72,16 +72,17 @@ class ServerPort:
         max_num_seqs: int = 64,
         attempts: int = 1,
         transport: httpx.AsyncBaseTransport | None = None,
+        id: InstanceId | None = None,
     ) -> None:
         """url, api_key, control_token, attempts: as `ServerHttp` has them. max_num_seqs: of a server that does not say
-        it."""
+        it. id: of the instance; None: its address."""
         self._http = ServerHttp(url, api_key, control_token, deadlines or ServerDeadlines(), attempts, transport)
         self.url = self._http.root
-        self.instance = Instance(InstanceId(self.url), "generate", ())
+        self.instance = Instance(id or InstanceId(self.url), "generate", ())
         self.max_num_seqs = max_num_seqs
         self.why_lost = ""
         self.incarnation = ""
-        """Of the process that was adopted; "" for a server that does not say it."""
+        """Incarnation of the process that was adopted; "" for a server that does not say it."""
         self.version: int | None = None
         """Version that is live; None for a server that keeps its own weights."""
         self._model = ""
@@ -153,7 +154,8 @@ class ServerPort:
             raise SlotLost(self.why_lost)
         if self.version != manifest.version:
             has = "keeps its own weights" if self.version is None else f"has version {self.version}"
-            raise Refused(f"{self.describe()} {has}, and was not given version {manifest.version}")
+            # Not refused: that would be the version's fault, and not this server's.
+            raise Interrupted(f"{self.describe()} {has}, and was not given version {manifest.version}")
 
     async def release(self) -> None:
         self._take_away()
