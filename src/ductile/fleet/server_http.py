@@ -44,11 +44,11 @@ class ServerDeadlines:
     connect_s: float = 5.0
     state_s: float = 2.0
     control_s: float = 30.0
-    """Of a control route that says nothing else."""
+    """Seconds until a control route must have replied, where nothing else is said."""
     verify_s: float = 300.0
-    """Until all buckets of an update are staged, and their digest is known."""
+    """Seconds until all buckets of an update are staged, and their digest is known."""
     silence_s: float = 600.0
-    """Without a byte of a response; its first token may wait for others' last."""
+    """Seconds without a byte of a response; its first token may wait for others' last."""
 
 
 class ServerHttp:
