@@ -107,5 +107,6 @@ class Giver:
         assert (status, said["phase"]) == (200, "committed"), said
 
     def post(self, path: str, said: msgspec.Struct) -> tuple[int, Any]:
-        reply = self.client.post(path, content=msgspec.json.encode(said), headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        reply = self.client.post(path, content=msgspec.json.encode(said), headers=headers)
         return reply.status_code, reply.json()
