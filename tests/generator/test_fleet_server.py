@@ -22,21 +22,29 @@ from ductile.generator.engine.engine import Engine
 from ductile.generator.server.control_token import ControlToken
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app
+from ductile.generator.server.weight_donor import content_of
 from ductile.messages.updates import (
+    Bucket,
     EndUpdate,
     Offer,
     PauseServer,
     PrepareUpdate,
     Receiver,
     ResumeServer,
+    SendReport,
     TensorSpec,
+    WeightCarrier,
     WeightUpdate,
 )
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
+from ductile.weights.digest import box_digest
+from ductile.weights.sender import WeightSender
 from tests.generator.conftest import Family, request, run
 from tests.generator.test_serve import server, wait_for
 from tests.generator.weight_giver import Giver, perturbed
+
+Client = httpx.Client | TestClient
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +91,11 @@ def give(client: httpx.Client, weights: dict[str, Tensor]) -> Callable[..., Give
 Give = Callable[..., Giver]
 
 
-def state(client: httpx.Client) -> Any:
+def state(client: Client) -> Any:
     return client.get("/fleet/state").json()
 
 
-def complete(client: httpx.Client, **settings: Any) -> Any:
+def complete(client: Client, **settings: Any) -> Any:
     body = {"prompt": "hello", "temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     return client.post("/v1/completions", json=body | settings).json()
 
@@ -95,7 +103,7 @@ def complete(client: httpx.Client, **settings: Any) -> Any:
 JSON = {"Content-Type": "application/json"}
 
 
-def post(client: httpx.Client, path: str, said: msgspec.Struct) -> Any:
+def post(client: Client, path: str, said: msgspec.Struct) -> Any:
     reply = client.post(path, content=msgspec.json.encode(said), headers=JSON)
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -448,3 +456,28 @@ def test_a_commit_that_fails_half_way_ends_the_server(
         assert status == 503
         assert "the engine failed: KeyError" in said["error"]["message"]
         assert len(failures) == 1
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point", "disk"])
+def test_a_thread_of_the_server_fetches_what_a_sender_has(
+    client: httpx.Client, give: Give, carrier: WeightCarrier, tmp_path: Path
+) -> None:
+    giver = give()
+    update = msgspec.structs.replace(giver.update, receivers=(Receiver("it", carrier),), folder=str(tmp_path))
+    reports: list[SendReport] = []
+
+    def fill(bucket: Bucket, buffer: Tensor) -> int:
+        buffer[: bucket.num_bytes] = content_of(giver.held, bucket)
+        return sum(
+            box_digest(box.name, giver.tensors[box.name][tuple(map(slice, box.start, box.stop))], box.start)
+            for box in bucket.boxes
+        )
+
+    sender = WeightSender(update, giver.offers[0], fill, reports.append)
+    said = post(client, "/weights/prepare", PrepareUpdate(update, carrier, (sender.start(),), "it"))
+    assert said["phase"] == "prepared"
+    assert giver.end("verify")[1]["phase"] == "verified"
+    sender.finish(10)
+    assert [(report.failed, report.digest) for report in reports] == [({}, giver.digest)]
+    assert giver.end("commit")[1]["phase"] == "committed"
+    assert client.get("/weights/digest").json()["digest"] == giver.digest
