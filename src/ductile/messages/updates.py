@@ -10,6 +10,7 @@ is told to commit. Everything carries `update_id` and `epoch`; what is older tha
 Over HTTP all of this is JSON, and a bucket is its raw bytes.
 """
 
+from secrets import token_hex
 from typing import Literal
 
 import msgspec
@@ -62,7 +63,7 @@ class Offer(msgspec.Struct, frozen=True):
     """Tensors of which a box is in the buckets."""
     buckets: tuple[Bucket, ...]
     location: str = ""
-    """Address of the sender's control socket (shared_memory, point_to_point), or its folder (disk)."""
+    """host:port of the sender's control socket (shared_memory, point_to_point); "" where nobody connects to it."""
 
 
 class Receiver(msgspec.Struct, frozen=True):
@@ -99,9 +100,15 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     base_version: int | None = None
     """Version that every receiver has committed, where boxes that did not change since then are left out."""
     rendezvous: str = ""
-    """host:port of the store where a process group is made (point_to_point)."""
+    """host:port of the store where a process group is made (point_to_point). "": each sender hosts one of its own. Its
+    host says where senders are found: those of an update that stays on this machine listen on loopback."""
     folder: str = ""
     """Folder that sender and receiver see (disk)."""
+    secret: str = msgspec.field(default_factory=token_hex)
+    """Proof that senders and receivers are of this update, which they ask of each other. It is shown nowhere."""
+
+    def __repr__(self) -> str:
+        return f"WeightUpdate({self.update_id!r}, epoch={self.epoch}, version={self.version}, {self.receivers!r})"
 
 
 UpdatePhase = Literal["prepared", "receiving", "staged", "verified", "committed", "aborted", "failed"]
@@ -177,6 +184,8 @@ class PrepareUpdate(msgspec.Struct, frozen=True):
     carrier: WeightCarrier
     offers: tuple[Offer, ...]
     """Offers of all senders: together every tensor exactly once (with `base_version`: those that changed)."""
+    instance: str = ""
+    """Receiver of the update that this server is. "" is enough where only one has the carrier."""
 
 
 class EndUpdate(msgspec.Struct, frozen=True):
