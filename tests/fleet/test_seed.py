@@ -18,8 +18,8 @@ from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_serve
 
 BY_HAND = FleetConfig(
     enable_health_monitor=False,
-    health_check_interval_seconds=0.5,
-    probe_timeout_seconds=0.2,
+    health_check_interval_seconds=10.0,
+    probe_timeout_seconds=5.0,
     topology_change_cooldown_seconds=0.0,
 )
 """Probes happen when the test says so."""
@@ -44,7 +44,8 @@ def test_an_unhealthy_server_is_removed_after_repeated_failures() -> None:
     async def story() -> None:
         async with stub_servers(2) as (good, bad):
             members = StubMembers([good, bad])
-            async with fleet_of([good, bad], members) as fleet:
+            config = BY_HAND.model_copy(update={"probe_timeout_seconds": 0.2})
+            async with fleet_of([good, bad], members, config=config) as fleet:
                 await looked(fleet)
                 assert {*fleet.get_active_server_addresses()} == {good.url, bad.url}
                 bad.delay_s = 9.0
