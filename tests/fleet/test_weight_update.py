@@ -1,6 +1,7 @@
 """A version goes to servers, and everything that can happen to it on the way does. In memory and in virtual time."""
 
 import asyncio
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -118,7 +119,7 @@ class Server:
         self.paused = True
         await self._dropped("pause")
 
-    async def resume(self):
+    async def resume(self, resume):
         await self._at("resume")
         self.paused = False
 
@@ -137,10 +138,19 @@ class Ranks:
     reported: list[dict[str, str]] = field(default_factory=list)
     breaks: bool = False
     """A receiver that is gone keeps them until the operation's deadline."""
+    carrier: str | None = None
     updates: list = field(default_factory=list)
     finished: list = field(default_factory=list)
+    kept: list = field(default_factory=list)
+
+    @contextmanager
+    def keeping(self, version):
+        self.kept.append(version)
+        yield
+        assert self.kept.pop() == version
 
     async def begin_update(self, update):
+        assert self.kept, "the trainer may change its weights"
         if self.begin:
             raise self.begin
         self.updates.append(update)
@@ -386,7 +396,7 @@ def test_a_joiner_gets_the_committed_version_and_no_other():
         await it.publish()
         joiner = Server("j", version=0, digest="folder's")
         it.servers["j"] = joiner
-        result = await it.updates.warm(joiner.member)
+        result = await it.updates.warm(joiner.member, 2, [it.ranks])
         assert outcomes(result) == {"j": "committed"}
         assert (joiner.version, joiner.digest) == (2, DIGEST)
         it.check()
@@ -401,9 +411,9 @@ def test_a_joiner_asks_the_next_source_when_the_first_has_not_got_it_or_dies():
         joiner = Server("j")
         it.servers["j"] = joiner
         donor = Ranks(it.servers, begin=Refused("a is gone"))
-        assert outcomes(await it.updates.warm(joiner.member, [donor, it.ranks])) == {"j": "committed"}
+        assert outcomes(await it.updates.warm(joiner.member, 2, [donor, it.ranks])) == {"j": "committed"}
         with pytest.raises(Refused, match="a is gone"):
-            await it.updates.warm(Server("k").member, [donor])
+            await it.updates.warm(Server("k").member, 2, [donor])
 
     run(story())
 
@@ -415,14 +425,14 @@ def test_a_version_that_is_published_meanwhile_goes_before_a_joiner():
         joiner = Server("j")
         it.servers["j"] = joiner
         it.ranks.takes_s = 5.0
-        warming = asyncio.create_task(it.updates.warm(joiner.member))
+        warming = asyncio.create_task(it.updates.warm(joiner.member, 2, [it.ranks]))
         await asyncio.sleep(1)
         it.ranks.takes_s = 0.5
         began_s = clock()
         result = await it.publish(3)
         assert outcomes(result) == {"a": "committed", "j": "committed"}
         assert clock() - began_s < 2
-        assert await warming is None
+        assert await warming is None, "it would be the version before"
         assert (joiner.version, it.servers["a"].version) == (3, 3)
 
     run(story())
@@ -434,7 +444,7 @@ def test_a_joiner_that_dies_is_dead_and_holds_nobody_up():
         await it.publish()
         joiner = Server("j", {"prepare": "exit"})
         it.servers["j"] = joiner
-        assert outcomes(await it.updates.warm(joiner.member)) == {"j": "dead"}
+        assert outcomes(await it.updates.warm(joiner.member, 2, [it.ranks])) == {"j": "dead"}
         assert outcomes(await it.updates.update(3, [it.servers["a"].member])) == {"a": "committed"}
 
     run(story())

@@ -19,9 +19,9 @@ published meanwhile goes first, and the joiner gets that.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 from uuid import uuid4
 
 from ductile.concurrency.background import finish
@@ -35,6 +35,7 @@ from ductile.messages.updates import (
     PauseServer,
     PrepareUpdate,
     Receiver,
+    ResumeServer,
     SendReport,
     ServerState,
     UpdateProgress,
@@ -53,8 +54,17 @@ NUM_ASKED = 3
 
 
 class Senders(Protocol):
-    """Those who have the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or an instance that gives its
-    weights to one that joins."""
+    """Those who have the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
+    weights to one that joins (`ductile.fleet.donor`)."""
+
+    @property
+    def carrier(self) -> WeightCarrier | None:
+        """The only way by which they send; None: whichever suits a receiver."""
+        ...
+
+    def keeping(self, version: int) -> AbstractContextManager[None]:
+        """Their weights stay this version meanwhile. Raises Refused when they have gone on from it."""
+        ...
 
     async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
         """Raises Refused when they cannot send it; what else is raised ends the update."""
@@ -72,30 +82,36 @@ class ServerControl(Protocol):
 
     async def state(self) -> ServerState: ...
 
-    async def prepare(self, prepare: PrepareUpdate) -> UpdateProgress: ...
+    async def prepare(self, message: PrepareUpdate, /) -> UpdateProgress: ...
 
-    async def verify(self, end: EndUpdate) -> UpdateProgress: ...
+    async def verify(self, message: EndUpdate, /) -> UpdateProgress: ...
 
-    async def commit(self, end: EndUpdate) -> UpdateProgress: ...
+    async def commit(self, message: EndUpdate, /) -> UpdateProgress: ...
 
-    async def abort(self, end: EndUpdate) -> UpdateProgress: ...
+    async def abort(self, message: EndUpdate, /) -> UpdateProgress: ...
 
-    async def pause(self, pause: PauseServer) -> None: ...
+    async def pause(self, message: PauseServer, /) -> object: ...
 
-    async def resume(self) -> None: ...
+    async def resume(self, message: ResumeServer, /) -> object: ...
+
+
+Control = TypeVar("Control", bound=ServerControl, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Member(Generic[Control]):
     """A server that is to get a version."""
 
     id: InstanceId
-    control: ServerControl
+    control: Control
     url: str = ""
     """Root of its routes, without /v1."""
     token: str = field(default="", repr=False)
     incarnation: str = ""
     """Process that it was last known to be; "": not known yet."""
+
+
+AnyMember = Member[ServerControl]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +129,8 @@ class UpdateOptions:
     probe_timeout_s: float = 2.0
     carrier: WeightCarrier | None = None
     """The only carrier; None: the best that a server and the ranks have in common."""
+    join_carrier: WeightCarrier | None = None
+    """The same for servers that join between two versions."""
     folder: str = ""
     """Folder that ranks and servers see, for carrier "disk"."""
 
@@ -142,7 +160,7 @@ class _Attempt:
     """What is known of one attempt so far."""
 
     update: WeightUpdate
-    members: Mapping[InstanceId, Member]
+    members: Mapping[InstanceId, AnyMember]
     states: Mapping[InstanceId, ServerState]
     short: dict[InstanceId, Shortfall] = field(default_factory=dict[InstanceId, Shortfall])
     prepared: list[InstanceId] = field(default_factory=list[InstanceId])
@@ -197,10 +215,8 @@ class WeightUpdates:
         choose: Callable[[ServerState], WeightCarrier],
         next_epoch: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
-        open_rendezvous: Callable[[], str] = lambda: "",
     ) -> None:
-        """choose: the carrier for a server. next_epoch: of the fleet's membership, larger than any before.
-        open_rendezvous: host:port at which a process group may be made, another one each time."""
+        """choose: the carrier for a server. next_epoch: of the fleet's membership, larger than any before."""
         self.version: int | None = None
         """Version that was committed last; None before the first."""
         self.digest: Digest = ""
@@ -208,11 +224,11 @@ class WeightUpdates:
         self.under_way = ""
         """What is done at the moment: "version 3", "server-1 joins"; "" when nothing is."""
         self._trainer, self._options, self._choose = trainer, options, choose
-        self._next_epoch, self._clock, self._open_rendezvous = next_epoch, clock, open_rendezvous
+        self._next_epoch, self._clock = next_epoch, clock
         self._turn = asyncio.Lock()
         self._warming: asyncio.Task[UpdateResult] | None = None
 
-    async def update(self, version: int, members: Sequence[Member]) -> UpdateResult:
+    async def update(self, version: int, members: Sequence[AnyMember]) -> UpdateResult:
         """Bring the trainer's weights, which are this version, to all members. One outcome for each. Raises what the
         trainer's ranks raise: then the servers have what they had, and have been told to abort.
 
@@ -228,14 +244,14 @@ class WeightUpdates:
             self.version, self.digest = version, result.digest or self.digest
             return result
 
-    async def warm(self, member: Member, sources: Sequence[Senders] = ()) -> UpdateResult | None:
-        """Bring the committed version to a server that joins, from the first source that can give it; without any,
-        from the trainer. It has committed when its digest is that of the version. None when a version is published
-        meanwhile: the server gets that one. Raises Refused when no source has the version any more.
+    async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
+        """Bring the live version to a server that joins, from the first source that can give it. It has committed when
+        its digest is that of the version. None when a version is published meanwhile: it is to be asked again. Raises
+        Refused when no source can give it.
         """
         async with self._turn:
             self.under_way = f"{member.id} joins"
-            self._warming = asyncio.create_task(self._warm(member, sources or (self._trainer,)))
+            self._warming = asyncio.create_task(self._warm(member, version, sources))
             try:
                 await asyncio.wait([self._warming])
                 return None if self._warming.cancelled() else self._warming.result()
@@ -244,10 +260,8 @@ class WeightUpdates:
                 await asyncio.gather(self._warming, return_exceptions=True)
                 self._warming, self.under_way = None, ""
 
-    async def _warm(self, member: Member, sources: Sequence[Senders]) -> UpdateResult:
-        version = self.version
-        if version is None:
-            raise Refused(f"{member.id} cannot be given weights: no version is committed yet")
+    async def _warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult:
+        expected = self.digest if self.version == version else ""
         failures = list[str]()
         for source in sources:
             try:
@@ -255,10 +269,11 @@ class WeightUpdates:
             except Refused as error:
                 failures.append(str(error))
                 continue
-            if result.committed and self.digest and result.digest != self.digest:
-                failures.append(f"it was given {result.digest}, and version {version} is {self.digest}")
+            if result.committed and expected and result.digest != expected:
+                failures.append(f"it was given {result.digest}, and version {version} is {expected}")
                 continue
             if result.committed:
+                self.version, self.digest = version, result.digest
                 return result
             failures.append(result.outcomes[0].reason)
             if result.outcomes[0].outcome == "dead":
@@ -266,7 +281,13 @@ class WeightUpdates:
         raise Refused(f"{member.id} cannot be given version {version}: {'; '.join(failures)}")
 
     async def _transaction(
-        self, senders: Senders, version: int, members: Sequence[Member], max_attempts: int
+        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
+    ) -> UpdateResult:
+        with senders.keeping(version):
+            return await self._attempts(senders, version, members, max_attempts)
+
+    async def _attempts(
+        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
     ) -> UpdateResult:
         began_s, number = self._clock(), 0
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
@@ -284,10 +305,10 @@ class WeightUpdates:
         seconds = self._clock() - began_s
         return UpdateResult(version, digest, tuple(outcomes), number, seconds, pause_s, num_bytes, carriers)
 
-    async def _attempt(self, senders: Senders, version: int, members: Mapping[InstanceId, Member]) -> _Attempt:
+    async def _attempt(self, senders: Senders, version: int, members: Mapping[InstanceId, AnyMember]) -> _Attempt:
         """Send the version to all members once. What has become of each is in the attempt."""
         states, absent = await self._look(members)
-        attempt = _Attempt(self._decide(version, members, states), members, states, short=absent)
+        attempt = _Attempt(self._decide(senders, version, members, states), members, states, short=absent)
         update, is_begun = attempt.update, False
         try:
             if attempt.left:
@@ -311,7 +332,7 @@ class WeightUpdates:
         return attempt
 
     async def _look(
-        self, members: Mapping[InstanceId, Member]
+        self, members: Mapping[InstanceId, AnyMember]
     ) -> tuple[dict[InstanceId, ServerState], dict[InstanceId, Shortfall]]:
         """Ask all for their state. Those that are not what they were are absent."""
         states, absent = dict[InstanceId, ServerState](), dict[InstanceId, Shortfall]()
@@ -325,16 +346,24 @@ class WeightUpdates:
                 states[member.id] = reply
         return states, absent
 
+    def _carrier(self, senders: Senders) -> WeightCarrier | None:
+        options = self._options
+        return senders.carrier or (options.join_carrier if self._warming else None) or options.carrier
+
     def _decide(
-        self, version: int, members: Mapping[InstanceId, Member], states: Mapping[InstanceId, ServerState]
+        self,
+        senders: Senders,
+        version: int,
+        members: Mapping[InstanceId, AnyMember],
+        states: Mapping[InstanceId, ServerState],
     ) -> WeightUpdate:
         """The decision that all ranks and servers get."""
         options, update_id = self._options, uuid4().hex
+        only = self._carrier(senders)
         receivers = tuple(
-            Receiver(name, options.carrier or self._choose(state), members[name].url, members[name].token)
+            Receiver(name, only or self._choose(state), members[name].url, members[name].token)
             for name, state in states.items()
         )
-        by_group = any(each.carrier == "point_to_point" for each in receivers)
         newest = max((state.epoch for state in states.values()), default=0)
         epoch = self._next_epoch()
         while epoch <= newest:  # a server may have been in the fleet of a run that has ended
@@ -349,16 +378,15 @@ class WeightUpdates:
             bucket_timeout_s=options.bucket_timeout_s,
             total_timeout_s=options.total_timeout_s,
             verify=options.verify,
-            rendezvous=self._open_rendezvous() if by_group else "",
             folder=options.folder,
         )
 
     async def _prepare(self, attempt: _Attempt, offers: Sequence[Offer]) -> None:
-        carriers = {InstanceId(each.instance): each.carrier for each in attempt.update.receivers}
+        carriers: dict[str, WeightCarrier] = {each.instance: each.carrier for each in attempt.update.receivers}
 
         async def ask(name: InstanceId) -> None:
             attempt.prepared.append(name)  # also one whose reply is lost has something to abort
-            prepare = PrepareUpdate(attempt.update, carriers[name], tuple(offers))
+            prepare = PrepareUpdate(attempt.update, carriers[name], tuple(offers), instance=name)
             _note(attempt, name, await _outcome(attempt.members[name].control.prepare(prepare)))
 
         await gather_all(*map(ask, attempt.left))
@@ -438,7 +466,7 @@ class WeightUpdates:
         finally:
             if name in attempt.committed:
                 with suppress(Failure):  # the lease ends it then
-                    await control.resume()
+                    await control.resume(ResumeServer(pause.epoch))
                 attempt.pause_s = max(attempt.pause_s, self._clock() - began_s)
 
     async def _ask_what_came_of(self, attempt: _Attempt, name: InstanceId, lost: Failure) -> "UpdateProgress | Failure":
@@ -508,7 +536,7 @@ def _note(attempt: _Attempt, name: InstanceId, reply: "UpdateProgress | Failure"
         attempt.fail(name, reply.reason or f"the update has {reply.phase}")
 
 
-def _restarted(member: Member, state: ServerState) -> Shortfall | None:
+def _restarted(member: AnyMember, state: ServerState) -> Shortfall | None:
     return _other_process(member.id) if member.incarnation not in ("", state.incarnation) else None
 
 
