@@ -167,11 +167,7 @@ class Monitor:
         if (task := self._under_way.get(address)) is None:
             task = self._under_way[address] = asyncio.create_task(self._asked(address))
             task.add_done_callback(lambda _: self._under_way.pop(address, None))
-        with suppress(asyncio.CancelledError):
-            await asyncio.shield(task)
-            return
-        if not task.cancelled():
-            raise asyncio.CancelledError
+        await asyncio.wait([task])
 
     async def _asked(self, address: str) -> None:
         try:
