@@ -175,7 +175,7 @@ def _open_files() -> dict[str, int]:
 
 @pytest.fixture(autouse=True, scope="module")
 def warm() -> None:
-    """What stays in this process is there before anything is counted: the template of processes, and a torch store's."""
+    """What stays in this process is there before anything is counted: a template, and a signal pipe of torch."""
     rendezvous.host_store()
     subprocess.run([sys.executable, "-m", "tests.warm_echo"], stdout=subprocess.DEVNULL, check=True)
 
