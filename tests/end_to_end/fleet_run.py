@@ -19,7 +19,7 @@ from tests.fleet.server_processes import ServerProcesses
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 RUN_S = 1500.0
-NUM_STEPS = int(os.environ.get("FLEET_RUN_STEPS", "40"))
+NUM_STEPS = int(os.environ.get("FLEET_RUN_STEPS", "20"))
 KILLED_AFTER, JOINS_AFTER = NUM_STEPS // 4, NUM_STEPS // 2
 COMPARED = "tests.end_to_end.compared_loss.compared"
 GAIN = 0.25
@@ -35,7 +35,7 @@ def write_config(folder: Path, registry: Path) -> Path:
     text = text.replace('output_dir = "runs/quickstart"', f'output_dir = "{folder / "run"}"')
     text = text.replace('name = "examples/quickstart/model"', f'name = "{QUICKSTART / "model"}"')
     fleet = f'registry = {{ type = "file", folder = "{registry}", ttl_seconds = 3 }}\n'
-    fleet += "topology_change_cooldown_seconds = 1\nhealth_check_interval_seconds = 1\nprobe_timeout_seconds = 0.9\n"
+    fleet += "topology_change_cooldown_seconds = 1\nhealth_check_interval_seconds = 3\nprobe_timeout_seconds = 2.5\n"
     file = folder / "rl.toml"
     file.write_text(f"{text}\n[inference]\n{fleet}")
     return file
