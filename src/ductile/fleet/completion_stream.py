@@ -47,7 +47,7 @@ def completion_body(request: GenerateRequest, model: str, num_likeliest: int) ->
     return body
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class SampledSpan(msgspec.Struct, frozen=True, array_like=True):
     """Weights that so many tokens in a row were sampled from."""
 
     version: int
@@ -63,7 +63,7 @@ class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[SampledSpan] | None = None
 
 
 class _Chunk(msgspec.Struct, frozen=True):
@@ -72,17 +72,17 @@ class _Chunk(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamedPiece:
     """Tokens that have come. spans: empty where the server does not say which weights they are from."""
 
     token_ids: list[int]
     logprobs: list[float]
-    spans: list[Span]
+    spans: list[SampledSpan]
     finish_reason: FinishReason | None
     incarnation: str
 
 
-def read_piece(event: Mapping[str, Any], url: str) -> Piece:
+def read_piece(event: Mapping[str, Any], url: str) -> StreamedPiece:
     """Raises Interrupted where the event says that the server failed, or cannot be read."""
     if "error" in event:
         raise Interrupted(f"{url} failed at a request: {str(event['error'])[:500]}")
@@ -103,7 +103,7 @@ def read_piece(event: Mapping[str, Any], url: str) -> Piece:
     reason = next((each for each in get_args(FinishReason) if each == choice.finish_reason), None)
     if choice.finish_reason and reason is None:
         raise Interrupted(f"{url} ended a completion for a reason that nobody knows: {choice.finish_reason[:80]!r}")
-    return Piece(token_ids, logprobs, spans, reason, chunk.incarnation)
+    return StreamedPiece(token_ids, logprobs, spans, reason, chunk.incarnation)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,7 @@ class PartialCompletion:
             return "stop"
         return "length" if len(self) >= sampling.max_tokens else None
 
-    def add(self, piece: Piece, version: int, url: str) -> None:
+    def add(self, piece: StreamedPiece, version: int, url: str) -> None:
         """version: of the tokens that the piece does not say the version of. Raises Interrupted for tokens that
         are none."""
         if len(self) + len(piece.token_ids) > self.request.sampling.max_tokens:
@@ -138,7 +138,7 @@ class PartialCompletion:
             raise Interrupted(f"{url} sent tokens that are none: {error}") from None
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
-        for span in piece.spans or [Span(version, "", len(piece.token_ids))]:
+        for span in piece.spans or [SampledSpan(version, "", len(piece.token_ids))]:
             self.versions += [span.version] * span.count
 
     def so_far(self) -> GenerateRequest:
