@@ -18,14 +18,30 @@ from ductile.roles import Interrupted
 ROUTE = "/v1/completions"
 
 
+SEEDS = 1 << 62
+
+
+def as_prompt(request: GenerateRequest) -> GenerateRequest:
+    """The request as a server can go on with it, which sees a prompt in what was generated, and no stop string there:
+    one that has begun in the last tokens would be missed, so these are sampled again."""
+    longest = max((len(stop.encode()) for stop in request.sampling.stop), default=1)
+    kept = max(0, len(request.generated) - (longest - 1))  # a token has a byte at least
+    return replace(
+        request,
+        generated=request.generated[:kept],
+        logprobs=request.logprobs[:kept],
+        versions=request.versions[:kept],
+    )
+
+
 def completion_body(request: GenerateRequest, model: str, num_likeliest: int) -> dict[str, Any]:
     """All of sampling is said, or a server may take what the model's generation_config.json says. num_likeliest: 0, or
     1 for a server that gives no log-probs otherwise."""
-    sampling = request.sampling
+    sampling, num_generated = request.sampling, len(request.generated)
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(request.prompt + request.generated),
-        "max_tokens": sampling.max_tokens - len(request.generated),
+        "max_tokens": sampling.max_tokens - num_generated,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -40,8 +56,8 @@ def completion_body(request: GenerateRequest, model: str, num_likeliest: int) ->
         "logprobs": num_likeliest,
         "return_token_ids": True,
     }
-    if sampling.seed is not None:
-        body["seed"] = sampling.seed
+    if sampling.seed is not None:  # the stream begins anew with each prompt: the same numbers may not come twice
+        body["seed"] = sampling.seed if not num_generated else (sampling.seed * 1_000_003 + num_generated) % SEEDS
     if request.priority:
         body["priority"] = -request.priority  # vLLM's: the lower goes first
     return body
@@ -110,10 +126,15 @@ def read_piece(event: Mapping[str, Any], url: str) -> StreamedPiece:
 class PartialCompletion:
     """A request, and what has come of its completion."""
 
-    request: GenerateRequest
+    asked: GenerateRequest
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    request: GenerateRequest = field(init=False)
+    """The request as the server gets it (`as_prompt`)."""
+
+    def __post_init__(self) -> None:
+        self.request = as_prompt(self.asked)
 
     def __len__(self) -> int:
         """Tokens of the completion, those that the request began with included."""
@@ -133,7 +154,11 @@ class PartialCompletion:
         if len(self) + len(piece.token_ids) > self.request.sampling.max_tokens:
             raise Interrupted(f"{url} sent more than the {self.request.sampling.max_tokens} tokens it was asked for")
         try:
-            _ = TokenIds(piece.token_ids), Floats(piece.logprobs)
+            _ = (
+                TokenIds(piece.token_ids),
+                Floats(piece.logprobs),
+                Versions([version, *(s.version for s in piece.spans)]),
+            )
         except ValueError as error:
             raise Interrupted(f"{url} sent tokens that are none: {error}") from None
         self.token_ids += piece.token_ids
@@ -142,7 +167,12 @@ class PartialCompletion:
             self.versions += [span.version] * span.count
 
     def so_far(self) -> GenerateRequest:
-        """The request as another instance can go on with it."""
+        """The request as another instance can go on with it, with no fewer tokens than it came with."""
+        if len(self) <= len(self.asked.generated):
+            return self.asked
+        return self._whole()
+
+    def _whole(self) -> GenerateRequest:
         request = self.request
         return replace(
             request,
@@ -152,5 +182,5 @@ class PartialCompletion:
         )
 
     def ended(self, reason: FinishReason) -> Generation:
-        whole = self.so_far()
+        whole = self._whole()
         return Generation(whole.id, whole.generated, whole.logprobs, whole.versions, reason)
