@@ -128,7 +128,16 @@ OTHER_VALUES = {
     "bucket_bytes": "9",
     "verify": "none",
     "pause_mode": "abort",
+    "registry.urls": '["http://127.0.0.1:8000"]',
+    "registry.import_path": "json.loads",
+    "registry.kwargs": '{"a": 1}',
 }
+OF_VARIANT = {
+    "registry.urls": ["--registry.type", "static"],
+    "registry.import_path": ["--registry.type", "custom"],
+    "registry.kwargs": ["--registry.type", "custom", "--registry.import-path", "json.loads"],
+}
+"""What makes the table have the key."""
 GOOD_FLAGS = {
     RLConfig: ["@", "good.toml"],
     SFTConfig: ["@", "sft.toml"],
@@ -148,7 +157,7 @@ GOOD_FLAGS = {
 )
 def test_an_unread_key_is_refused_or_noted(here: Path, root: type[Section], key: str, noted: bool) -> None:
     path = flag(tuple(key.split(".")))
-    flags = [*GOOD_FLAGS[root], path, OTHER_VALUES[key]]
+    flags = [*GOOD_FLAGS[root], *OF_VARIANT.get(key, ()), path, OTHER_VALUES[key]]
     if noted:
         assert any(key in notice and "no effect here" in notice for notice in parse(root, flags).notices)
         return

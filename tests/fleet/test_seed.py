@@ -14,6 +14,7 @@ from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.registry import LeaseFolder
 from ductile.messages.server_lease import ServerLease, lease_file
+from ductile.weights.pipeline import Pipeline, Stage
 from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until
 
 BY_HAND = FleetConfig(
@@ -283,3 +284,38 @@ def test_a_joiner_catches_up_with_a_version_that_went_live_meanwhile() -> None:
                 assert {each.version for each in fleet.roster.serving} == {2}
 
     asyncio.run(story())
+
+
+def test_one_pending_bucket_is_waited_for_when_the_next_one_is_on_its_way() -> None:
+    """The pull request's own regression: buckets are waited for in the order in which they were sent, the last one too;
+    and with one slot a bucket's predecessor is waited for after it has been filled and before it is sent."""
+    story: list[str] = []
+
+    def stage(name: str) -> Stage[int]:
+        return Stage(name, lambda bucket, buffer: story.append(f"{name} {bucket}"))
+
+    Pipeline([stage("fill"), stage("send"), stage("wait")], num_slots=1).run(range(4))
+    for name in ("fill", "send", "wait"):
+        assert [each for each in story if each.startswith(name)] == [f"{name} {bucket}" for bucket in range(4)]
+    for bucket in range(4):
+        assert story.index(f"fill {bucket}") < story.index(f"send {bucket}") < story.index(f"wait {bucket}")
+    for bucket in range(2, 4):  # two buffers: one that is sent, one that is filled
+        assert story.index(f"wait {bucket - 2}") < story.index(f"fill {bucket}")
+
+
+def test_a_bucket_that_fails_leaves_no_other_one_unwaited_for() -> None:
+    story: list[str] = []
+
+    def fill(bucket: int, buffer: int) -> None:
+        if bucket == 2:
+            raise ValueError("bucket 2 cannot be gathered")
+
+    stages = [
+        Stage("fill", fill),
+        Stage("send", lambda bucket, buffer: story.append(f"send {bucket}")),
+        Stage("wait", lambda bucket, buffer: story.append(f"wait {bucket}"), settles=True),
+    ]
+    with pytest.raises(ValueError, match="bucket 2 cannot be gathered"):
+        Pipeline(stages, num_slots=1).run(range(4))
+    sent = [each.removeprefix("send ") for each in story if each.startswith("send")]
+    assert [each.removeprefix("wait ") for each in story if each.startswith("wait")] == sent

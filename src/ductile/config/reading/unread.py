@@ -86,6 +86,11 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
             noted=True,
         ),
         Unread(
+            ("registry.urls", "registry.import_path", "registry.kwargs"),
+            "it says where `ductile rl` looks for servers; one announces itself in a registry of type file or http",
+            noted=True,
+        ),
+        Unread(
             ("output_dir", "deployment.gpus_per_node"),
             "`ductile inference` is one process on one device, and writes nothing but what --dry-run writes",
             noted=True,
