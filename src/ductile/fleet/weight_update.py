@@ -99,7 +99,7 @@ Control = TypeVar("Control", bound=ServerControl, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Member(Generic[Control]):
+class UpdateMember(Generic[Control]):
     """A server that is to get a version."""
 
     id: InstanceId
@@ -111,7 +111,7 @@ class Member(Generic[Control]):
     """Process that it was last known to be; "": not known yet."""
 
 
-AnyMember = Member[ServerControl]
+AnyMember = UpdateMember[ServerControl]
 
 
 @dataclass(frozen=True, slots=True)
