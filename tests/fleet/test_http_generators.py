@@ -139,12 +139,12 @@ def test_its_weights_are_its_own() -> None:
 
 def test_a_stop_string_that_may_have_begun_is_sampled_again() -> None:
     async def story() -> None:
-        server = FakeServer(plain=True)
+        server = FakeServer(plain=True, fault="503", times=2)
         async with generators(server) as made:
             generated = tuple(token(5, place) for place in range(1, 6))
             request = replace(REQUEST, generated=generated, logprobs=[-1] * 5, versions=[2] * 5)
             generation = await made.generate(replace(request, sampling=replace(SAMPLING, stop=("ab", "xyz"))))
-            assert server.bodies[0]["prompt"] == [5, *generated[:3]]
+            assert [body["prompt"] for body in server.bodies] == [[5, *generated[:3]]] * 3
             assert generation.token_ids == (*generated, token(5, 6))
             assert generation.versions == (2, 2, 2, 0, 0, 0)
 

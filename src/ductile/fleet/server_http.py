@@ -76,6 +76,7 @@ class ServerHttp:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S),
             transport=transport,
+            verify=parsed.scheme == "https",  # reading all certificates takes a while
             trust_env=False,  # a proxy between a run and its own server is never meant
         )
 

@@ -18,14 +18,7 @@ import msgspec
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.fleet.completion_stream import (
-    ROUTE,
-    PartialCompletion,
-    StreamedPiece,
-    as_prompt,
-    completion_body,
-    read_piece,
-)
+from ductile.fleet.completion_stream import ROUTE, PartialCompletion, StreamedPiece, completion_body, read_piece
 from ductile.fleet.instance_port import InstanceEvent, Returned
 from ductile.fleet.server_http import Barred, ServerDeadlines, ServerHttp
 from ductile.messages.updates import (
@@ -243,7 +236,7 @@ class ServerPort:
             raise Refused(f"{self.url}{route} replied with no {kind.__name__}: {error}") from None
 
     def _begin(self, request: GenerateRequest) -> None:
-        partial = PartialCompletion(as_prompt(request))
+        partial = PartialCompletion(request)
         self._live[request.id] = partial, start(self._generate(partial))
         if self._ticking is None or self._ticking.done():
             self._ticking = start(self._tick())
