@@ -162,6 +162,8 @@ class _Opened:
         pause_s = FIRST_PAUSE_S
         while True:
             self._attempts -= 1
+            if self._client.is_closed:
+                raise SlotLost(f"{self._url} was not asked: its server has left the fleet")
             try:
                 self._response = await self._client.send(self._request, stream=True)
             except httpx.HTTPError as error:

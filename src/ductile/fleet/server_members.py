@@ -17,7 +17,7 @@ from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet_keeper import Warmed
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_port import ServerPort
-from ductile.fleet.weight_update import UpdateMember, Senders, UpdateResult, WeightUpdates
+from ductile.fleet.weight_update import Senders, UpdateMember, UpdateResult, WeightUpdates
 from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
 
 

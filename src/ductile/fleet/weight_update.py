@@ -43,7 +43,7 @@ from ductile.messages.updates import (
     WeightCarrier,
     WeightUpdate,
 )
-from ductile.roles import Failure, Late, Refused, SlotLost
+from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 
 T = TypeVar("T")
 
@@ -201,7 +201,7 @@ def shortfall(error: Failure | str) -> Shortfall:
             return Shortfall("gone", str(error))
         case Late():
             return Shortfall("silent", str(error))
-        case Refused():
+        case Refused() if not isinstance(error, NotTaken):
             return Shortfall("refused", str(error))
         case _:
             return Shortfall("undone", str(error))

@@ -28,7 +28,7 @@ from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
 from ductile.fleet.weight_update import UpdateMember, UpdateOptions, UpdateResult, WeightUpdates
 from ductile.generator.server.control_token import token_file
-from ductile.messages.control import FleetRequest, FleetStatus, RunFailed, FleetServer, Unfit
+from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.server_lease import ServerLease
 from ductile.messages.updates import ServerState, WeightCarrier
 from ductile.observe import Recorder
