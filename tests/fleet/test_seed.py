@@ -220,8 +220,8 @@ def test_a_fast_restart_at_the_same_address_is_another_member_that_needs_weights
 
 
 def acts(groups: Groups, members: tuple[int, ...], sent: bytes, heard: list[list[str]]) -> list[str]:
-    """One rank's collectives, as the decision has them. Its clock is off by hours, and it has heard of servers that have
-    ended, which is nothing to act on."""
+    """One rank's collectives, as the decision has them. Its clock is off by hours, and it has heard of servers that
+    have ended, which is nothing to act on."""
     import torch
     import torch.distributed as dist
 
