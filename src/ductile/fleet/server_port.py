@@ -18,7 +18,14 @@ import msgspec
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.fleet.completion_stream import ROUTE, PartialCompletion, Piece, completion_body, read_piece
+from ductile.fleet.completion_stream import (
+    ROUTE,
+    PartialCompletion,
+    StreamedPiece,
+    as_prompt,
+    completion_body,
+    read_piece,
+)
 from ductile.fleet.instance_port import InstanceEvent, Returned
 from ductile.fleet.server_http import Barred, ServerDeadlines, ServerHttp
 from ductile.messages.updates import (
@@ -85,7 +92,7 @@ class ServerPort:
         self.max_num_seqs = max_num_seqs
         self.why_lost = ""
         self.incarnation = ""
-        """Of the process that was adopted; "" for a server that does not say it."""
+        """Incarnation of the process that was adopted; "" for a server that does not say it."""
         self.version: int | None = None
         """Version that is live; None for a server that keeps its own weights."""
         self._model = ""
@@ -236,7 +243,7 @@ class ServerPort:
             raise Refused(f"{self.url}{route} replied with no {kind.__name__}: {error}") from None
 
     def _begin(self, request: GenerateRequest) -> None:
-        partial = PartialCompletion(request)
+        partial = PartialCompletion(as_prompt(request))
         self._live[request.id] = partial, start(self._generate(partial))
         if self._ticking is None or self._ticking.done():
             self._ticking = start(self._tick())
@@ -294,7 +301,7 @@ class ServerPort:
             self._lose(f"{self.url} is another process now (incarnation {incarnation[:32]!r})")
             raise SlotLost(self.why_lost)
 
-    def _check_versions(self, piece: Piece) -> None:
+    def _check_versions(self, piece: StreamedPiece) -> None:
         """Raises SlotLost for tokens that are not of versions which the server has committed."""
         if not self.incarnation:
             return
@@ -354,11 +361,11 @@ class ServerPort:
 
     async def _tick(self) -> None:
         """Tell of progress as an engine does, as long as there are requests."""
-        told = -1
+        reported = -1
         while self._live:
             await asyncio.sleep(TELLS_S)
-            if self._num_sampled != told:
-                told = self._num_sampled
+            if self._num_sampled != reported:
+                reported = self._num_sampled
                 generated = {id: len(partial) for id, (partial, _) in self._live.items()}
                 version = self._own_version if self.version is None else self.version
-                self._deliver(EngineStats(len(generated), 0, told, 0, 0.0, version, generated))
+                self._deliver(EngineStats(len(generated), 0, reported, 0, 0.0, version, generated))
