@@ -14,7 +14,7 @@ from ductile.config.schema.fleet import CustomRegistry, FileRegistry, FleetConfi
 from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority, first_epoch
 from ductile.fleet.discovery import Discovery
 from ductile.fleet.registry import LeaseFolder, RegistryClient, RegistryDown, StaticServers, registry_of, token_of
-from ductile.fleet.registry_server import LeaseBook, registry_app, serve_registry
+from ductile.fleet.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.generator.server.registrar import Registrar
 from ductile.messages.server_lease import LeaseError, ServerLease, is_server_url, lease_file, lease_from
 
@@ -260,7 +260,7 @@ def test_an_http_registry_lists_those_that_renew(monkeypatch: pytest.MonkeyPatch
 
     async def story() -> None:
         clock = Clock()
-        book = LeaseBook(15.0, clock)
+        book = LeaseTable(15.0, clock)
         async with serve_registry(registry_app(book, "a long token")) as url:
             config = HttpRegistry(url=url, token_var="REGISTRY_TOKEN", ttl_seconds=0.3)
             registry = registry_of(config)
@@ -334,7 +334,7 @@ def authorities(kind: str, place: str, clock: Clock) -> tuple[Authority, Authori
 def test_one_controller_rules_and_another_one_once_it_is_gone(kind: str, tmp_path: Path) -> None:
     async def story() -> None:
         clock = Clock()
-        async with serve_registry(registry_app(LeaseBook(15.0, clock))) as url:
+        async with serve_registry(registry_app(LeaseTable(15.0, clock))) as url:
             one, two = authorities(kind, str(tmp_path) if kind == "file" else url, clock)
             first = await one.claim()
             assert first is not None

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ductile.core.instances.health import Answer, HealthRules, ServerHealth
+from ductile.core.instances.health import HealthRules, ProbeReply, ServerHealth
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import (
-    Topology,
+    FleetTopology,
     TopologyMember,
     blame,
     joins_due,
@@ -35,7 +35,7 @@ BLAMED = {
     "another one answered after it fell silent": ([server("a", (5, 6)), server("b", (6,), 5.5)], "servers", "a"),
     "one that is alone": ([server("a", (5, 6))], "servers", "a"),
     "once is no row": ([server("a", (5,)), server("b", (), 6)], "none", ""),
-    "all answer with HTTP 500": (
+    "all reply with HTTP 500": (
         [server("a", (5, 6), replied=True), server("b", (5, 6), replied=True)],
         "servers",
         "a b",
@@ -52,7 +52,7 @@ def test_who_is_to_blame_for_silence(servers: list[ServerHealth], verdict: str, 
 
 def receiver(name: str, num_buckets: int, since: float, update_id: str = "u") -> ServerHealth:
     one = server(name).sent(2, 0.0)
-    return one.answered(Answer("x", 1, update_id=update_id, num_buckets=num_buckets), since, RULES)
+    return one.answered(ProbeReply("x", 1, update_id=update_id, num_buckets=num_buckets), since, RULES)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def member(name: str, incarnation: str = "x", workers: int = 1) -> TopologyMembe
 
 
 def test_the_order_of_members_says_nothing() -> None:
-    assert Topology(3, (member("a"), member("b"))) == Topology(3, (member("b"), member("a")))
-    assert len({Topology(3, (member("a"), member("b"))), Topology(3, (member("b"), member("a")))}) == 1
-    assert Topology(3, (member("a"),)) != Topology(4, (member("a"),))
-    assert Topology(3, (member("a"),)) != Topology(3, (member("a", "y"),))
+    assert FleetTopology(3, (member("a"), member("b"))) == FleetTopology(3, (member("b"), member("a")))
+    assert len({FleetTopology(3, (member("a"), member("b"))), FleetTopology(3, (member("b"), member("a")))}) == 1
+    assert FleetTopology(3, (member("a"),)) != FleetTopology(4, (member("a"),))
+    assert FleetTopology(3, (member("a"),)) != FleetTopology(3, (member("a", "y"),))
 
 
 def test_ranks_are_those_of_all_workers_one_after_the_other() -> None:
-    topology = Topology(3, (member("b", workers=2), member("a", workers=3)))
+    topology = FleetTopology(3, (member("b", workers=2), member("a", workers=3)))
     assert topology.world_size == 6
     assert [topology.first_rank(InstanceId(name)) for name in "ab"] == [1, 4]
     assert topology.group_name == "update_weight_group_v3"

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ductile.core.instances.health import HealthRules, ServerHealth, ServerStatus
+from ductile.core.instances.health import HealthRules, MemberStatus, ServerHealth
 from ductile.core.instances.instances import InstanceId, named
 
 
@@ -17,7 +17,7 @@ class TopologyMember:
     address: str
     incarnation: str
     workers: int
-    status: ServerStatus = field(compare=False)
+    status: MemberStatus = field(compare=False)
     version: int | None = field(compare=False)
 
     @staticmethod
@@ -28,7 +28,7 @@ class TopologyMember:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Topology:
+class FleetTopology:
     """Servers that serve, at a membership epoch. The order of the members says nothing, and is not compared."""
 
     epoch: int
@@ -53,7 +53,7 @@ class Topology:
         raise KeyError(instance)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Topology) and (self.epoch, {*self.members}) == (other.epoch, {*other.members})
+        return isinstance(other, FleetTopology) and (self.epoch, {*self.members}) == (other.epoch, {*other.members})
 
     def __hash__(self) -> int:
         return hash((self.epoch, frozenset(self.members)))
@@ -70,7 +70,7 @@ class TopologyDecision:
     time for others to come. fail: there is none left, and the run ends."""
 
     action: Action
-    topology: Topology
+    topology: FleetTopology
     """Servers that serve."""
     receivers: tuple[TopologyMember, ...]
     """Servers that get the next version: those that serve, and those that it may bring back."""
@@ -129,7 +129,7 @@ class Joins:
 
     now: tuple[InstanceId, ...]
     wait_s: float | None
-    """Until the next ones may; None when none waits."""
+    """Seconds until the next ones may; None when none waits."""
 
 
 def joins_due(waiting: Mapping[InstanceId, float], now: float, cooldown_s: float, num_serving: int) -> Joins:

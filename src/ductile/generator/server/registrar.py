@@ -21,7 +21,7 @@ ASK_S = 5.0
 
 
 class _Place(Protocol):
-    """Where leases are kept. Both raise OSError or httpx.HTTPError."""
+    """Place of leases. Both methods raise OSError or httpx.HTTPError."""
 
     def put(self, lease: ServerLease) -> None: ...
 
