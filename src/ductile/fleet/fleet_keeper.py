@@ -177,8 +177,12 @@ class FleetKeeper:
                 case "closed" | "denied":
                     self.judge(server.instance, lambda each: each.moved("die", outcome.reason, now))
                 case "silent" | "odd":
-                    replied = outcome.kind == "odd"
-                    self.judge(server.instance, lambda each: each.unanswered(outcome.reason, now, replied))
+                    others = [each.heard_at for each in self.state.now.living if each.instance != server.instance]
+                    heard_at, replied = max(others, default=float("-inf")), outcome.kind == "odd"
+                    self.judge(
+                        server.instance,
+                        lambda each: each.unanswered(outcome.reason, now, outcome.asked_at, heard_at, replied),
+                    )
                 case _:
                     pass
         self._condemn(now)

@@ -125,10 +125,13 @@ class ServerHealth:
     probe_failures: int = 0
     good_probes: int = 0
     request_failures: int = 0
-    failing_since: float | None = None
-    """Time of the first of the probe failures in a row."""
+    is_alone: bool = False
+    """Whether something was heard of another server, or of this one itself, between its last probes, the latest of
+    which failed: so it is not the network."""
+    asked_at: float = 0.0
+    """Time at which its latest probe was sent."""
     heard_at: float = 0.0
-    """Time at which it last replied to anything, with an error too, or came."""
+    """Time at which it last answered a probe, or came."""
     num_sampled: int = 0
     progressed_at: float = 0.0
     """Time at which it last sampled a token, or had nothing to do."""
@@ -163,7 +166,8 @@ class ServerHealth:
         seen = replace(
             self,
             probe_failures=0,
-            failing_since=None,
+            is_alone=False,
+            asked_at=min(reply.asked_at, now),
             good_probes=self.good_probes + 1,
             heard_at=now,
             workers=reply.workers,
@@ -180,18 +184,27 @@ class ServerHealth:
             return seen.moved("die", why, now)
         return seen._recovered(now, rules)
 
-    def unanswered(self, why: str, now: float, replied: bool = False) -> "ServerHealth":
-        """The server has not answered a probe as it should. Whether it is to blame, `blame` says, which sees the
-        others. replied: there was a reply, such as HTTP 500."""
+    def unanswered(
+        self,
+        why: str,
+        now: float,
+        asked_at: float = float("inf"),
+        others_heard_at: float = float("-inf"),
+        replied: bool = False,
+    ) -> "ServerHealth":
+        """The server has not answered a probe as it should. Whether it is to blame, `blame` says.
+
+        asked_at: when the probe was sent. others_heard_at: when another server was last heard of. replied: there was a
+        reply, such as HTTP 500.
+        """
         if not self.is_living:
             return self
-        failing_since = now if self.failing_since is None else self.failing_since
         failed = replace(
             self,
             probe_failures=self.probe_failures + 1,
             good_probes=0,
-            failing_since=failing_since,
-            heard_at=now if replied else self.heard_at,
+            is_alone=replied or others_heard_at >= self.asked_at,
+            asked_at=asked_at,
         )
         return failed.moved("doubt", why, now) if self.is_serving else failed
 

@@ -93,20 +93,18 @@ class Blame:
 
 def blame(servers: Iterable[ServerHealth], rules: HealthRules) -> Blame:
     """Return who is to blame for silence. A server is, when it has failed `failure_threshold` probes in a row and
-    something was heard of it or of another one meanwhile; when there are several and nothing was heard of any, our own
-    network is (quorum), and nobody is taken out. A closed port is no silence, and is not judged here."""
+    something was heard of another one between the last of them; when there are several and nothing was heard of any,
+    our own network is (quorum), and nobody is taken out. A closed port is no silence, and is not judged here."""
     living = [server for server in servers if server.is_living]
     over = [server for server in living if server.probe_failures >= rules.failure_threshold]
     if not over:
         return Blame("none")
-    guilty = [
-        server
-        for server in over
-        if len(living) == 1 or any(other.heard_at >= (server.failing_since or 0.0) for other in living)
-    ]
+    guilty = [server for server in over if len(living) == 1 or server.is_alone]
     if guilty:
         ids = tuple(server.instance for server in guilty)
         return Blame("servers", ids, f"{named(ids)} did not answer {rules.failure_threshold} probes in a row")
+    if len(over) < len(living):  # those that answer have just begun to: the others' next probes tell
+        return Blame("none")
     why = f"none of {len(living)} servers answers: the fault is on our side of the network, and none is taken out"
     return Blame("self", tuple(server.instance for server in over), why)
 
