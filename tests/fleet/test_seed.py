@@ -211,7 +211,7 @@ def test_a_fast_restart_at_the_same_address_is_another_member_that_needs_weights
                 members.may_warm.set()
                 await fleet.settled()
                 assert {*fleet.get_active_server_addresses()} == {first.url, second.url}
-                again = fleet.roster.at(second.url)
+                again = fleet.state.at(second.url)
                 assert again is not None
                 assert again.instance == f"127.0.0.1:{second.port}+1"
                 assert again.version == second.state.version == 1
@@ -220,8 +220,8 @@ def test_a_fast_restart_at_the_same_address_is_another_member_that_needs_weights
 
 
 def acts(groups: Groups, members: tuple[int, ...], sent: bytes, heard: list[list[str]]) -> list[str]:
-    """One rank's collectives, as the decision has them. Its clock is off by hours, and it has heard of servers that have
-    ended, which is nothing to act on."""
+    """One rank's collectives, as the decision has them. Its clock is off by hours, and it has heard of servers that
+    have ended, which is nothing to act on."""
     import torch
     import torch.distributed as dist
 
@@ -269,7 +269,7 @@ def test_an_update_brings_ready_only_those_that_got_it() -> None:
             async with fleet_of([stays, fails, restarts], members) as fleet:
                 await looked(fleet)
                 ids = [each.instance for each in fleet.maybe_rebuild_weight_update_group().receivers]
-                by_url = {each.address: each.instance for each in fleet.roster.living}
+                by_url = {each.address: each.instance for each in fleet.state.living}
                 fleet.update_began(2, ids)
                 await restarts.restart()
                 members.may_warm.clear()
@@ -281,12 +281,12 @@ def test_an_update_brings_ready_only_those_that_got_it() -> None:
                 outcomes.append(InstanceOutcome(by_url[fails.url], "stale", "its digest is another one"))
                 fleet.update_ended(2, DIGEST, outcomes)
                 assert fleet.get_active_server_addresses() == (stays.url,)
-                statuses = {each.address: each.status for each in fleet.roster.living}
+                statuses = {each.address: each.status for each in fleet.state.living}
                 assert statuses == {stays.url: "ready", fails.url: "stale", restarts.url: "warming"}
                 members.may_warm.set()
                 await looked(fleet)
                 assert {*fleet.get_active_server_addresses()} == {stays.url, fails.url, restarts.url}
-                assert {each.version for each in fleet.roster.serving} == {2}
+                assert {each.version for each in fleet.state.serving} == {2}
 
     asyncio.run(story())
 
@@ -308,7 +308,7 @@ def test_a_joiner_catches_up_with_a_version_that_went_live_meanwhile() -> None:
                 # It was under way with version 1 when that was the newest.
                 members.may_warm.set()
                 await fleet.settled()
-                assert {each.version for each in fleet.roster.serving} == {2}
+                assert {each.version for each in fleet.state.serving} == {2}
 
     asyncio.run(story())
 

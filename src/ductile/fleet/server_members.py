@@ -1,4 +1,4 @@
-"""Servers of a run in its pool of generators: how they come, get weights and leave. Follows `fleet_keeper.Members`.
+"""Servers of a run in its pool of generators: they come, get weights and leave. Follows `fleet_members.FleetMembers`.
 
 ElasticFleet  decides who is a member             ServerMembers  does it
                                                       ├ pool     who gets requests
@@ -14,7 +14,7 @@ from ductile.core.instances.topology import TopologyMember
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.donor import Donor
 from ductile.fleet.elastic_fleet import ElasticFleet
-from ductile.fleet.fleet_keeper import Warmed
+from ductile.fleet.fleet_members import Warmed
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_port import ServerPort
 from ductile.fleet.weight_update import Senders, UpdateMember, UpdateResult, WeightUpdates
@@ -77,7 +77,7 @@ class ServerMembers:
         """Let go of all servers, which go on without the run."""
         await gather_all(*(member.control.release() for member in self._servers.values()))
 
-    # -- as `Members` has it
+    # -- as `FleetMembers` has it
 
     @property
     def version(self) -> int | None:
@@ -119,7 +119,7 @@ class ServerMembers:
     def put_aside(self, server: InstanceId, why: str) -> None:
         self._pool.put_aside(server, why)
 
-    def take_back(self, server: InstanceId) -> None:
+    def readmit(self, server: InstanceId) -> None:
         self._pool.readmit(server)
 
     async def drain(self, server: InstanceId) -> None:

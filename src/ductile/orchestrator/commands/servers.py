@@ -104,7 +104,7 @@ class Servers:
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""
-        counted = {"servers": float(len(self._fleet.roster.serving))}
+        counted = {"servers": float(len(self._fleet.state.serving))}
         if self._latest is not None:
             latest = self._latest
             counted |= {
@@ -118,7 +118,7 @@ class Servers:
     # -- for those who ask the run (`ductile.orchestrator.control.live_run.AskServers`)
 
     def status(self) -> FleetStatus:
-        roster, now_s = self._fleet.roster, time.monotonic()
+        state, now_s = self._fleet.state, time.monotonic()
         servers = tuple(
             FleetServer(
                 server.instance,
@@ -129,9 +129,9 @@ class Servers:
                 server.version,
                 self._members.num_unfinished(server.instance),
             )
-            for server in roster.servers.values()
+            for server in state.servers.values()
         )
-        return FleetStatus(roster.epoch, roster.version, servers, self._members.under_way)
+        return FleetStatus(state.epoch, state.version, servers, self._members.under_way)
 
     async def do(self, ask: FleetRequest) -> str:
         if ask.action == "list":
@@ -147,7 +147,7 @@ class Servers:
         self._fleet.register_server(address)
         await self._fleet.look()
         await self._fleet.settled()
-        found = self._fleet.roster.at(address.rstrip("/").removesuffix("/v1"))
+        found = self._fleet.state.at(address.rstrip("/").removesuffix("/v1"))
         if found is None:
             why = next((why for url, why in self._fleet.kept_out.items() if url in address), "nobody answers there yet")
             raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for from now on")
@@ -156,7 +156,7 @@ class Servers:
         return f"{found.instance} generates, with version {found.version}."
 
     async def _leave(self, server: str, mode: Literal["drain", "now"]) -> str:
-        known = {name for each in self._fleet.roster.living for name in (each.instance, each.address)}
+        known = {name for each in self._fleet.state.living for name in (each.instance, each.address)}
         if server.rstrip("/").removesuffix("/v1") not in known:
             raise Unfit(f"{server} is none of the run's servers: {', '.join(sorted(known)) or 'it has none'}")
         self._fleet.deregister_server(server, mode)
