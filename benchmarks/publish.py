@@ -8,7 +8,7 @@ over.
 
 transport         limit, by as many processes, of as many bytes, none waiting for another
   shared_memory   memcpy: every rank copies its part once, every instance the whole model once
-  point_to_point  loopback: every rank sends its part to every instance by a plain TCP connection
+  point_to_point  loopback: every rank sends its part to every instance by a plain TCP connection, to where it stays
   http            the same
   disk            memcpy, as shared_memory
 
@@ -149,8 +149,8 @@ class Rank:
         self.report: SendReport | None = None
         self.through = threading.Event()
 
-    def hold(self, layout: str, version: int) -> int:
-        """The rank's part of a version; its bytes."""
+    def hold(self, layout: str, version: int) -> None:
+        """Have the rank's part of a version."""
         for number, (name, (shape, dim)) in enumerate(self.shapes.items()):
             box = box_of(layout, self.rank, number, len(self.shapes), shape, dim)
             if box is None:
@@ -161,7 +161,6 @@ class Rank:
                 self.local[name] = box, pages.zeros(prod(size), DTYPE, "cpu").view(size)
             self.local[name][1].copy_(contents(number, shape, box, version))
         self.before = resident()
-        return sum(tensor.nbytes for _, tensor in self.local.values())
 
     def begin(self, update: WeightUpdate) -> Offer:
         reset_peak()
@@ -222,6 +221,7 @@ class Rank:
 
         def send(port: int) -> None:
             with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connected:
+                connected.sendall(bytes([self.rank]))
                 for _, tensor in self.local.values():
                     connected.sendall(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
@@ -229,6 +229,9 @@ class Rank:
 
     def save(self, folder: str) -> None:
         torch.save({name: tensor for name, (_, tensor) in self.local.items()}, f"{folder}/rank-{self.rank}.pt")
+
+    def size(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.local.values())
 
     def boxes(self) -> dict[str, Box]:
         return {name: box for name, (box, _) in self.local.items()}
@@ -336,16 +339,25 @@ class Instance:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=RANKS)
         return self.listener.getsockname()[1]
 
-    def take_plain(self) -> float:
-        """When everything was there that ranks send by plain connections, a thread each."""
-        buffers = [bytearray(1 << 22) for _ in range(RANKS)]
+    def take_plain(self, sizes: Sequence[int]) -> float:
+        """When everything was there that ranks send by plain connections, a thread each: so many bytes from each, to
+        memory of the model's size."""
+        memory = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in self.room().values()]
+        shares: list[list[memoryview]] = []
+        for size in sizes:
+            shares.append([])
+            while size:
+                first, memory[:1] = memory[0][:size], [memory[0][size:]] if len(memory[0]) > size else []
+                shares[-1].append(first)
+                size -= len(first)
 
-        def take(buffer: bytearray) -> None:
+        def take() -> None:
             with self.listener.accept()[0] as connected:
-                while connected.recv_into(buffer):
-                    pass
+                for view in shares[connected.recv(1)[0]]:
+                    while view:
+                        view = view[connected.recv_into(view) :]
 
-        together([lambda buffer=buffer: take(buffer) for buffer in buffers])
+        together([take] * len(sizes))
         self.listener.close()
         return time.monotonic()
 
@@ -583,9 +595,9 @@ class Publishing:
         return max(answer(each) for each in (*self.ranks, *self.instances))
 
     def loopback(self) -> float:
-        ports = ask(self.instances, "listen")
+        ports, sizes = ask(self.instances, "listen"), ask(self.ranks, "size")
         for instance in self.instances:
-            tell(instance, "take_plain")
+            tell(instance, "take_plain", sizes)
         begin = time.monotonic()
         for rank in self.ranks:
             tell(rank, "send_plain", ports)
