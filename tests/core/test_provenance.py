@@ -26,7 +26,7 @@ def found(**tensors):
 
 
 @pytest.mark.parametrize(
-    "kind, said, changes",
+    ("kind", "said", "changes"),
     [
         ("agrees", "1e-05 nats", {}),
         ("agrees", "", {"told": [(7, "")], "found": None}),
