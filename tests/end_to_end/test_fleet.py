@@ -30,7 +30,7 @@ def test_a_server_generates_beside_a_slot_until_it_is_told_to_leave(model: Path,
             until(lambda: steps(tmp_path) >= 2, process)
             (known,) = run.fleet().servers
             assert (known.id, known.status) == (id, "ready")
-            assert run.status().fleet.servers[0].version >= 1
+            until(lambda: run.status().fleet.servers[0].version >= 1, process)
             assert run.fleet("drain", id, timeout_s=30).sentence == f"{id} has left when it had finished what it had."
             left_at = steps(tmp_path)
             until(lambda: steps(tmp_path) > left_at, process)
