@@ -350,7 +350,7 @@ def test_control_routes_are_for_those_who_have_the_token(
             for path in routes:
                 reply = stranger.post(path, json={}, headers={"Authorization": key})
                 assert reply.status_code == 401
-                needs = f"this server needs its control token for this: Authorization: Bearer <token>, which is in {token_file}"
+                needs = f"its control token for this: Authorization: Bearer <token>, which is in {token_file}"
                 assert needs in reply.text
         assert stranger.get("/weights/digest").status_code == 401
         assert stranger.get("/fleet/state").status_code == 200
