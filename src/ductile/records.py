@@ -260,6 +260,8 @@ class Manifest:
     fingerprint: int
     """64-bit fingerprint of all bytes in order (`ductile.fabric.segment`)."""
     tensors: tuple[TensorEntry, ...]
+    digest: str = ""
+    """Digest of the version, however its tensors lie (`ductile.weights.digest`); "" where nobody has made it."""
 
 
 @dataclass(frozen=True, slots=True)

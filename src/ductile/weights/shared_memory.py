@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ductile.fabric.segment import Segment, SegmentUnavailable, map_segment
 from ductile.records import Manifest, TensorEntry
+from ductile.weights.digest import box_digest, total
 
 
 class WeightsUnavailable(Exception):
@@ -25,12 +26,23 @@ class SharedMemory:
             raise ValueError(f"version {version} is published already; withdraw it first")
         segment = Segment(f"ductile-weights-{version}")
         try:
-            entries = tuple(_append(segment, name, tensor) for name, tensor in tensors)
+            entries, parts = list[TensorEntry](), list[int]()
+            for name, tensor in tensors:  # each is there until the next one
+                entries.append(_append(segment, name, tensor))
+                parts.append(box_digest(name, tensor, (0,) * tensor.dim()))
             segment.seal()
         except BaseException:
             segment.close()
             raise
-        manifest = Manifest(version, "shared_memory", segment.location, segment.num_bytes, segment.fingerprint, entries)
+        manifest = Manifest(
+            version,
+            "shared_memory",
+            segment.location,
+            segment.num_bytes,
+            segment.fingerprint,
+            tuple(entries),
+            total(parts),
+        )
         self._offers[version] = manifest, segment
         return manifest
 
