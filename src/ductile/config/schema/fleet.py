@@ -52,8 +52,8 @@ class FleetConfig(Section):
     """Probe every server in the background and take out those that do not answer. Without it a server is lost when a
     request finds its port closed, or runs into its deadline."""
     health_check_interval_seconds: float = Field(default=5.0, gt=0)
-    """Seconds from the beginning of a server's probe to that of its next one; all servers are probed side by side. One that
-    dies in silence is found after at most `health_check_failure_threshold` times this, plus `probe_timeout_seconds`;
+    """Seconds from the beginning of a server's probe to that of its next one; all servers are probed side by side. One
+    that falls silent is found after at most `health_check_failure_threshold` times this, plus `probe_timeout_seconds`;
     one whose port is closed, at the next probe."""
     probe_timeout_seconds: float = Field(default=2.0, gt=0)
     """Longest that a server may take to answer a probe, whole answer included."""
