@@ -70,8 +70,8 @@ class FleetConfig(Section):
     join_transport: Literal["auto", "shared_memory", "point_to_point", "http", "disk"] = "auto"
     """Way that a server which joins gets its weights. auto: the fastest that it and the one who has them can do."""
     min_healthy_servers: int = Field(default=1, ge=0)
-    """Generators that must be there, slots that generate included. With fewer, an update of the weights waits for servers to join, at most
-    `cluster.patience_timeout_s`, and the run then ends, with its state saved."""
+    """Generators that must be there, slots that generate included. With fewer, an update of the weights waits for
+    servers to join, at most `cluster.patience_timeout_s`, and the run then ends, with its state saved."""
     drain_timeout_seconds: float = Field(default=60.0, gt=0)
     """A server that leaves has so long to finish what it generates; what is left is carried over to others."""
     max_rejoins: int = Field(default=10, ge=0)
