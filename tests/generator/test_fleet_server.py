@@ -134,7 +134,8 @@ def test_a_whole_update_changes_what_is_sampled(client: httpx.Client, give: Give
     after = state(client)
     assert (after["version"], after["digest"]) == (giver.version, giver.digest)
     assert after["incarnation"] == before["incarnation"]
-    assert client.get("/weights/digest").json() == {"version": giver.version, "digest": giver.digest}
+    read = client.get("/weights/digest").json()
+    assert (read["version"], read["digest"], read["announced"]) == (giver.version, giver.digest, giver.digest)
     engine = qwen3.engine()
     engine.load_weights(giver.tensors, giver.version)
     expected = run(engine, [request("r", "hello", 12)])["r"]
