@@ -127,10 +127,8 @@ class UpdateOptions:
     pause_mode: Literal["abort", "keep", "drain"] = "keep"
     pause_lease_s: float = 30.0
     probe_timeout_s: float = 2.0
-    carrier: WeightCarrier | None = None
-    """The only carrier; None: the best that a server and the ranks have in common."""
     join_carrier: WeightCarrier | None = None
-    """The same for servers that join between two versions."""
+    """The only carrier for servers that join between two versions; None: as for a version."""
     folder: str = ""
     """Folder that ranks and servers see, for carrier "disk"."""
 
@@ -220,10 +218,11 @@ class WeightUpdates:
         trainer: Senders,
         options: UpdateOptions,
         choose: Callable[[ServerState], WeightCarrier],
-        next_epoch: Callable[[], int],
+        next_epoch: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """choose: the carrier for a server. next_epoch: of the fleet's membership, larger than any before."""
+        """choose: the carrier for a server; raises Refused where there is none. next_epoch: an epoch of the fleet's
+        membership that is newer than any before, and than the one that it is given."""
         self.version: int | None = None
         """Version that was committed last; None before the first."""
         self.digest: Digest = ""
@@ -317,8 +316,10 @@ class WeightUpdates:
     async def _attempt(self, senders: Senders, version: int, members: Mapping[InstanceId, AnyMember]) -> _Attempt:
         """Send the version to all members once. What has become of each is in the attempt."""
         states, absent = await self._look(members)
-        attempt = _Attempt(self._decide(senders, version, members, states), members, states, short=absent)
-        update, is_begun = attempt.update, False
+        carriers = self._carriers(senders, states, absent)
+        update = self._decide(version, members, states, carriers)
+        attempt = _Attempt(update, members, states, short=absent)
+        is_begun = False
         try:
             if attempt.left:
                 try:
@@ -355,28 +356,33 @@ class WeightUpdates:
                 states[member.id] = reply
         return states, absent
 
-    def _carrier(self, senders: Senders) -> WeightCarrier | None:
-        options = self._options
-        return senders.carrier or (options.join_carrier if self._warming else None) or options.carrier
+    def _carriers(
+        self, senders: Senders, states: Mapping[InstanceId, ServerState], absent: dict[InstanceId, Shortfall]
+    ) -> dict[InstanceId, WeightCarrier]:
+        """Choose a carrier for each server. One for which there is none is absent."""
+        only = senders.carrier or (self._options.join_carrier if self._warming else None)
+        chosen = dict[InstanceId, WeightCarrier]()
+        for name, state in states.items():
+            try:
+                chosen[name] = only or self._choose(state)
+            except Refused as error:
+                absent[name] = shortfall(error)
+        return chosen
 
     def _decide(
         self,
-        senders: Senders,
         version: int,
         members: Mapping[InstanceId, AnyMember],
         states: Mapping[InstanceId, ServerState],
+        carriers: Mapping[InstanceId, WeightCarrier],
     ) -> WeightUpdate:
         """The decision that all ranks and servers get."""
         options, update_id = self._options, uuid4().hex
-        only = self._carrier(senders)
         receivers = tuple(
-            Receiver(name, only or self._choose(state), members[name].url, members[name].token)
-            for name, state in states.items()
+            Receiver(name, carrier, members[name].url, members[name].token) for name, carrier in carriers.items()
         )
-        newest = max((state.epoch for state in states.values()), default=0)
-        epoch = self._next_epoch()
-        while epoch <= newest:  # a server may have been in the fleet of a run that has ended
-            epoch = self._next_epoch()
+        # A server may have been in the fleet of a run that has ended.
+        epoch = self._next_epoch(max((state.epoch for state in states.values()), default=0))
         return WeightUpdate(
             update_id=update_id,
             epoch=epoch,
