@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
-from ductile.fleet.weight_update import UpdateMember, UpdateOptions, WeightUpdates, summed
+from ductile.fleet.update_parties import UpdateMember, UpdateOptions, summed
+from ductile.fleet.weight_update import WeightUpdates
 from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress
 from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
