@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import HealthCheck, given, settings
@@ -140,6 +141,7 @@ def test_strictly_on_policy_without_async(tmp_path):
     capacity=st.integers(1, 40),
     num_ranks=st.integers(1, 3),
     per_rank=st.sampled_from([1, 8]),
+    on_stale=st.sampled_from(["drop", "wait"]),
 )
 def test_never_beyond_the_bound_whatever_the_delays(
     tmp_path_factory,
@@ -151,6 +153,7 @@ def test_never_beyond_the_bound_whatever_the_delays(
     capacity,
     num_ranks,
     per_rank,
+    on_stale,
 ):
     folder = tmp_path_factory.mktemp("run")
     stage = Stage(
@@ -160,6 +163,7 @@ def test_never_beyond_the_bound_whatever_the_delays(
         n_minibatches=min(n_minibatches, groups_per_step),
         max_async_level=max_async_level,
         max_off_policy_steps=max_off_policy_steps,
+        on_stale=on_stale,
         generators=partial(FakeGenerators, capacity=capacity, delay=random_delays(seed)),
         trainer=partial(FakeTrainer, num_ranks=num_ranks, micro_batches_per_rank=per_rank, chunk_s=0.1),
     )
@@ -171,6 +175,9 @@ def test_never_beyond_the_bound_whatever_the_delays(
     assert len({prompt.id for _, prompt in stage.trained}) == len(stage.trained)
     assert stage.fake_generators.max_running < capacity + stage.group_size
     assert stage.fake_generators.num_running == 0
+    if on_stale == "wait":
+        assert stage.buffer.num_dropped == 0
+        assert len(stage.fake_generators.requests) == 4 * groups_per_step * stage.group_size
 
 
 def test_minibatches_are_optimizer_steps_over_shares_of_the_groups(tmp_path):
@@ -210,6 +217,51 @@ def test_groups_that_are_too_old_are_asked_again(tmp_path):
     assert events[0]["prompt"] == slow
     assert "max_off_policy_steps is 1" in events[0]["sentence"]
     assert stage.fake_generators.num_aborted == 2 * stage.buffer.num_dropped
+
+
+def test_the_trainer_waits_for_slow_groups_so_that_it_learns_from_all_lengths_alike(tmp_path):
+    class LongIsSlow(FakeGenerators):
+        async def generate(self, request):
+            self.num_tokens = 20 if hash(request.group) % 3 == 0 else 2
+            self.delay = lambda request: 10.0 if hash(request.group) % 3 == 0 else 0.5
+            return await super().generate(request)
+
+    rows = {}
+    for on_stale in ("drop", "wait"):
+        stage = Stage(
+            tmp_path / on_stale, 8, max_off_policy_steps=1, seq_len=32, on_stale=on_stale, generators=LongIsSlow
+        )
+        run(stage.go())
+        rows[on_stale] = read_jsonl(tmp_path / on_stale / "metrics.jsonl")[-1]
+    assert rows["drop"]["groups_dropped"] > 0 < rows["drop"]["stopped_completions"]
+    assert rows["wait"]["groups_dropped"] == rows["wait"]["stopped_completions"] == 0
+    assert rows["wait"]["trained_length_mean"] == rows["wait"]["sampled_length_mean"] > 2
+
+
+def test_tokens_of_weights_that_were_never_published_are_not_trained_on(tmp_path):
+    class Publishes(FakeTrainer):
+        async def publish(self, version):
+            return replace(await super().publish(version), digest=f"digest {version}")
+
+    class LiesOnce(FakeGenerators):
+        liar = ""
+
+        async def generate(self, request):
+            self.liar = self.liar or request.id
+            generation = await super().generate(request)
+            lies = request.id == self.liar and len(self.requests) < 20
+            digests = {version: "another" if lies else f"digest {version}" for version in generation.versions}
+            return replace(generation, digests=digests)
+
+    stage = Stage(tmp_path, max_steps=3, generators=LiesOnce, trainer=Publishes)
+    assert run(stage.go()) == 3
+    group = stage.fake_generators.liar.rsplit("/", 2)[0]
+    (told,) = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "group_refused"]
+    assert told["prompt"] == group
+    assert "weights another that are called version 0" in told["sentence"]
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["groups_refused"] == 1
+    assert [prompt.id for _, prompt in stage.trained].count(group) == 1
+    assert len(stage.trained) == 3 * 4
 
 
 def test_generation_runs_ahead_but_not_further_than_asked(tmp_path):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ductile.events import checkpoints, ending, resizes, rollouts, scheduling, slots, steps
+from ductile.events import checkpoints, ending, resizes, rollouts, scheduling, servers, slots, steps
 from ductile.observe import JournalUnwritable, ListenerFailed, RunEvent
 
 KINDS: dict[str, type[RunEvent]] = {
@@ -14,6 +14,11 @@ KINDS: dict[str, type[RunEvent]] = {
         slots.SlotRestarting,
         slots.SlotRestarted,
         slots.SlotGivenBack,
+        servers.ServerJoined,
+        servers.ServerChanged,
+        servers.ServerLeft,
+        servers.ServerNoted,
+        servers.WeightUpdateEnded,
         steps.WorkBegan,
         steps.StepProfiled,
         steps.BatchesReady,
@@ -23,7 +28,9 @@ KINDS: dict[str, type[RunEvent]] = {
         rollouts.PromptSkipped,
         rollouts.DataNoted,
         rollouts.GroupDropped,
+        rollouts.GroupRefused,
         rollouts.PromptDroppedTwice,
+        rollouts.CanaryDisagreed,
         rollouts.RequestRestarted,
         rollouts.RewardError,
         rollouts.GradersNotFenced,

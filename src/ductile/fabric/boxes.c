@@ -1,4 +1,6 @@
-/* Copies between boxes in memory, past the cache.
+/* Copies between boxes in memory, past the cache; and the sum of a box's items, each times weights of its indices. */
+
+/* Copies.
 
 A plain store first reads the line that it writes to: three bytes cross the memory bus for two that count. Streaming
 stores do not. But the processor reads ahead best in several places at once, and a row of a few KB is over before it
@@ -174,7 +176,158 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+/* Weighted sums, modulo 2^64.
+
+Rows that lie in one matrix have the same weights of columns, which are four times as many bytes as 16-bit items: four
+rows share what is loaded of them. */
+
+enum { SUMMED_AT_ONCE = 4, COLUMNS_AT_ONCE = 1 << 11 };
+
+/* Adds to `sums` the items of each row times the weights. */
+typedef void SumRows(const char *rows, Py_ssize_t step, int count, Py_ssize_t length, const uint64_t *weights,
+                     uint64_t *sums);
+
+#define SUM_ROWS(name, item, wide)                                                                                     \
+    __attribute__((optimize("O3"), wide)) static void name(const char *rows, Py_ssize_t step, int count,               \
+                                                           Py_ssize_t length, const uint64_t *weights, uint64_t *sums) \
+    {                                                                                                                  \
+        if (count < SUMMED_AT_ONCE) {                                                                                  \
+            for (int row = 0; row < count; row++) {                                                                    \
+                const item *items = (const item *)(rows + row * step);                                                 \
+                uint64_t sum = 0;                                                                                      \
+                for (Py_ssize_t at = 0; at < length; at++)                                                             \
+                    sum += (uint64_t)(int64_t)items[at] * weights[at];                                                 \
+                sums[row] = sum;                                                                                       \
+            }                                                                                                          \
+            return;                                                                                                    \
+        }                                                                                                              \
+        const item *a = (const item *)rows, *b = (const item *)(rows + step);                                          \
+        const item *c = (const item *)(rows + 2 * step), *d = (const item *)(rows + 3 * step);                         \
+        uint64_t of_a = 0, of_b = 0, of_c = 0, of_d = 0;                                                               \
+        for (Py_ssize_t at = 0; at < length; at++) {                                                                   \
+            of_a += (uint64_t)(int64_t)a[at] * weights[at];                                                            \
+            of_b += (uint64_t)(int64_t)b[at] * weights[at];                                                            \
+            of_c += (uint64_t)(int64_t)c[at] * weights[at];                                                            \
+            of_d += (uint64_t)(int64_t)d[at] * weights[at];                                                            \
+        }                                                                                                              \
+        sums[0] = of_a, sums[1] = of_b, sums[2] = of_c, sums[3] = of_d;                                                \
+    }
+
+#define FOR_ALL_ITEMS(suffix, wide)                                                                                    \
+    SUM_ROWS(sum_u1_##suffix, uint8_t, wide)                                                                           \
+    SUM_ROWS(sum_i2_##suffix, int16_t, wide)                                                                           \
+    SUM_ROWS(sum_i4_##suffix, int32_t, wide)
+
+FOR_ALL_ITEMS(any, unused)
+FOR_ALL_ITEMS(256, target("avx2"))
+FOR_ALL_ITEMS(512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"))
+
+/* NULL for items of another kind. */
+static SumRows *summing(const char *format)
+{
+    int wide = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") ? 2
+               : __builtin_cpu_supports("avx2")                                         ? 1
+                                                                                        : 0;
+    SumRows *of_u1[] = {sum_u1_any, sum_u1_256, sum_u1_512}, *of_i2[] = {sum_i2_any, sum_i2_256, sum_i2_512};
+    SumRows *of_i4[] = {sum_i4_any, sum_i4_256, sum_i4_512};
+    return !strcmp(format, "B") ? of_u1[wide] : !strcmp(format, "h") ? of_i2[wide] : !strcmp(format, "i") ? of_i4[wide] : NULL;
+}
+
+static inline __attribute__((always_inline)) uint64_t weight_of(int level, uint64_t index)
+{
+    uint64_t value = (index + ((uint64_t)level << 40)) * 0x9E3779B97F4A7C15u; /* the finaliser of splitmix64 */
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return (value ^ (value >> 31)) | 1;
+}
+
+/* Weights of so many indices of the last dim, which is level 1. */
+typedef void Weigh(uint64_t *weights, uint64_t first, Py_ssize_t length);
+
+#define WEIGH(name, wide)                                                                                              \
+    __attribute__((optimize("O3"), wide)) static void name(uint64_t *weights, uint64_t first, Py_ssize_t length)       \
+    {                                                                                                                  \
+        for (Py_ssize_t at = 0; at < length; at++)                                                                     \
+            weights[at] = weight_of(1, first + at);                                                                    \
+    }
+
+WEIGH(weigh_any, unused)
+WEIGH(weigh_512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"))
+
+typedef struct {
+    const Py_buffer *box;
+    uint64_t first[PyBUF_MAX_NDIM];
+    SumRows *sum_rows;
+    Weigh *weigh;
+} Summed;
+
+/* Of a matrix, or of one row: so many columns at a time that their weights stay in the first cache. */
+static uint64_t sum_matrix(const Summed *of, const char *at, Py_ssize_t num_rows, Py_ssize_t step, uint64_t first_row)
+{
+    const int last = of->box->ndim - 1;
+    const Py_ssize_t length = of->box->shape[last];
+    uint64_t total = 0, weights[COLUMNS_AT_ONCE], sums[SUMMED_AT_ONCE];
+    for (Py_ssize_t from = 0; from < length; from += COLUMNS_AT_ONCE) {
+        const Py_ssize_t width = length - from < COLUMNS_AT_ONCE ? length - from : COLUMNS_AT_ONCE;
+        const char *column = at + from * of->box->itemsize;
+        of->weigh(weights, of->first[last] + from, width);
+        for (Py_ssize_t index = 0; index < num_rows; index += SUMMED_AT_ONCE) {
+            const int count = (int)(num_rows - index < SUMMED_AT_ONCE ? num_rows - index : SUMMED_AT_ONCE);
+            of->sum_rows(column + index * step, step, count, width, weights, sums);
+            for (int row = 0; row < count; row++)
+                total += sums[row] * (last ? weight_of(2, first_row + index + row) : 1);
+        }
+    }
+    return total;
+}
+
+static uint64_t sum_box(const Summed *of, int dim, const char *at)
+{
+    const Py_buffer *box = of->box;
+    if (box->ndim == 1)
+        return sum_matrix(of, at, 1, 0, 0);
+    if (dim == box->ndim - 2)
+        return sum_matrix(of, at, box->shape[dim], box->strides[dim], of->first[dim]);
+    uint64_t total = 0;
+    for (Py_ssize_t index = 0; index < box->shape[dim]; index++)
+        total += weight_of(box->ndim - dim, of->first[dim] + index) * sum_box(of, dim + 1, at + index * box->strides[dim]);
+    return total;
+}
+
+static PyObject *weighted_sum(PyObject *module, PyObject *arguments)
+{
+    PyObject *from, *start, *result = NULL;
+    Py_buffer box;
+    Summed summed = {.box = &box};
+    if (!PyArg_ParseTuple(arguments, "OO!:weighted_sum", &from, &PyTuple_Type, &start) ||
+        PyObject_GetBuffer(from, &box, PyBUF_STRIDED_RO | PyBUF_FORMAT))
+        return NULL;
+    summed.sum_rows = summing(box.format);
+    summed.weigh = __builtin_cpu_supports("avx512dq") ? weigh_512 : weigh_any;
+    if (!summed.sum_rows || !box.ndim || PyTuple_GET_SIZE(start) != box.ndim ||
+        (box.shape[box.ndim - 1] > 1 && box.strides[box.ndim - 1] != box.itemsize)) {
+        PyErr_SetString(PyExc_ValueError, "a box is summed up whose items are uint8, int16 or int32 and lie side by side "
+                                          "along its last dim, with an index where it starts in each dim");
+        goto done;
+    }
+    for (int dim = 0; dim < box.ndim; dim++) {
+        summed.first[dim] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(start, dim));
+        if (PyErr_Occurred())
+            goto done;
+    }
+    uint64_t total;
+    Py_BEGIN_ALLOW_THREADS
+    total = sum_box(&summed, 0, box.buf);
+    Py_END_ALLOW_THREADS
+    result = PyLong_FromUnsignedLongLong(total);
+done:
+    PyBuffer_Release(&box);
+    return result;
+}
+
+static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, NULL},
+                                  {"weighted_sum", weighted_sum, METH_VARARGS, NULL},
+                                  {NULL, NULL, 0, NULL}};
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_boxes", .m_size = 0, .m_methods = functions};
 

@@ -1,6 +1,7 @@
-"""Copies between boxes in memory: large ones past the cache, where the compiled part of ductile is there (`boxes.c`).
+"""Copies between boxes in memory, and sums over them: by the compiled part of ductile (`boxes.c`) where it is there.
 
-    copy(target, source)
+    copy(target, source)    large ones past the cache
+    weighted_sum(box, start)
 
 A box that tensor parallelism cuts out of a row-parallel weight is a thousand rows of 1 to 6 KB. numpy copies them one
 by one through the cache, at half the speed of memory. One long piece it leaves to the C library, which goes past the
@@ -41,6 +42,21 @@ def copy(target: NDArray[Any], source: NDArray[Any], least_bytes: int = LEAST_BY
         _boxes.copy(target, source)
     else:
         np.copyto(target, source)
+
+
+def weighted_sum(box: NDArray[Any], start: tuple[int, ...]) -> int | None:
+    """Return `ductile.fabric.fingerprint.weighted_sum` of a box that begins at index `start`, modulo 2^64. None where
+    the compiled part is not there, or does not know such a box: see its stub."""
+    if _boxes is None or not box.ndim or box.dtype.str[1:] not in ("u1", "i2", "i4"):
+        return None
+    order = sorted(range(box.ndim), key=lambda dim: -box.strides[dim])  # rows or columns, as they lie
+    box = box.transpose(order)
+    if box.shape[-1] > 1 and box.strides[-1] != box.itemsize:
+        return None
+    # Weights are those of a dim's place, counted from the last, in bits 40 and up of index and place together.
+    return _boxes.weighted_sum(
+        box, tuple((start[dim] + (place - dim << 40)) % 2**64 for place, dim in enumerate(order))
+    )
 
 
 def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> bool:

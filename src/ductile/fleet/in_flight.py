@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ductile.concurrency.change_signal import ChangeSignal
@@ -32,9 +32,11 @@ class InFlight:
     predicted_tokens: float = 0.0
     """Tokens that are still to come, as predicted."""
     num_lost: int = 0
-    """Generators that were lost while they had the request."""
+    """Generators in a row that were lost while they had the request, or failed at it, and brought it no further."""
     not_taken_since_s: float | None = None
     """Time at which a generator did not take the request, and none has since; None when one has, or none was asked."""
+    is_canary: bool = False
+    """The request is there to check its generator: it says nothing about lengths, and stays where it is."""
     migrating: bool = False
     """The request migrates to `instance`, and the reply is waited for. Should that one be lost, the migration goes
     on."""
@@ -46,6 +48,8 @@ class InFlight:
 
     def take(self, request: GenerateRequest) -> None:
         """Take over what a generator gave away: the same request, with the tokens that it has so far."""
+        if len(request.generated) > len(self.request.generated):
+            self.num_lost = 0
         self.request = replace(request, id=self.request.id)
         self.generated = len(request.generated)
 
@@ -70,19 +74,21 @@ class RequestsInFlight:
         self._progress_at_s: dict[InstanceId, float] = {}
         self._changed = ChangeSignal()
 
-    def open(self, request: GenerateRequest) -> InFlight:
+    def open(self, request: GenerateRequest, is_canary: bool = False) -> InFlight:
         # A first attempt keeps its name: a generator's random stream may follow from it. A second one after an abort
         # has another, so that the first one's late completion is never taken for its.
         aborted = self._num_aborted[request.id]
         name = f"{request.id}~{aborted}" if aborted else request.id
         entry = InFlight(name, request, asyncio.get_running_loop().create_future(), generated=len(request.generated))
+        entry.is_canary = is_canary
         self._by_name[name] = entry
         return entry
 
-    def reopen(self, entry: InFlight, *, is_lost: bool) -> None:
-        """Make the request ready to begin again: its generator was lost with its tokens, or has not taken it."""
-        entry.num_lost += is_lost
-        if is_lost:
+    def reopen(self, entry: InFlight, *, failed: bool) -> None:
+        """Make the request ready to begin again. failed: its generator was lost, or failed at it; else it has not taken
+        it."""
+        entry.num_lost += failed
+        if failed:
             entry.not_taken_since_s = None
         elif entry.not_taken_since_s is None:
             entry.not_taken_since_s = self._clock()
@@ -136,16 +142,17 @@ class RequestsInFlight:
         self._progress_at_s[instance.id] = self._clock()
 
     def note_completions(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:
-        """Returns the completions that were waited for, under the ids of their requests."""
+        """Returns the completions that were waited for, without canaries, under the ids of their requests."""
         self._progress_at_s[instance.id] = self._clock()
         completed: list[Generation] = []
         for generation in generations:
             entry = self._by_name.get(generation.id)
             if entry and entry.instance == instance and not entry.completion.done():
-                self.completion_lengths.note(entry.request, generation)
                 generation = replace(generation, id=entry.request.id)
                 entry.completion.set_result(generation)
-                completed.append(generation)
+                if not entry.is_canary:
+                    self.completion_lengths.note(entry.request, generation)
+                    completed.append(generation)
         return completed
 
     def note_stats(self, instance: Instance, stats: EngineStats) -> None:
@@ -158,8 +165,10 @@ class RequestsInFlight:
                 entry.generated, entry.not_taken_since_s = max(entry.generated, generated), None
                 self._predict(entry)
 
-    def loads(self, instances: Sequence[Instance]) -> list[GeneratorLoad]:
-        """Predicted work that each generator still has."""
+    def loads(
+        self, instances: Sequence[Instance], suspects: Mapping[InstanceId, str] | None = None
+    ) -> list[GeneratorLoad]:
+        """Predicted work that each generator still has. suspects: why some are, as `GeneratorLoad` has it."""
         remaining = {each.id: 0.0 for each in instances}
         groups: dict[InstanceId, set[str]] = {name: set() for name in remaining}
         for entry in self._by_name.values():
@@ -167,7 +176,10 @@ class RequestsInFlight:
                 remaining[name] += entry.predicted_tokens
                 if entry.request.group:
                     groups[name].add(entry.request.group)
-        return [GeneratorLoad(name, tokens, frozenset(groups[name])) for name, tokens in remaining.items()]
+        return [
+            GeneratorLoad(name, tokens, frozenset(groups[name]), (suspects or {}).get(name, ""))
+            for name, tokens in remaining.items()
+        ]
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """All requests that are at a generator, as policies see them; their ids are those on the wire."""
@@ -182,7 +194,7 @@ class RequestsInFlight:
                 num_turns=entry.request.num_turns,
             )
             for entry in self._by_name.values()
-            if (where := entry.where) is not None and not entry.completion.done()
+            if (where := entry.where) is not None and not entry.completion.done() and not entry.is_canary
         )
 
     def forget(self, instance: Instance) -> None:

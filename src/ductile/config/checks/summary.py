@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import policy_name
+from ductile.config.checks.asked_servers import servers_in_words
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.checks.preflight import num_examples
 from ductile.config.checks.scorer_findings import scorers_in_words
@@ -47,6 +48,7 @@ def summary(
         *_work(config),
         *([("rows", data)] if data else []),
         *_slots(config),
+        *(_column("servers", servers_in_words(config)) if isinstance(config, RLConfig) else []),
         *(_mesh(config) if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig) else []),
         *_scheduling(config),
         *_column("derived", list(parsed.derived)),
@@ -109,7 +111,7 @@ def _work(config: RunConfig) -> Iterator[Row]:
         yield "loss", f"{config.trainer.loss.type}, {config.trainer.optim.type} with lr {config.trainer.optim.lr:g}"
         yield from _column("eval", _evaluation(config.orchestrator, config.bench))
     elif isinstance(config, OrchestratorRunConfig):
-        yield "server", str(config.client.base_url)
+        yield "server", ", ".join(config.client.urls)
         yield from _prompts(config)
     elif isinstance(config, SFTConfig):
         yield "steps", _steps(config.max_steps, config.bench, "one pass over the data")
@@ -188,9 +190,17 @@ def _prompts(config: OrchestratorConfig) -> Iterator[Row]:
     )
     yield (
         "ahead",
-        f"generation is at most {many(config.max_async_level, 'version')} ahead; completions more than "
-        f"{many(config.max_off_policy_steps, 'version')} old are thrown away and asked again",
+        f"generation is at most {many(config.max_async_level, 'version')} ahead; {_on_stale(config)}",
     )
+
+
+def _on_stale(config: OrchestratorConfig) -> str:
+    most = f"{many(config.max_off_policy_steps, 'version')} old"
+    if not min(config.max_async_level, config.max_off_policy_steps):
+        return "every token is sampled from the version that it trains"
+    if config.on_stale == "wait":
+        return f"the trainer waits for completions before they are more than {most}"
+    return f"completions more than {most} are thrown away and asked again"
 
 
 def _slots(config: RunConfig) -> list[Row]:

@@ -4,12 +4,14 @@ Run as `python -m ductile.generator.server.serve config.json`, so that the one w
 process id behind that, the server ends when that process does.
 """
 
+import asyncio
 import logging
 import os
 import resource
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -26,10 +28,13 @@ from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.generator.generate_role import load_engine
 from ductile.generator.server.connection import Crowd, crowded
+from ductile.generator.server.control_token import ControlToken, control_token
 from ductile.generator.server.log_limit import LogLimit
+from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app
 from ductile.lifeline import signal_on_parent_death
+from ductile.messages.server_lease import ServerLease
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 DRAIN_S = 30
@@ -47,11 +52,13 @@ def serve(config: InferenceRunConfig) -> int:
         name, listener = _model_name(config), _listen(config.server)
     except ValueError as error:
         return _print_error(error)
-    with listener:
+    with ExitStack() as stack:
+        stack.enter_context(listener)
         try:
             tokenizer = Tokenizer.of(config.model)
             engine = load_engine(config, _device(config), tokenizer)
             defaults = _defaults(config, name).used
+            control = _control(config.server, listener, stack)
         except (ModelFolderError, TokenizerError, ValueError) as error:
             return _print_error(error)
         failures: list[EngineFailed] = []
@@ -60,7 +67,7 @@ def serve(config: InferenceRunConfig) -> int:
             failures.append(failure)
             server.should_exit = True
 
-        app = create_app(engine, tokenizer, name, config.server, end, defaults=defaults)
+        app = create_app(engine, tokenizer, name, config.server, end, defaults=defaults, control=control)
         server = _server(app, config.server)
 
         def leave(signum: int, frame: FrameType | None) -> None:
@@ -70,16 +77,26 @@ def serve(config: InferenceRunConfig) -> int:
         # end the server before it has begun.
         signal.signal(signal.SIGINT, leave)
         signal.signal(signal.SIGTERM, leave)
+
+        def lease() -> ServerLease:
+            state = app.state.service.member.state()
+            file = str(control.file) if control and control.file else ""
+            return ServerLease(
+                _url(listener), state.incarnation, state.model, file, os.getpid(), state.host, version=state.version
+            )
+
+        registrar = Registrar(config.registry, lease, lambda said: print(said, file=sys.stderr, flush=True))
+        server.while_serving(registrar)
         print(f"serving {name} on {_url(listener)}", flush=True)
         server.run(sockets=[listener])
     return _print_error(failures[0]) if failures else 0
 
 
-def _server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+def _server(app: FastAPI, config: ServerConfig) -> "_Server":
     num_connections = _room_for(config.max_connections)
     settings = uvicorn.Config(
         app,
-        http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes)),
+        http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes, app.state.most_bucket_bytes)),
         ws="none",
         log_level="error",
         access_log=False,
@@ -93,10 +110,27 @@ def _server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._registrar: Registrar | None = None
+
+    def while_serving(self, registrar: Registrar) -> None:
+        """Have the server announced from when it responds until it takes nothing new."""
+        self._registrar = registrar
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)  # asyncio has set it to what it accepts in one go
+        if self._registrar is not None and self.started:
+            self._registrar.__enter__()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._registrar is not None and self.started:
+            await asyncio.to_thread(self._registrar.leave)
+        await super().shutdown(sockets)
+        if self._registrar is not None and self.started:
+            await asyncio.to_thread(self._registrar.__exit__)
 
 
 def _room_for(num_connections: int) -> int:
@@ -137,6 +171,14 @@ def _listen(server: ServerConfig) -> socket.socket:
         raise ValueError(
             f"cannot listen on {server.host}:{server.port}: {error.strerror}; server.port = 0 takes a free port"
         ) from error
+
+
+def _control(server: ServerConfig, listener: socket.socket, stack: ExitStack) -> ControlToken | None:
+    """The API key opens the control routes, too; where there is none, a token in a file does. Raises `UnsafeFolder`."""
+    if server.api_key is not None:
+        return None
+    host, port = listener.getsockname()[:2]
+    return stack.enter_context(control_token(host, port))
 
 
 def _url(listener: socket.socket) -> str:

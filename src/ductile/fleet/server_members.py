@@ -1,0 +1,162 @@
+"""Servers of a run in its pool of generators: they come, get weights and leave. Follows `fleet_members.FleetMembers`.
+
+ElasticFleet  decides who is a member             ServerMembers  does it
+                                                      ├ pool     who gets requests
+                                                      └ updates  who gets weights
+"""
+
+from collections.abc import Callable, Sequence
+
+from ductile.concurrency.listeners import Listeners
+from ductile.concurrency.structured import gather_all
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.topology import TopologyMember
+from ductile.core.instances.update_outcomes import InstanceOutcome
+from ductile.fleet.donor import Donor
+from ductile.fleet.elastic_fleet import ElasticFleet
+from ductile.fleet.fleet_members import Warmed
+from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.server_port import ServerPort
+from ductile.fleet.update_parties import Senders, UpdateMember, UpdateResult
+from ductile.fleet.weight_update import WeightUpdates
+from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
+
+
+class ServerMembers:
+    """`follow` the fleet before its first server comes."""
+
+    def __init__(
+        self,
+        pool: RemoteGenerators,
+        updates: WeightUpdates,
+        trainer: Senders,
+        open_port: Callable[[TopologyMember], UpdateMember[ServerPort]],
+    ) -> None:
+        """open_port: a server as a member, whose control is a port that is not open yet. Raises Refused where its
+        control token is not known."""
+        self.on_updated = Listeners[[UpdateResult]]()
+        """Told of every version that has gone to servers, and of what has become of it at each."""
+        self._pool, self._updates, self._trainer, self._open_port = pool, updates, trainer, open_port
+        self._servers: dict[InstanceId, UpdateMember[ServerPort]] = {}
+        self._fleet: ElasticFleet | None = None
+
+    def follow(self, fleet: ElasticFleet) -> None:
+        """Tell this fleet what becomes of versions and requests."""
+        self._fleet = fleet
+        self._pool.on_ended.add(self._on_ended)
+
+    @property
+    def under_way(self) -> str:
+        """The version or the join that is under way; "" when there is none."""
+        return self._updates.under_way
+
+    def num_unfinished(self, server: InstanceId) -> int:
+        """Requests of the run that the server has."""
+        return sum(request.instance == server for request in self._pool.unfinished())
+
+    async def update(self, version: int) -> None:
+        """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those
+        that do not take it are left behind when it goes live. Waits for `min_healthy_servers`; raises Late when there
+        are not so many in time, and what the trainer raises."""
+        fleet = self._fleet
+        assert fleet is not None, "the fleet is followed before its first version"
+        decision = await fleet.enough_servers()
+        opened = await gather_all(*(self._open_or_not(server) for server in decision.receivers))
+        present = fleet.update_began(version, [member.id for member in opened if isinstance(member, UpdateMember)])
+        unopened = [each for each in opened if isinstance(each, InstanceOutcome)]
+        names = [server.instance for server in present]
+        try:
+            result = await self._updates.update(version, [self._servers[name] for name in names])
+        except BaseException:
+            fleet.update_aborted(names)
+            raise
+        fleet.update_ended(version, result.digest, (*result.outcomes, *unopened))
+        fleet.mark_group_built(decision)
+        self.on_updated(result)
+
+    async def close(self) -> None:
+        """Let go of all servers, which go on without the run."""
+        await gather_all(*(member.control.release() for member in self._servers.values()))
+
+    # -- as `FleetMembers` has it
+
+    @property
+    def version(self) -> int | None:
+        return self._pool.version
+
+    @property
+    def num_others(self) -> int:
+        return sum(bool(each.slots) for each in self._pool.instances)
+
+    async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
+        version = self._pool.version
+        if version is None:
+            return None  # the run has none yet
+        member = await self._opened(server)
+        leases = [
+            Donor(self._servers[donor.instance].control, version) for donor in donors if donor.instance in self._servers
+        ]
+        sources: list[Senders] = [*leases, self._trainer]
+        try:
+            result = await self._updates.warm(member, version, sources)
+        except Refused as error:
+            if self._pool.version != version:
+                return None
+            raise Late(str(error)) from error  # the next version may find it well
+        if result is None or version != self._pool.version:
+            return None
+        [outcome] = result.outcomes
+        match outcome.outcome:
+            case "dead":
+                raise SlotLost(outcome.reason)
+            case "stale":
+                raise Late(outcome.reason)
+            case "committed":
+                return Warmed(version, result.digest)
+
+    async def add(self, server: TopologyMember) -> None:
+        await self._pool.add_server(self._servers[server.instance].control)
+
+    def put_aside(self, server: InstanceId, why: str) -> None:
+        self._pool.put_aside(server, why)
+
+    def readmit(self, server: InstanceId) -> None:
+        self._pool.readmit(server)
+
+    async def drain(self, server: InstanceId) -> None:
+        await self._pool.dismiss(self._servers[server].control.instance)
+
+    async def remove(self, server: InstanceId, why: str) -> None:
+        await self._pool.remove_server(server, why)
+        if member := self._servers.pop(server, None):
+            await member.control.release()
+
+    async def _open_or_not(self, server: TopologyMember) -> "UpdateMember[ServerPort] | InstanceOutcome":
+        try:
+            return await self._opened(server)
+        except Failure as error:
+            return InstanceOutcome(server.instance, "dead" if isinstance(error, SlotLost) else "stale", str(error))
+
+    async def _opened(self, server: TopologyMember) -> UpdateMember[ServerPort]:
+        if member := self._servers.get(server.instance):
+            return member
+        member = self._open_port(server)
+        try:
+            state = await member.control.open()
+            if state is None:
+                raise Refused(f"{server.address} is a server that takes no weights: `ductile inference` starts one")
+            if state.incarnation != server.incarnation:
+                raise SlotLost(f"{server.address} was started anew")
+        except Failure:
+            await member.control.release()
+            raise
+        self._servers[server.instance] = member
+        return member
+
+    def _on_ended(self, instance: InstanceId, failure: Failure | None) -> None:
+        if self._fleet is None or instance not in self._servers:
+            return
+        if failure is None:
+            self._fleet.generated(instance)
+        elif isinstance(failure, SlotLost | Interrupted):
+            self._fleet.request_failed(instance, str(failure))
