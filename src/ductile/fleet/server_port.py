@@ -224,7 +224,8 @@ class ServerPort:
         return self._decoded(content, "/fleet/state", ServerState)
 
     async def _digest_weights(self) -> WeightDigests:
-        content = await self._http.ask("GET", "/weights/digest", deadline_s=self._http.deadlines.verify_s)
+        limit_s = self._http.deadlines.verify_s
+        content = await self._http.ask("GET", "/weights/digest", deadline_s=limit_s, control=True)
         read = self._decoded(content, "/weights/digest", LiveDigest)
         return WeightDigests(read.version, read.announced, read.digest, read.tensors)
 
