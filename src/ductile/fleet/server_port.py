@@ -240,7 +240,7 @@ class ServerPort:
             raise Refused(f"{self.url}{route} replied with no {kind.__name__}: {error}") from None
 
     def _begin(self, request: GenerateRequest) -> None:
-        partial = PartialCompletion(request)
+        partial = PartialCompletion(request, goes_on=bool(self.incarnation))
         self._live[request.id] = partial, start(self._generate(partial))
         if self._ticking is None or self._ticking.done():
             self._ticking = start(self._tick())
@@ -274,7 +274,7 @@ class ServerPort:
 
     async def _take_pieces(self, partial: PartialCompletion) -> FinishReason:
         url = self.url + ROUTE
-        body = completion_body(partial.request, self._model, 0 if self.incarnation else 1)
+        body = completion_body(partial.request, self._model, partial.goes_on)
         async with aclosing(self._http.events(ROUTE, body)) as events:
             async for event in events:
                 piece = read_piece(event, url)
