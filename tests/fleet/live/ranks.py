@@ -1,6 +1,6 @@
 """A train role that writes down what it does, and fails or waits at a point of a test's choice.
 
-`ROLES` makes the slots of a rig have it. Each rank writes its commands and its collectives to `<folder>/rank-<slot>.log`,
+`ROLES` makes the slots of a rig have it. Each rank writes its commands and collectives to `<folder>/rank-<slot>.log`,
 a line each, in the order in which it began them: invariant I5 is that the ranks' lines are the same.
 
     arm(folder, slot, "BeginUpdate", "raise")      also "exit" and "hold" (until the file is taken away)

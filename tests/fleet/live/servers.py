@@ -92,7 +92,7 @@ class LiveServer:
         assert line.startswith("serving "), line + self.process.stdout.read() + self.log.read_text()
         self.url = line.split()[-1]
         self.port = int(self.url.rpartition(":")[2])
-        wait_for(lambda: self._answers(), START_S, f"{self.name} serves")
+        wait_for(self._answers, START_S, f"{self.name} serves")
 
     def start(self) -> "LiveServer":
         self.begin()

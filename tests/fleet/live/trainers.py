@@ -1,6 +1,5 @@
 """Two real train slots with a tiny model, and what a version of theirs is, as anybody may check it."""
 
-import asyncio
 import itertools
 import os
 import signal
