@@ -3,9 +3,9 @@
     python -m tests.fleet.mutations            all of them; the last line is "16 caught, 0 survived"
     python -m tests.fleet.mutations 7 14       these
 
-A defect is an edit of a copy of the sources, and the name of the tests that are to notice. The edit's text must be found
-in the sources exactly once, so a defect that no longer applies is told, and counts as one that survived. Tests that
-cannot be collected do not catch anything: they must have run, and failed.
+A defect is an edit of a copy of the sources, and the name of the tests that are to notice. The edit's text must be
+found in the sources exactly once, so a defect that no longer applies is told, and counts as one that survived. Tests
+that cannot be collected do not catch anything: they must have run, and failed.
 """
 
 import os
@@ -61,7 +61,18 @@ def notices(defect: Defect) -> tuple[bool, str]:
             put_back(defect, sources)
         except (ValueError, OSError) as error:
             return False, str(error)
-        command = [sys.executable, "-m", "pytest", *defect.tests.split(), "-m", "", "-q", "-x", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *defect.tests.split(),
+            "-m",
+            "",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+        ]
         environment = os.environ | {"PYTHONPATH": f"{sources}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             ended = subprocess.run(
@@ -90,7 +101,10 @@ def main(numbers: list[int]) -> int:
         noticed, how = notices(defect)
         caught, survived = caught + noticed, survived + (not noticed)
         verdict = "caught" if noticed else "SURVIVED"
-        print(f"{defect.number:2}  {verdict:8}  {time.monotonic() - began_s:4.0f} s  {defect.what}\n      {how}", flush=True)
+        print(
+            f"{defect.number:2}  {verdict:8}  {time.monotonic() - began_s:4.0f} s  {defect.what}\n      {how}",
+            flush=True,
+        )
     print(f"{caught} caught, {survived} survived")
     return 0 if survived == 0 and caught else 1
 

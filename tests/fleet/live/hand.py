@@ -9,8 +9,10 @@ It knows the contract (`ductile.messages.updates`) and nothing of the product's 
 """
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from uuid import uuid4
 
 import httpx
@@ -55,9 +57,7 @@ def cut(tensors: Mapping[str, Tensor], sender: str, bucket_bytes: int = BUCKET_B
     for index, group in enumerate(groups):
         offsets = itertools.accumulate((box.nbytes for _, _, box in group), initial=0)
         boxes = tuple(
-            TensorBox(
-                name, (start, *(0,) * (box.dim() - 1)), (start + len(box), *box.shape[1:]), offset, box.nbytes
-            )
+            TensorBox(name, (start, *(0,) * (box.dim() - 1)), (start + len(box), *box.shape[1:]), offset, box.nbytes)
             for (name, start, box), offset in zip(group, offsets, strict=False)
         )
         content = b"".join(box.contiguous().view(torch.uint8).numpy().tobytes() for _, _, box in group)
@@ -78,7 +78,6 @@ class HandUpdate:
     offer: Offer
     contents: list[bytes]
     digest: Digest
-    replies: list[httpx.Response] = field(default_factory=list)
 
     @staticmethod
     def of(
@@ -106,23 +105,35 @@ class HandUpdate:
         update = msgspec.structs.replace(update, **changes)
         return HandUpdate(server, token, update, offer, contents, whole_digest(tensors.items()))
 
-    def with_epoch(self, epoch: int) -> "HandUpdate":
-        return replace(self, update=msgspec.structs.replace(self.update, epoch=epoch))
+    @staticmethod
+    def in_background(call: Callable[..., object], *args: object) -> threading.Thread:
+        def run() -> None:
+            with suppress(httpx.HTTPError):
+                call(*args)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
 
     def prepare(self, *offers: Offer) -> httpx.Response:
         return self._post("/weights/prepare", PrepareUpdate(self.update, "http", offers or (self.offer,)))
 
     def send(self, index: int, content: bytes | None = None, checksum: str | None = None) -> httpx.Response:
         content = self.contents[index] if content is None else content
-        headers = {"Authorization": f"Bearer {self.token}", "X-Ductile-Epoch": str(self.update.epoch)}
+        headers = {
+            "Authorization": f"Bearer {self.token}",
+            "Content-Type": "application/octet-stream",
+            "X-Ductile-Epoch": str(self.update.epoch),
+        }
         if checksum is not None:
             headers["X-Ductile-Checksum"] = checksum
         route = f"/weights/buckets/{self.update.update_id}/{self.offer.sender}/{index}"
-        return httpx.post(self.server.url + route, content=content, headers=headers, timeout=10)
+        return self.server.http.post(self.server.url + route, content=content, headers=headers)
 
     def send_all(self) -> None:
         for index in range(len(self.contents)):
-            assert self.send(index).status_code == 200
+            reply = self.send(index)
+            assert reply.status_code == 200, reply.text
 
     def verify(self, digest: Digest | None = None) -> httpx.Response:
         return self._post("/weights/verify", self._end(digest))
@@ -141,7 +152,7 @@ class HandUpdate:
 
     def whole(self) -> None:
         """All of it, as it should be."""
-        for step in (self.prepare, lambda: self.send_all(), self.verify, self.commit):
+        for step in (self.prepare, self.send_all, self.verify, self.commit):
             reply = step()
             assert reply is None or reply.status_code == 200, reply.text
 

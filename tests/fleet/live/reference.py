@@ -4,14 +4,17 @@ A server that says "version 3" and generates with a mixture of 2 and 3 is found 
 token's log-prob is compared with that of the version that the token names.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ductile.messages.updates import Digest
+from ductile.model.checkpoint import load_model
+from ductile.weights.digest import whole_digest
 
 TOLERANCE = 2e-3
 
@@ -20,21 +23,36 @@ class Versions:
     """Committed versions of a run, by number."""
 
     def __init__(self, model: Any) -> None:
-        """model: of `transformers`; its weights are those of version 0, until `load`."""
+        """model: of `transformers`, with any weights."""
         self._model = model.eval()
         self._weights: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.tensors: dict[int, Mapping[str, torch.Tensor]] = {}
+        """Tensors of each version by ductile's names, as they are published."""
         self.digests: dict[int, Digest] = {}
         self._loaded: int | None = None
 
     def __contains__(self, version: int) -> bool:
         return version in self._weights
 
-    def add(self, version: int, folder: Path, digest: Digest = "") -> None:
-        """The folder has the version's weights, as `ductile` exported them."""
+    def add(self, version: int, folder: Path) -> None:
+        """The folder has the version's weights, in Hugging Face's form."""
         self._weights[version] = {
-            name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+            name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
         }
-        self.digests[version] = digest
+        self.tensors[version] = {name: each.detach() for name, each in load_model(folder).named_parameters()}
+        self.digests[version] = whole_digest(self.tensors[version].items())
+
+    def make(self, version: int, base: Path, folder: Path) -> None:
+        """Add a version that differs from that of the folder `base` in every tensor."""
+        shutil.copytree(base, folder)
+        generator = torch.Generator().manual_seed(version)
+        weights = {
+            name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+            for file in base.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        self.add(version, folder)
 
     def differs(self, one: int, other: int) -> bool:
         return any(not torch.equal(tensor, self._weights[other][name]) for name, tensor in self._weights[one].items())

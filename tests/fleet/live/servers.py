@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from ductile.messages.updates import ServerState
+from ductile.messages.updates import LiveDigest, ServerState
 from tests.cluster.processes import is_running
 
 FAULTS = "DUCTILE_FAULTS"
@@ -58,6 +58,7 @@ class LiveServer:
         """Of its processes, in their order, as far as anybody has asked."""
         self.pids: list[int] = []
         self.process: subprocess.Popen[str] | None = None
+        self.http = httpx.Client(timeout=10, trust_env=False, verify=False)
 
     def __repr__(self) -> str:
         return self.name
@@ -124,6 +125,8 @@ class LiveServer:
             with suppress(ProcessLookupError):
                 self.process.kill()
             self.process.wait(10)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -138,7 +141,7 @@ class LiveServer:
         self.start()
 
     def fault(self, point: str, what: str) -> None:
-        """what: "hold" (until `clear`), "exit", "drop" (it does not reply) or "late" (it replies late)."""
+        """what: "hold" (until `clear`), "exit", "drop" (it does not reply) or "late 1.5" (it goes on later)."""
         temporary = self.faults / f".{point}"
         temporary.write_text(what)
         temporary.rename(self.faults / point)
@@ -155,15 +158,25 @@ class LiveServer:
 
     def get(self, route: str, timeout_s: float = 5.0) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return httpx.get(self.url + route, headers=headers, timeout=timeout_s)
+        return self.http.get(self.url + route, headers=headers, timeout=timeout_s)
 
     def post(self, route: str, body: Any, token: str, timeout_s: float = 10.0) -> httpx.Response:
-        return httpx.post(
+        return self.http.post(
             self.url + route,
             content=msgspec.json.encode(body),
             headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
             timeout=timeout_s,
         )
+
+    def live_digest(self) -> LiveDigest:
+        """Read by the server from the weights that it samples from."""
+        headers = {"Authorization": f"Bearer {self.control_token}"}
+        return self._decoded(self.http.get(f"{self.url}/weights/digest", headers=headers), LiveDigest)
+
+    @property
+    def control_token(self) -> str:
+        file = self.folder.parent / "ductile" / "servers" / f"127.0.0.1-{self.port}.json"
+        return self.api_key or json.loads(file.read_text())["token"]
 
     def _decoded(self, response: httpx.Response, type: type[M]) -> M:
         assert response.status_code == 200, f"{self.name}: {response.status_code} {response.text}"
@@ -176,6 +189,11 @@ class LiveServer:
             with suppress(OSError):
                 found.append(os.readlink(file))
         return found
+
+    @property
+    def private_bytes(self) -> int:
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
     @property
     def num_threads(self) -> int:
@@ -211,6 +229,7 @@ class Servers:
     def close(self) -> None:
         for server in self.all.values():
             server.kill()
+            server.http.close()
         left = [pid for server in self.all.values() for pid in server.pids if is_running(pid)]
         assert not left, f"servers {left} still run"
 

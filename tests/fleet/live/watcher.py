@@ -1,7 +1,7 @@
 """Somebody outside who looks at all servers all the time, and remembers what they said of themselves.
 
-What must hold of it, whatever a test does: an incarnation's epoch and version never go back (I7), and no digest is shown
-for a version but that version's own (I2).
+What must hold of it, whatever a test does: an incarnation's epoch and version never go back (I7), and no digest is
+shown for a version but that version's own (I2).
 """
 
 import threading
