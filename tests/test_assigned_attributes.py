@@ -11,6 +11,7 @@ SOURCES = Path(__file__).parents[1] / "src" / "ductile"
 STAYS = {
     "asked.run": "a namespace of argparse",
     "module.weight.data": "a parameter of torch",
+    "parameter.data": "as `module.weight.data`",
     "phase.metrics": "the block that a phase goes with says what has come of it (`ductile.events.phases`)",
     "phase.report": "as `phase.metrics`",
     "sequence.blocks": "the scheduler gives sequences their blocks of the cache",

@@ -50,6 +50,7 @@ COMMANDS = {
 TOOLS = {
     "resize": "ductile.orchestrator.control.run_commands:resize",
     "status": "ductile.orchestrator.control.run_commands:status",
+    "fleet": "ductile.orchestrator.control.run_commands:fleet",
     "simulate": "ductile.sim.command:main",
     "plan": "ductile.sim.plan_command:main",
     "replay": "ductile.sim.replay_command:main",
@@ -65,6 +66,7 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
   check         is a config good? says what it would do: ductile check [rl] @ run.toml
   resize        change the slots that a live run trains on: ductile resize runs/x --train 0-3
   status        what a live run does, slot by slot: ductile status runs/x
+  fleet         the servers of a live run, and have them come and go: ductile fleet runs/x join http://host:8000
   simulate      which way to use the slots is the fastest? in virtual time: ductile simulate @ sim.toml
   plan          the same for a run that was recorded, from what it measured: ductile plan runs/x
   replay        does the scheduler decide as it did in a run? ductile replay runs/x

@@ -62,6 +62,12 @@ class NotTaken(Refused):
     code, retryable = "not_taken", True
 
 
+class Interrupted(Failure):
+    """An instance did not do a request to its end, and lives on as far as one knows: it failed at it, or was silent."""
+
+    code, retryable = "interrupted", True
+
+
 class OutOfMemory(Refused):
     """A slot has no memory for what it was asked."""
 

@@ -17,6 +17,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.assign_role import assign_role
 from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.fleet.scorer import RemoteScorer
@@ -60,9 +61,11 @@ class Harness:
     async def _with_generators(self, story: Coroutine[Any, Any, None]) -> None:
         await self.cluster.add([0, 1, 2])
         self.mailbox.epoch += 1
-        self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
-        self.generators = RemoteGenerators(self.mailbox, (), 8, 16, DEADLINES, leases=self.leases)
-        self.scorer = RemoteScorer(self.mailbox, (), DEADLINES, self.leases)
+        self.leases = WeightLeases(self.trainer)
+        self.generators = RemoteGenerators(
+            RoleSlots(self.mailbox, "generate", TIMEOUT_S), (), 8, 16, DEADLINES, self.leases
+        )
+        self.scorer = RemoteScorer(RoleSlots(self.mailbox, "score", TIMEOUT_S), (), DEADLINES, self.leases)
         await self.publish()
         for slot in (0, 1):
             assert await self.admit(slot)

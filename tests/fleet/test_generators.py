@@ -9,6 +9,7 @@ import pytest
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.fleet.generators import NOT_TAKEN_S, RemoteGenerators
 from ductile.fleet.in_flight import RequestsInFlight
+from ductile.fleet.instance_port import RoleSlots
 from ductile.messages.workers import Abort, Command, Done, EngineStats, Finished, Generate, Heartbeat, Reply
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, NotTaken, Refused, SlotLost
@@ -39,12 +40,11 @@ class Fleet:
         self.carrier = MemoryTransport({0: self._respond, 1: self._respond})
         self.mailbox = Mailbox(self.carrier)
         self.generators = RemoteGenerators(
-            self.mailbox,
+            RoleSlots(self.mailbox, "generate", timeout_s, is_needed=lambda slot: slot in needed),
             map(generator, (0, 1)),
             8,
             block_tokens,
             Deadlines.same(timeout_s),
-            is_needed=lambda slot: slot in needed,
         )
 
     def _respond(self, slot: int, command: Command) -> Reply:
@@ -241,7 +241,7 @@ def test_a_generator_is_killed_only_without_any_progress():
         await asyncio.sleep(8)
         assert fleet.sent(Generate)[-1][0] == 1, "it begins again at the other generator"
         said = "slot 0 made no progress for 20 s (cluster.progress_timeout_s) while it had to generate a"
-        assert fleet.mailbox.lost == {0: f"{said}, and has been killed"}
+        assert fleet.mailbox.lost == {0: f"{said}; it has been killed"}
         await ended(task)
 
     in_virtual_time(story())

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from ductile.core.instances.instances import Instance, InstanceId, instance_on
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.instance_port import InstanceEvent, Returned, RoleSlots
 from ductile.messages.workers import (
     AssignRole,
     Command,
@@ -22,8 +23,9 @@ from ductile.messages.workers import (
     ReleaseRole,
     Reply,
 )
-from ductile.roles import Refused, SlotLost
-from ductile.transport.mailbox import Died, SlotEvent
+from ductile.records import Manifest
+from ductile.roles import NotTaken, Refused, SlotLost
+from ductile.transport.mailbox import Died
 from tests.fleet.generate_slots import generator
 from tests.fleet.test_migration import (
     DEADLINES,
@@ -46,23 +48,39 @@ BEHIND = 10
 
 
 class Elsewhere:
-    """A server on no slot of the run: `ductile.fleet.worker_pool.Server`, with an engine of the double behind it."""
+    """A server on no slot of the run: an `InstancePort`, with an engine of the double behind it."""
+
+    max_num_seqs, is_needed, can_lease = 16, False, False
+    instance = ELSEWHERE
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.deliver = cluster, lambda event: None
+        self.cluster, self.why_lost = cluster, ""
+        self.deliver: Callable[[InstanceEvent], None] = lambda event: None
         self.asked: list[Command] = []
         self.raises: Exception | None = None
         self.dies_at: type[Command] | None = None
         """Command that it takes, and dies."""
         cluster.slots.slots[BEHIND].holds, cluster.slots.slots[BEHIND].version = True, 0
-        cluster.mailbox.subscribe(lambda slot, event: self.deliver(event) if slot == BEHIND else None)
+        cluster.mailbox.subscribe(lambda slot, event: self.say(event) if slot == BEHIND else None)
 
-    async def ask(self, command: Command, deadline_s: float) -> Reply:
+    @property
+    def version(self) -> int | None:
+        return self.cluster.slots.slots[BEHIND].version
+
+    def describe(self) -> str:
+        return ELSEWHERE.id
+
+    def say(self, event: InstanceEvent) -> None:
+        if isinstance(event, Died):
+            self.why_lost = event.reason
+        self.deliver(event)
+
+    async def ask(self, command: Command) -> Reply:
         self.asked.append(command)
         if self.raises:
             raise self.raises
         if self.dies_at is not None and isinstance(command, self.dies_at):
-            self.deliver(Died("http://elsewhere is gone"))
+            self.say(Died("http://elsewhere is gone"))
             return Done()
         if BEHIND in self.cluster.mailbox.lost:
             raise SlotLost("http://elsewhere cannot be reached")
@@ -71,7 +89,21 @@ class Elsewhere:
             raise Refused(reply.error)
         return reply
 
-    def listen(self, deliver: Callable[[SlotEvent], None]) -> None:
+    async def receive(self, manifest: Manifest, joining: bool = False) -> None:
+        """Its owner gives it the weights, or has not."""
+        if (version := self.cluster.slots.slots[BEHIND].version) != manifest.version:
+            raise Refused(f"{ELSEWHERE.id} has version {version}")
+
+    async def release(self) -> None:
+        self.cluster.slots.slots[BEHIND].live.clear()
+
+    def condemn(self, why: str) -> None:
+        """Returns its requests with the tokens that they have."""
+        live, self.cluster.slots.slots[BEHIND].live = self.cluster.slots.slots[BEHIND].live, {}
+        for request in live.values():
+            self.say(Returned(request, NotTaken(why)))
+
+    def listen(self, deliver: Callable[[InstanceEvent], None]) -> None:
         self.deliver = deliver
 
 
@@ -81,25 +113,24 @@ class Mixed(Cluster):
     def __init__(self) -> None:
         super().__init__(generating=(0, 1, 2))
         self.server = Elsewhere(self)
-        self.generators = RemoteGenerators(
-            self.mailbox,
-            (PAIR, generator(2), ELSEWHERE),
-            8,
-            16,
-            DEADLINES,
-            self.leases,
-            {ELSEWHERE.id: self.server},
-        )
+        slots = RoleSlots(self.mailbox, "generate", TIMEOUT_S)
+        self.generators = RemoteGenerators(slots, (PAIR, generator(2)), 4, 16, DEADLINES, self.leases)
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(lost))
+        self.gives = True
+        """Whether its owner gives the server the weights of each version."""
 
     async def publish(self, version: int) -> None:
-        """Whoever owns the server sees to its weights."""
+        if self.gives:
+            self.slots.slots[BEHIND].version = version
         await super().publish(version)
-        self.slots.slots[BEHIND].version = version
 
 
 def with_mixed(story: Callable[[Mixed], Coroutine[Any, Any, None]]) -> None:
-    with_cluster(story, Mixed)
+    async def with_server(cluster: Mixed) -> None:
+        assert await cluster.generators.add_server(cluster.server)
+        await story(cluster)
+
+    with_cluster(with_server, Mixed)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -237,11 +268,69 @@ def test_a_server_that_is_gone_is_none_any_more():
         asked = {name: cluster.ask(name) for name in "abc"}
         await steps(5)
         cluster.slots.slots[BEHIND].live.clear()
-        cluster.server.deliver(Died("http://elsewhere cannot be reached"))
+        cluster.server.say(Died("http://elsewhere cannot be reached"))
         await steps(1)
         assert cluster.restarted == ["http://elsewhere"]
         assert cluster.generators.instances == (PAIR, generator(2))
         for name, task in asked.items():
             assert is_whole(await task, name)
+
+    with_mixed(story)
+
+
+def test_a_server_that_is_not_given_a_version_is_left_behind_with_what_it_has_sampled():
+    async def story(cluster: Mixed):
+        asked = {name: cluster.ask(name) for name in "abc"}
+        await steps(5)
+        cluster.gives = False
+        await cluster.publish(1)
+        assert cluster.generators.version == 1
+        assert cluster.generators.instances == (PAIR, generator(2)), "it takes no work"
+        assert ELSEWHERE in cluster.generators.all_instances, "it may be given a later one"
+        assert ELSEWHERE.id not in cluster.where().values()
+        for name, task in asked.items():
+            assert is_whole(await task, name)
+        assert list((await asked["c"]).versions) == [0] * 5 + [1] * 15, "what it had sampled is not sampled again"
+        assert not cluster.generators.readmit(ELSEWHERE.id), "a server with an old version does not come back"
+        cluster.gives = True
+        await cluster.publish(2)
+        assert cluster.generators.instances == (PAIR, generator(2), ELSEWHERE)
+
+    with_mixed(story)
+
+
+def test_a_version_that_no_instance_is_given_is_not_live():
+    async def story(cluster: Mixed):
+        await cluster.generators.remove_server(ELSEWHERE.id, "it is not wanted")
+        for instance in (PAIR, generator(2)):
+            await cluster.generators.dismiss(instance)
+        others = [Elsewhere(cluster), Elsewhere(cluster)]
+        for number, other in enumerate(others):
+            other.instance = Instance(InstanceId(f"http://{number}"), "generate", ())
+            assert await cluster.generators.add_server(other)
+        with pytest.raises(Refused, match="has version 0"):
+            await cluster.generators.receive(Manifest(1, "disk", "nowhere", 0, 0, ()))
+        assert cluster.generators.version == 0
+
+    with_mixed(story)
+
+
+def test_a_server_is_put_aside_taken_back_and_removed():
+    async def story(cluster: Mixed):
+        generators, told = cluster.generators, []
+        generators.on_change.add(lambda: told.append(generators.capacity))
+        tasks = [cluster.ask(name) for name in "bca"]
+        await steps(3)
+        generators.put_aside(ELSEWHERE.id, "it is paused", keeps_work=True)
+        await steps(1)
+        assert cluster.where()["a"] == ELSEWHERE.id
+        assert generators.readmit(ELSEWHERE.id)
+        generators.put_aside(ELSEWHERE.id, "its weights are not trusted")
+        await steps(1)
+        assert cluster.where()["a"] == PAIR.id
+        await generators.remove_server(ELSEWHERE.id, "it is evicted")
+        assert generators.all_instances == (PAIR, generator(2))
+        assert told == [8, 24, 8]
+        assert all(map(is_whole, await asyncio.gather(*tasks), "bca"))
 
     with_mixed(story)

@@ -14,6 +14,7 @@ from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.fleet.worker_pool import MOST_LOST
@@ -45,19 +46,17 @@ class Cluster:
         self.mailbox = Mailbox(self.carrier, clock)
         self.carrier.on_death.add(self.mailbox.lose)
         self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of((TRAINER,)), DEADLINES)
-        self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
+        self.leases = WeightLeases(self.trainer)
         self.restarted: list[str] = []
         self.killed: list[int] = []
         self.needed = {TRAINER}
         self.generators = RemoteGenerators(
-            self.mailbox,
+            RoleSlots(self.mailbox, "generate", TIMEOUT_S, self.condemn, lambda slot: slot in self.needed),
             map(generator, generating),
             8,
             16,
             DEADLINES,
             self.leases,
-            condemn=self.condemn,
-            is_needed=lambda slot: slot in self.needed,
         )
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(sentence))
 

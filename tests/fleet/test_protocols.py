@@ -8,6 +8,7 @@ import pytest
 from ductile.columns import Floats
 from ductile.core.instances.instances import Instance, instance_on
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.fleet.scorer import RemoteScorer
 from ductile.messages.workers import (
@@ -27,6 +28,10 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.transport.memory_transport import MemoryTransport
+
+
+def scorers_on(carrier: MemoryTransport) -> RemoteScorer:
+    return RemoteScorer(RoleSlots(Mailbox(carrier), "score", 1), (scorer(2), scorer(7)), Deadlines.same(1))
 
 
 def scorer(slot: int) -> Instance:
@@ -104,9 +109,9 @@ def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryTran
     async def story():
         lengths = [5, 100, 7, 90, 8, 1, 10, 3]
         samples = [sample(n) for n in lengths]
-        scores = await RemoteScorer(Mailbox(carrier), (scorer(2), scorer(7)), Deadlines.same(1)).score(
-            samples, "reference"
-        )
+        scores = await RemoteScorer(
+            RoleSlots(Mailbox(carrier), "score", 1), (scorer(2), scorer(7)), Deadlines.same(1)
+        ).score(samples, "reference")
         assert [len(score) for score in scores] == lengths
         assert all(
             math.isclose(score[-1] % 1, (n - 1) / 128, abs_tol=1e-9) for score, n in zip(scores, lengths, strict=True)
@@ -121,11 +126,8 @@ def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryTran
 @pytest.mark.parametrize("num_samples", [0, 1])
 def test_slots_without_samples_are_not_asked(carrier: MemoryTransport, num_samples: int):
     async def story():
-        samples, scorers = [sample(4)] * num_samples, (scorer(2), scorer(7))
-        assert (
-            len(await RemoteScorer(Mailbox(carrier), scorers, Deadlines.same(1)).score(samples, "policy"))
-            == num_samples
-        )
+        samples = [sample(4)] * num_samples
+        assert len(await scorers_on(carrier).score(samples, "policy")) == num_samples
         assert len(carrier.sent) == num_samples
 
     asyncio.run(story())
@@ -133,7 +135,7 @@ def test_slots_without_samples_are_not_asked(carrier: MemoryTransport, num_sampl
 
 def test_every_scorer_receives_a_version(carrier: MemoryTransport):
     async def story():
-        await RemoteScorer(Mailbox(carrier), (scorer(2), scorer(7)), Deadlines.same(1)).receive(MANIFEST)
+        await scorers_on(carrier).receive(MANIFEST)
         assert carrier.sent == [(2, Receive("score", MANIFEST)), (7, Receive("score", MANIFEST))]
 
     asyncio.run(story())

@@ -8,6 +8,7 @@ import pytest
 from ductile.columns import Floats
 from ductile.core.instances.instances import Instance, instance_on, slot_groups
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.scorer import RemoteScorer
 from ductile.fleet.worker_pool import MOST_LOST
 from ductile.messages.workers import (
@@ -25,7 +26,6 @@ from ductile.messages.workers import (
 )
 from ductile.records import Manifest, Sample
 from ductile.roles import Failure, Late, Refused, SlotLost
-from ductile.transport.deadlines import Deadlines
 from tests.core.scheduling.scenes import id_on
 from tests.fleet.generate_slots import generator
 from tests.fleet.test_migration import DEADLINES, TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
@@ -410,7 +410,7 @@ def test_a_generator_that_hangs_before_it_has_taken_a_request_is_left_behind():
     """Also where it may take longer without a new token than a command may take."""
 
     async def story(cluster: Cluster):
-        cluster.generators._deadlines = Deadlines(command_s=5, progress_s=50, patience_s=60, group_s=200)
+        cluster.generators._slots.command_s = 5
         cluster.carrier.fail(0, "drop", on=Generate)
         assert is_whole(await cluster.ask("a"), "a")
         assert "did not reply to Generate within 5 s" in cluster.mailbox.lost[0]
@@ -490,7 +490,10 @@ class Scoring:
         self.score_s = 0.0
         scorers = [instance_on("score", group) for group in slot_groups(slots, (), size)]
         self.scorer = RemoteScorer(
-            cluster.mailbox, scorers, DEADLINES, cluster.leases, cluster.condemn, rendezvous="here:1"
+            RoleSlots(cluster.mailbox, "score", TIMEOUT_S, cluster.condemn, rendezvous="here:1"),
+            scorers,
+            DEADLINES,
+            cluster.leases,
         )
         for slot in range(4, 8):
             cluster.slots.slots[slot].holds = slot in slots
@@ -679,8 +682,7 @@ def test_samples_that_scorer_after_scorer_dies_of_are_at_fault_themselves():
         def come_back(number: int) -> None:
             cluster.mailbox.welcome(number)
             instance = instance_on("score", (number,), restart=num_lives)
-            scoring.scorer._on[number] = instance
-            scoring.scorer._set([instance])
+            scoring.scorer._add(scoring.scorer._open(scoring.scorer._slots, instance))
 
         cluster.carrier._slots[4] = die
         with pytest.raises(SlotLost, match="slot 4 was killed by SIGKILL; 5 scorers were lost while they had the same"):

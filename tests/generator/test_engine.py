@@ -331,7 +331,7 @@ def test_a_stop_string_may_have_special_tokens_and_the_server_agrees(
     (ended,) = engine.step()
     assert (ended.finish_reason, len(ended.token_ids)) == ("stop", 3 if stop.endswith("#") else 2)
     choice = Choice(0, one, qwen3.tokenizer)
-    choice.push(Delta(0, list(ended.token_ids), list(ended.logprobs), ended.finish_reason))
+    choice.push(Delta(0, list(ended.token_ids), list(ended.logprobs), [], ended.finish_reason))
     whole = qwen3.tokenizer.decode(list(ended.token_ids), skip_special_tokens)
     assert choice.text == whole.partition(stop)[0]
 

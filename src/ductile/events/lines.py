@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ductile.events import checkpoints, ending, resizes, rollouts, scheduling, slots, steps
+from ductile.events import checkpoints, ending, resizes, rollouts, scheduling, servers, slots, steps
 from ductile.observe import JournalUnwritable, ListenerFailed, RunEvent
 
 KINDS: dict[str, type[RunEvent]] = {
@@ -14,6 +14,10 @@ KINDS: dict[str, type[RunEvent]] = {
         slots.SlotRestarting,
         slots.SlotRestarted,
         slots.SlotGivenBack,
+        servers.ServerJoined,
+        servers.ServerChanged,
+        servers.ServerLeft,
+        servers.WeightUpdateEnded,
         steps.WorkBegan,
         steps.StepProfiled,
         steps.BatchesReady,

@@ -1,4 +1,6 @@
-/* Copies between boxes in memory, past the cache.
+/* Copies between boxes in memory, past the cache; and the sum of a box's items, each times weights of its indices. */
+
+/* Copies.
 
 A plain store first reads the line that it writes to: three bytes cross the memory bus for two that count. Streaming
 stores do not. But the processor reads ahead best in several places at once, and a row of a few KB is over before it
@@ -174,7 +176,121 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+/* Weighted sums, modulo 2^64.
+
+Rows that lie in one matrix have the same weights of columns, which are four times as many bytes as 16-bit items: four
+rows share what is loaded of them. */
+
+enum { SUMMED_AT_ONCE = 4 };
+
+/* Adds to `sums` the items of each row times the weights. */
+typedef void SumRows(const char *rows, Py_ssize_t step, int count, Py_ssize_t length, const uint64_t *weights,
+                     uint64_t *sums);
+
+#define SUM_ROWS(name, item, wide)                                                                                     \
+    __attribute__((optimize("O3"), wide)) static void name(const char *rows, Py_ssize_t step, int count,               \
+                                                           Py_ssize_t length, const uint64_t *weights, uint64_t *sums) \
+    {                                                                                                                  \
+        if (count < SUMMED_AT_ONCE) {                                                                                  \
+            for (int row = 0; row < count; row++) {                                                                    \
+                const item *items = (const item *)(rows + row * step);                                                 \
+                uint64_t sum = 0;                                                                                      \
+                for (Py_ssize_t at = 0; at < length; at++)                                                             \
+                    sum += (uint64_t)(int64_t)items[at] * weights[at];                                                 \
+                sums[row] = sum;                                                                                       \
+            }                                                                                                          \
+            return;                                                                                                    \
+        }                                                                                                              \
+        const item *a = (const item *)rows, *b = (const item *)(rows + step);                                          \
+        const item *c = (const item *)(rows + 2 * step), *d = (const item *)(rows + 3 * step);                         \
+        uint64_t of_a = 0, of_b = 0, of_c = 0, of_d = 0;                                                               \
+        for (Py_ssize_t at = 0; at < length; at++) {                                                                   \
+            of_a += (uint64_t)(int64_t)a[at] * weights[at];                                                            \
+            of_b += (uint64_t)(int64_t)b[at] * weights[at];                                                            \
+            of_c += (uint64_t)(int64_t)c[at] * weights[at];                                                            \
+            of_d += (uint64_t)(int64_t)d[at] * weights[at];                                                            \
+        }                                                                                                              \
+        sums[0] = of_a, sums[1] = of_b, sums[2] = of_c, sums[3] = of_d;                                                \
+    }
+
+#define FOR_ALL_ITEMS(suffix, wide)                                                                                    \
+    SUM_ROWS(sum_u1_##suffix, uint8_t, wide)                                                                           \
+    SUM_ROWS(sum_i2_##suffix, int16_t, wide)                                                                           \
+    SUM_ROWS(sum_i4_##suffix, int32_t, wide)
+
+FOR_ALL_ITEMS(any, unused)
+FOR_ALL_ITEMS(256, target("avx2"))
+FOR_ALL_ITEMS(512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"))
+
+/* NULL for items of another kind. */
+static SumRows *summing(const char *format)
+{
+    int wide = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") ? 2
+               : __builtin_cpu_supports("avx2")                                         ? 1
+                                                                                        : 0;
+    SumRows *of_u1[] = {sum_u1_any, sum_u1_256, sum_u1_512}, *of_i2[] = {sum_i2_any, sum_i2_256, sum_i2_512};
+    SumRows *of_i4[] = {sum_i4_any, sum_i4_256, sum_i4_512};
+    return !strcmp(format, "B") ? of_u1[wide] : !strcmp(format, "h") ? of_i2[wide] : !strcmp(format, "i") ? of_i4[wide] : NULL;
+}
+
+static uint64_t sum_box(const Py_buffer *box, const Py_buffer *weights, int dim, const char *at, SumRows *sum_rows)
+{
+    const uint64_t *ours = weights[dim].buf;
+    const Py_ssize_t length = box->shape[dim], step = box->strides[dim];
+    uint64_t total = 0, sums[SUMMED_AT_ONCE];
+    if (dim == box->ndim - 1) {
+        sum_rows(at, 0, 1, length, ours, sums);
+        return sums[0];
+    }
+    const int are_rows = dim == box->ndim - 2;
+    const Py_ssize_t at_once = are_rows ? SUMMED_AT_ONCE : 1;
+    for (Py_ssize_t index = 0; index < length; index += at_once) {
+        const int count = (int)(length - index < at_once ? length - index : at_once);
+        if (are_rows)
+            sum_rows(at + index * step, step, count, box->shape[dim + 1], weights[dim + 1].buf, sums);
+        else
+            sums[0] = sum_box(box, weights, dim + 1, at + index * step, sum_rows);
+        for (int row = 0; row < count; row++)
+            total += ours[index + row] * sums[row];
+    }
+    return total;
+}
+
+static PyObject *weighted_sum(PyObject *module, PyObject *arguments)
+{
+    PyObject *from, *of_dims, *result = NULL;
+    Py_buffer box, weights[PyBUF_MAX_NDIM];
+    int held = 0;
+    if (!PyArg_ParseTuple(arguments, "OO!:weighted_sum", &from, &PyTuple_Type, &of_dims) ||
+        PyObject_GetBuffer(from, &box, PyBUF_STRIDED_RO | PyBUF_FORMAT))
+        return NULL;
+    SumRows *sum_rows = summing(box.format);
+    int fits = sum_rows && box.ndim && PyTuple_GET_SIZE(of_dims) == box.ndim &&
+               (box.shape[box.ndim - 1] < 2 || box.strides[box.ndim - 1] == box.itemsize);
+    for (; fits && held < box.ndim; held++) {
+        if (PyObject_GetBuffer(PyTuple_GET_ITEM(of_dims, held), &weights[held], PyBUF_C_CONTIGUOUS))
+            goto done;
+        fits = weights[held].len == 8 * box.shape[held];
+    }
+    if (fits) {
+        uint64_t total;
+        Py_BEGIN_ALLOW_THREADS
+        total = sum_box(&box, weights, 0, box.buf, sum_rows);
+        Py_END_ALLOW_THREADS
+        result = PyLong_FromUnsignedLongLong(total);
+    } else
+        PyErr_SetString(PyExc_ValueError, "a box is summed up whose items are uint8, int16 or int32 and lie side by side "
+                                          "along its last dim, with as many 64-bit weights a dim as it is long");
+done:
+    while (held--)
+        PyBuffer_Release(&weights[held]);
+    PyBuffer_Release(&box);
+    return result;
+}
+
+static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, NULL},
+                                  {"weighted_sum", weighted_sum, METH_VARARGS, NULL},
+                                  {NULL, NULL, 0, NULL}};
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_boxes", .m_size = 0, .m_methods = functions};
 

@@ -7,7 +7,7 @@ migration  requests that go to another generator
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn, get_args
 
 from ductile.concurrency.background import finish
@@ -19,22 +19,23 @@ from ductile.core.scheduling.facts.cluster_state import Lengths, Unfinished
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.dispatch import Dispatch
 from ductile.fleet.in_flight import InFlight, RequestsInFlight
+from ductile.fleet.instance_port import InstanceEvent, Returned, RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.migration import MigrationResult, Migrator
-from ductile.fleet.worker_pool import MOST_LOST, Server, WorkerPool
+from ductile.fleet.worker_pool import MOST_LOST, WorkerPool
 from ductile.messages.workers import EngineStats, Finished, Heartbeat, Score, TrainCommand
 from ductile.records import GenerateRequest, Generation
-from ductile.roles import Failure, Late, NotTaken, SlotLost
+from ductile.roles import Failure, Interrupted, Late, NotTaken, SlotLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.mailbox import Died, Mailbox, SlotEvent
+from ductile.transport.mailbox import Died
 
 NUM_LOOKS = 10
 """Looks for progress within `progress_timeout_s`. Looks are counted, and not seconds: while this process itself is
 suspended it hears of no progress, and the terminal may have suspended its slots, too."""
 OTHER_WORK = frozenset(kind.__name__ for kind in get_args(TrainCommand | Score))
 """Commands that a slot carries out for another role than the generator; each has a deadline of its own."""
-NOT_TAKEN_S = 0.1
-"""Seconds until a request is sent again that no instance has taken."""
+NOT_TAKEN_S, MOST_NOT_TAKEN_S = 0.1, 1.0
+"""Seconds until a request is sent again that no instance has taken, at first and at most."""
 
 
 class RemoteGenerators(WorkerPool):
@@ -42,38 +43,39 @@ class RemoteGenerators(WorkerPool):
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        slots: RoleSlots | None,
         instances: Iterable[Instance],
         max_num_seqs: int,
         block_tokens: int,
         deadlines: Deadlines,
         leases: WeightLeases | None = None,
-        servers: Mapping[InstanceId, Server] | None = None,
-        condemn: Callable[[int, str], None] | None = None,
-        is_needed: Callable[[int], bool] | None = None,
     ) -> None:
-        """max_num_seqs: of one generator. block_tokens: as `core.instances.routing.route` has it.
-        leases, servers, condemn, is_needed: as `WorkerPool` has them."""
+        """max_num_seqs: of one generator, where it does not say its own. block_tokens: as
+        `core.instances.routing.route` has it. slots, instances, leases: as `WorkerPool` has them."""
         self.on_finished = Listeners[[Generation]]()
         """Told of every completion, as it comes."""
         self.on_restarted = Listeners[[str, InstanceId | None]]()
         """Told with a sentence and the generator when a request begins again, because its generator was lost or did not
         take it; None where it was between two. Of generators in a row that do not take it, the first is told."""
-        super().__init__(mailbox, "generate", instances, deadlines, leases, servers, condemn, is_needed)
+        self.on_ended = Listeners[[InstanceId, Failure | None]]()
+        """Told of each request that has ended at a generator, and of what it failed with there; None where it has
+        not."""
+        super().__init__("generate", slots, instances, deadlines, leases)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
         self._in_flight = RequestsInFlight(lambda: asyncio.get_running_loop().time())
         self._dispatch = Dispatch(self)
 
     @property
     def capacity(self) -> int:
-        return self._max_num_seqs * len(self.instances)
+        return sum(self._ports[each.id].max_num_seqs or self._max_num_seqs for each in self.instances)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Waits for a generator while there is none. Raises SlotLost, Late or Refused.
 
-        What was under way at a generator that is lost begins again at another one; a generator that makes no progress
-        is killed. A request that MOST_LOST generators were lost with fails: it may be what ends them. One that a
-        generator does not take goes to another, and again to all of them when none is left.
+        What was under way at a generator that is lost goes on at another one, with the tokens that are known of it; a
+        generator that makes no progress is given up. A request that MOST_LOST generators were lost with while it came
+        no further fails: it may be what ends them. One that a generator does not take, or does not do to its end,
+        goes to another, and again to all of them when none is left.
         """
         entry, aborted = self._in_flight.open(request), False
         lost, unwilling = set[Instance](), set[Instance]()
@@ -83,12 +85,14 @@ class RemoteGenerators(WorkerPool):
                     await self._send(entry, lost, unwilling)
                     return await self._wait_for(entry)
                 except Failure as error:
-                    if entry.instance is not None and isinstance(error, SlotLost | NotTaken):
-                        (lost if isinstance(error, SlotLost) else unwilling).add(entry.instance)
+                    if entry.instance is not None:
+                        self.on_ended(entry.instance.id, error)
+                        if isinstance(error, SlotLost | NotTaken | Interrupted):
+                            (lost if isinstance(error, SlotLost) else unwilling).add(entry.instance)
                     self._begin_again(entry, error)
                     if unwilling.issuperset({*self.instances} - lost):  # nothing tells when they take requests again
-                        if isinstance(error, NotTaken):
-                            await asyncio.sleep(NOT_TAKEN_S)
+                        if isinstance(error, NotTaken | Interrupted):
+                            await asyncio.sleep(self._not_taken_s(entry))
                         unwilling.clear()
         except (asyncio.CancelledError, Late):
             aborted = True
@@ -145,45 +149,57 @@ class RemoteGenerators(WorkerPool):
                 self._kill(entry.instance, entry.request.id, limit_s)
         return entry.completion.result()
 
+    def _not_taken_s(self, entry: InFlight) -> float:
+        """More and more seconds, as long as nobody takes the request."""
+        return min(max(NOT_TAKEN_S, self._in_flight.not_taken_for_s(entry) / 4), MOST_NOT_TAKEN_S)
+
     def _kill(self, instance: Instance, request: str, limit_s: float) -> NoReturn:
-        """Kill a generator that makes no progress. Raises SlotLost; Late for one that cannot be killed, as
+        """Give up a generator that makes no progress. Raises SlotLost; Late for one that cannot be given up, as
         `leave_behind` has it."""
         stuck = f"{self.describe(instance)} made no progress for {said(limit_s)} while it had to generate {request}"
-        if not self._can_be_killed(instance):
-            raise Late(stuck)
-        for slot in instance.slots:
-            self._condemn(slot, f"{stuck}, and has been killed")
-        raise SlotLost(self.why_lost(instance))
+        port = self._ports.get(instance.id)
+        if port is not None:
+            if port.is_needed:
+                raise Late(stuck)
+            self.put_aside(instance.id, stuck)
+        raise SlotLost(self.why_lost(instance) or stuck)
 
     def _begin_again(self, entry: InFlight, error: Failure) -> None:
         """Raises `error` if it must not."""
         if not error.retryable:
             raise error
-        lost = entry.where
-        if isinstance(error, SlotLost):
+        lost, failed = entry.where, not isinstance(error, NotTaken)
+        if isinstance(error, Interrupted) and len(self.instances) < 2:
+            raise error  # there is no other one, and this one would fail at it again
+        if failed:
             if entry.num_lost + 1 == MOST_LOST:
                 why = f"{error}; {MOST_LOST} generators were lost while they had {entry.request.id}"
                 raise SlotLost(why) from error
         elif self._in_flight.not_taken_for_s(entry) > self._deadlines.patience_s:
             raise error
         is_first = entry.not_taken_since_s is None
-        self._in_flight.reopen(entry, is_lost=isinstance(error, SlotLost))
-        if is_first or isinstance(error, SlotLost):
+        self._in_flight.reopen(entry, failed=failed)
+        if is_first or failed:
             self.on_restarted(f"Request {entry.request.id} begins again: {error}.", lost)
 
     async def _migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
         async with self.lock.shared(f"{len(migrations)} requests change generators"):
             return await Migrator(self, self._in_flight, self._dispatch, self._block_tokens).run(migrations)
 
-    def on_event(self, instance: Instance, event: SlotEvent) -> None:
+    def on_event(self, instance: Instance, event: InstanceEvent) -> None:
         match event:
             case Finished(generations):
                 for generation in self._in_flight.note_completions(instance, generations):
+                    self.on_ended(instance.id, None)
                     self.on_finished(generation)
             case EngineStats():
                 self._in_flight.note_stats(instance, event)
             case Heartbeat(what) if what in OTHER_WORK:
                 self._in_flight.note_other_work(instance)
+            case Returned(request, failure):
+                if (entry := self._in_flight.get(request.id)) and entry.instance == instance:
+                    entry.take(request)
+                    entry.fail(failure)
             case Died(reason):
                 self._in_flight.forget(instance)
                 for entry in self._in_flight.at(instance):

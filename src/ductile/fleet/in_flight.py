@@ -32,7 +32,7 @@ class InFlight:
     predicted_tokens: float = 0.0
     """Tokens that are still to come, as predicted."""
     num_lost: int = 0
-    """Generators that were lost while they had the request."""
+    """Generators in a row that were lost while they had the request, or failed at it, and brought it no further."""
     not_taken_since_s: float | None = None
     """Time at which a generator did not take the request, and none has since; None when one has, or none was asked."""
     migrating: bool = False
@@ -46,6 +46,8 @@ class InFlight:
 
     def take(self, request: GenerateRequest) -> None:
         """Take over what a generator gave away: the same request, with the tokens that it has so far."""
+        if len(request.generated) > len(self.request.generated):
+            self.num_lost = 0
         self.request = replace(request, id=self.request.id)
         self.generated = len(request.generated)
 
@@ -79,10 +81,11 @@ class RequestsInFlight:
         self._by_name[name] = entry
         return entry
 
-    def reopen(self, entry: InFlight, *, is_lost: bool) -> None:
-        """Make the request ready to begin again: its generator was lost with its tokens, or has not taken it."""
-        entry.num_lost += is_lost
-        if is_lost:
+    def reopen(self, entry: InFlight, *, failed: bool) -> None:
+        """Make the request ready to begin again. failed: its generator was lost, or failed at it; else it has not taken
+        it."""
+        entry.num_lost += failed
+        if failed:
             entry.not_taken_since_s = None
         elif entry.not_taken_since_s is None:
             entry.not_taken_since_s = self._clock()

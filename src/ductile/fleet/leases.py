@@ -10,18 +10,17 @@ them ends it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from ductile.concurrency.background import start
-from ductile.core.instances.instances import Instance, in_order
-from ductile.messages.workers import EndLease, LeaseWeights, Published, Receive
+from ductile.core.instances.instances import sort_key
+from ductile.fleet.instance_port import InstancePort
+from ductile.messages.workers import EndLease, LeaseWeights, Published
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
-from ductile.transport.fanout import ask_in_step, raise_worst
-from ductile.transport.mailbox import Mailbox, Outcome
 
 
 class WeightSource(Protocol):
@@ -34,7 +33,7 @@ class WeightSource(Protocol):
     async def withdraw(self, version: int) -> None: ...
 
 
-_Source = Instance | None
+_Source = InstancePort | None
 """Source of a lease: an instance that has the weights, or the trainer (None)."""
 
 
@@ -50,43 +49,36 @@ class _Lease:
 class WeightLeases:
     """Knows which instance has which version, and leases it from one of them for an instance that joins."""
 
-    def __init__(self, mailbox: Mailbox, trainer: WeightSource, timeout_s: float) -> None:
-        self._mailbox, self._trainer, self._timeout_s = mailbox, trainer, timeout_s
-        self._versions: dict[Instance, int] = {}
+    def __init__(self, trainer: WeightSource) -> None:
+        self._trainer = trainer
+        self._versions: dict[InstancePort, int] = {}
         self._leases: dict[_Source, _Lease] = {}
 
-    def note(self, instance: Instance, version: int) -> None:
-        """The instance, which has slots, has this version live."""
-        self._versions[instance] = version
+    def note(self, holder: InstancePort, version: int) -> None:
+        """The instance has this version live."""
+        self._versions[holder] = version
 
-    def forget(self, instance: Instance) -> None:
+    def forget(self, holder: InstancePort) -> None:
         """The instance is none any more."""
-        self._versions.pop(instance, None)
+        self._versions.pop(holder, None)
 
-    async def give(self, joiner: Instance, version: int, condemn_late: Callable[[Mapping[int, Outcome]], None]) -> bool:
-        """Have the slots of `joiner`, which have the role and no weights, make this version live. False: no source has
-        it any more.
+    async def give(self, joiner: InstancePort, version: int) -> bool:
+        """Have `joiner`, which has the role and no weights, make this version live. False: no source has it any more.
 
-        condemn_late: told what became of it on each slot of the joiner.
-
-        Raises SlotLost when one of the slots is lost, and the first failure when no source could give the weights.
+        Raises SlotLost when the joiner is lost, and the first failure when no source could give the weights.
         """
         failures: list[Exception] = []
         for source in self._sources(joiner, version):
-            is_late = False
+            receiving = False
             try:
                 async with self._lease(source, version) as manifest:
-                    receive = dict.fromkeys(joiner.slots, Receive(joiner.role, manifest, joining=True))
-                    outcomes = await self._mailbox.ask_all(receive, self._timeout_s)
-                    condemn_late(outcomes)
-                    is_late = any(isinstance(outcome, Late) for outcome in outcomes.values())
-                    raise_worst(outcomes)
+                    receiving = True
+                    await joiner.receive(manifest, joining=True)
             except Failure as error:
-                if is_late:
+                if receiving and isinstance(error, Late):
                     raise  # it would be as late with the weights of another source
-                for slot in joiner.slots:
-                    if slot in self._mailbox.lost:
-                        raise SlotLost(self._mailbox.lost[slot]) from error
+                if why := joiner.why_lost:
+                    raise SlotLost(why) from error
                 # A trainer that has gone on meanwhile leases it no more: the next version is on its way. And that a
                 # source is lost says nothing of the joiner.
                 if self._trainer.can_lease(version) if source is None else not isinstance(error, SlotLost):
@@ -100,12 +92,13 @@ class WeightLeases:
             failures[0].add_note(str(later))
         raise failures[0]
 
-    def _sources(self, joiner: Instance, version: int) -> list[_Source]:
-        holders = in_order(holder for holder, held in self._versions.items() if held == version)
-        own: list[_Source] = [holder for holder in holders if holder.role == joiner.role]
-        others: list[_Source] = [holder for holder in holders if holder.role != joiner.role]
+    def _sources(self, joiner: InstancePort, version: int) -> list[_Source]:
+        held = [port for port, held in self._versions.items() if held == version and port.can_lease]
+        holders, role = sorted(held, key=lambda port: sort_key(port.instance)), joiner.instance.role
+        own: list[_Source] = [holder for holder in holders if holder.instance.role == role]
+        others: list[_Source] = [holder for holder in holders if holder.instance.role != role]
         trainer: list[_Source] = [None] if self._trainer.can_lease(version) else []
-        return [*own, *others, *trainer] if joiner.role == "generate" else [*own, *trainer, *others]
+        return [*own, *others, *trainer] if role == "generate" else [*own, *trainer, *others]
 
     @asynccontextmanager
     async def _lease(self, source: _Source, version: int) -> AsyncGenerator[Manifest]:
@@ -127,7 +120,7 @@ class WeightLeases:
     async def _begin(self, source: _Source, version: int) -> Manifest:
         if source is None:
             return await self._trainer.lease(version)
-        reply = await ask_in_step(self._mailbox, source.asked, LeaseWeights(source.role), self._timeout_s)
+        reply = await source.ask(LeaseWeights(source.instance.role))
         manifest = reply.manifest if isinstance(reply, Published) else None
         if manifest is None or manifest.version != version:
             offered = "nothing" if manifest is None else f"version {manifest.version}"
@@ -137,10 +130,10 @@ class WeightLeases:
     async def _end(self, source: _Source, lease: _Lease) -> None:
         with suppress(Failure):  # the joiners have heard of a failure; what a lost slot offered is gone with it
             if source is not None:
-                await ask_in_step(self._mailbox, source.asked, EndLease(source.role), self._timeout_s)
+                await source.ask(EndLease(source.instance.role))
             else:
                 await lease.manifest
                 await self._trainer.withdraw(lease.version)
 
     def _name(self, source: _Source) -> str:
-        return "the trainer" if source is None else self._mailbox.describe(source.slots[0])
+        return "the trainer" if source is None else source.describe()

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mappi
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
@@ -22,6 +23,7 @@ from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
+from ductile.messages.updates import WeightCarrier
 from ductile.messages.workers import (
     Command,
     Done,
@@ -48,6 +50,10 @@ the first."""
 AHEAD_S = 0.25
 """Seconds before the expected end of a micro-step at which the next one is sent: many times what a message takes, and
 little beside the micro-steps of a model that is worth a change."""
+
+VersionReceivers = Literal["slots", "servers", "both"]
+"""Those who get each version: slots of the run, for which the ranks make a snapshot that is read while training goes
+on, or servers, to which they send it, so that the next optimizer step waits until it is withdrawn."""
 
 MicroStep = Sequence[tuple[MicroBatch, ...]]
 """Micro-step, which is sent at a time: the micro-batches of each data-parallel rank, equally many."""
@@ -91,12 +97,19 @@ class _Kept:
 
 
 class RemoteTrainer:
-    """Follows `ductile.roles.TrainerClient`."""
+    """Follows `ductile.roles.TrainerClient` and `ductile.fleet.weight_update.Senders`."""
+
+    carrier: WeightCarrier | None = None
 
     def __init__(
-        self, mailbox: Mailbox, layout: ParallelLayout, deadlines: Deadlines, chat_format: ChatFormat = AS_IN_SOURCE
+        self,
+        mailbox: Mailbox,
+        layout: ParallelLayout,
+        deadlines: Deadlines,
+        chat_format: ChatFormat = AS_IN_SOURCE,
+        receivers: VersionReceivers = "slots",
     ) -> None:
-        """chat_format: of the models that are exported."""
+        """chat_format: of the models that are exported. receivers: who gets the versions that are published."""
         self.layout = layout
         """Slots that train."""
         self.epoch = 0
@@ -106,6 +119,9 @@ class RemoteTrainer:
         self.version: int | None = None
         """Published version that the weights still are; None before the first, and once the weights have changed."""
         self._mailbox, self._deadlines, self._chat_format = mailbox, deadlines, chat_format
+        self._receivers: VersionReceivers = receivers
+        self._num_keeping = 0
+        """Blocks of `keeping` under way."""
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         """Changes and commands that wait for the next boundary."""
@@ -185,6 +201,9 @@ class RemoteTrainer:
             self._given.remove(given)
 
     async def optim_step(self, loss_denominator: float) -> StepReport:
+        """Waits until servers have the version that is published: the ranks send it from their own weights."""
+        if loss_denominator:
+            await self._until_sent()
         async with self.boundary():
             self.version = self.version if loss_denominator == 0 else None
             replies = await self._all(OptimStep(loss_denominator), Stepped)
@@ -232,6 +251,18 @@ class RemoteTrainer:
             await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._deadlines.command_s, Done)
             for old in kept:
                 del self._kept[old]
+            self._changed.notify_all()
+
+    @contextmanager
+    def keeping(self, version: int) -> Generator[None]:
+        """No optimizer step begins meanwhile, as others are sent the weights. Raises Refused when training has gone on
+        from this version."""
+        self._still(version)
+        self._num_keeping += 1
+        try:
+            yield
+        finally:
+            self._num_keeping -= 1
             self._changed.notify_all()
 
     async def save(self, path: str) -> None:
@@ -300,6 +331,16 @@ class RemoteTrainer:
         if self._end is not None:
             raise self._end
 
+    async def _until_sent(self) -> None:
+        """Waits for an update of servers, which has deadlines of its own: past them, training goes before it."""
+
+        def may_change() -> bool:
+            is_published = self._receivers != "slots" and self.version in self._kept
+            return not (self._num_keeping or is_published) or self._end is not None
+
+        with suppress(TimeoutError):
+            await self._changed.wait_for(may_change, self._deadlines.patience_s)
+
     async def _until_not_held(self, given: _Given) -> None:
         try:
             await self._changed.wait_for(lambda: not self.is_held or self._end is not None, self._deadlines.patience_s)
@@ -316,7 +357,9 @@ class RemoteTrainer:
 
     async def _keep(self, version: int) -> Manifest:
         kept = self._keeper(version)
-        if kept is None:
+        if kept is None and self._receivers == "servers":
+            kept = self._kept[version] = _Kept(self.layout.first, Manifest(version, "shared_memory", "", 0, 0, ()))
+        elif kept is None:
             first = self.layout.first
             manifest = (await self._all(Publish(version), Published))[first].manifest
             if manifest is None:

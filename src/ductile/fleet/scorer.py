@@ -2,13 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from ductile.columns import Floats
 from ductile.concurrency.deadline import said
 from ductile.core.batch.packing import split_by_tokens
 from ductile.core.instances.instances import Instance, InstanceId
+from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.worker_pool import MOST_LOST, WorkerPool
 from ductile.messages.workers import Score, Scores
@@ -16,7 +17,7 @@ from ductile.records import Sample
 from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import raise_worst
-from ductile.transport.mailbox import Mailbox, Outcome
+from ductile.transport.mailbox import Outcome
 
 MOST_FAILURES = 3
 """Scorers that may be late or refuse in one call before it fails: then the fault is the samples'."""
@@ -28,25 +29,13 @@ class RemoteScorer(WorkerPool):
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        slots: RoleSlots,
         instances: Iterable[Instance],
         deadlines: Deadlines,
         leases: WeightLeases | None = None,
-        condemn: Callable[[int, str], None] | None = None,
-        is_needed: Callable[[int], bool] | None = None,
-        rendezvous: str = "",
     ) -> None:
-        """leases, condemn, is_needed, rendezvous: as `WorkerPool` has them."""
-        super().__init__(
-            mailbox,
-            "score",
-            instances,
-            deadlines,
-            leases,
-            condemn=condemn,
-            is_needed=is_needed,
-            rendezvous=rendezvous,
-        )
+        """slots, instances, leases: as `WorkerPool` has them."""
+        super().__init__("score", slots, instances, deadlines, leases)
         self.scorer_seconds = 0.0
         """Seconds of all scorers together that they have been asked to score."""
         self._num_scoring: Counter[InstanceId] = Counter()

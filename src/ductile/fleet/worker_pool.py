@@ -2,52 +2,36 @@
 
     instances  have the live version and take work
     draining   take no more work, and finish what they have
-    waiting    have no weights: no slot has the live version any more, so the next one is their first
+    waiting    do not have the live version: they take work when they get one
 
 A version goes live on all of them while none joins, so none ends up on another version. An instance that does not take
-it, or does not do its work in time, is killed and comes back as a new one (`ductile.elastic.recovery`): it holds up
-nobody but itself.
+it, or does not do its work in time, is given up (`leave_behind`) and holds up nobody but itself: slots are killed and
+come back as a new instance (`ductile.elastic.recovery`), a server waits for a version that it takes.
 
-Roles and weights go to every slot of an instance; all else goes to those that are asked (`Instance.asked`), the first
-of which speaks for it. An external server has no slot: a `Server` takes its messages, and it keeps the weights that it
-has.
+Each instance is behind a port (`ductile.fleet.instance_port`), and nothing here asks what is on the other side of it.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import suppress
-from typing import Protocol
 
-from ductile.concurrency.background import finish, start
+from ductile.concurrency.background import finish
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.read_write_lock import ReadWriteLock
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order, slots_on
 from ductile.error_text import error_text
-from ductile.fleet.assign_role import assignment
+from ductile.fleet.instance_port import InstanceEvent, InstancePort, RoleSlots, SlotsPort
 from ductile.fleet.leases import WeightLeases
-from ductile.messages.workers import Command, Receive, ReleaseRole, Reply
+from ductile.messages.workers import Command, Reply
 from ductile.records import Manifest
-from ductile.roles import Failure, Late, Refused, SlotLost
+from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import AFTER_FAILURE_S, ask_in_step, raise_worst, worst_of
-from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
+from ductile.transport.fanout import raise_worst
+from ductile.transport.mailbox import Died, Outcome
 
 MOST_LOST = 5
 """Generators that may be lost with one request before it fails, and times that scorers may be with the same samples."""
-
-
-class Server(Protocol):
-    """An instance that is on no slot of ours: it takes the messages that the first slot of another one would."""
-
-    async def ask(self, command: Command, deadline_s: float) -> Reply:
-        """Raises SlotLost, Late or Refused."""
-        ...
-
-    def listen(self, deliver: Callable[[SlotEvent], None]) -> None:
-        """Call `deliver` in the event loop with what the server says unasked, and with `Died` when it is gone."""
-        ...
 
 
 class WorkerPool:
@@ -55,21 +39,15 @@ class WorkerPool:
 
     def __init__(
         self,
-        mailbox: Mailbox,
         role: Serving,
+        slots: RoleSlots | None,
         instances: Iterable[Instance],
         deadlines: Deadlines,
         leases: WeightLeases | None,
-        servers: Mapping[InstanceId, Server] | None = None,
-        condemn: Callable[[int, str], None] | None = None,
-        is_needed: Callable[[int], bool] | None = None,
-        rendezvous: str = "",
     ) -> None:
-        """leases: None where no instance ever joins. servers: what takes the messages of instances without slots.
-        condemn(slot, sentence): kills a slot that hangs, which is lost from then on (`Cluster.condemn`); None gives it
-        up without that. is_needed(slot): whether the run would end with the slot, which is not killed then; None: with
-        none. rendezvous: host:port where the slots of an instance find each other; "" where each is on one slot."""
-        self.instances = in_order(instances)
+        """slots: None where the run has none for the role. instances: those on slots, which have the role.
+        leases: None where no instance on slots ever joins."""
+        self.instances: tuple[Instance, ...] = ()
         self.version: int | None = None
         """Version that is live; None before the first."""
         self.num_waiting = 0
@@ -79,30 +57,23 @@ class WorkerPool:
         self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or a call of `some` begins to wait for one."""
-        self._servers = dict(servers or {})
-        self._mailbox, self._deadlines, self._leases = mailbox, deadlines, leases
-        self._condemn = condemn or mailbox.lose
-        self._is_needed: Callable[[int], bool] = is_needed or (lambda slot: False)
         self._role: Serving = role
-        self._rendezvous = rendezvous
-        self._draining: dict[InstanceId, Instance] = {}
-        self._waiting: dict[InstanceId, Instance] = {}
-        self._on = {slot: instance for instance in self.instances for slot in instance.slots}
-        """The instance on each slot."""
-        self._joining: set[int] = set()
-        """Slots of the instances that are about to join."""
+        self._slots, self._deadlines, self._leases = slots, deadlines, leases
+        self._ports: dict[InstanceId, InstancePort] = {}
+        self._draining = set[InstanceId]()
+        self._waiting = dict[InstanceId, str]()
+        """Why each instance that waits does not take work."""
         self._lost: dict[InstanceId, str] = {}
-        """How external servers have died."""
+        """How instances have died."""
         self._changed = ChangeSignal()
-        mailbox.subscribe(self._on_event)
-        for instance in self.instances:
-            if not instance.slots:
-                self._servers[instance.id].listen(lambda event, instance=instance: self._tell(instance, event))
+        if slots is not None:
+            for instance in instances:
+                self._add(self._open(slots, instance))
 
     @property
     def all_instances(self) -> tuple[Instance, ...]:
         """All instances of the role, in the order of their slots."""
-        return in_order((*self.instances, *self._draining.values(), *self._waiting.values()))
+        return in_order(port.instance for port in self._ports.values())
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -112,36 +83,37 @@ class WorkerPool:
     @property
     def serving(self) -> tuple[Instance, ...]:
         """Instances that have weights: they can work, though the draining ones get nothing new."""
-        return in_order((*self.instances, *self._draining.values()))
+        return tuple(each for each in self.all_instances if each.id not in self._waiting)
 
-    def on_event(self, instance: Instance, event: SlotEvent) -> None:
+    def on_event(self, instance: Instance, event: InstanceEvent) -> None:
         """Called with what the instances say, `Died` included: then the instance has left the pool."""
 
     def on(self, slot: int) -> Instance | None:
         """The instance that is on this slot."""
-        return self._on.get(slot)
+        return next((port.instance for port in self._ports.values() if slot in port.instance.slots), None)
 
     def describe(self, instance: Instance) -> str:
-        """ "slot 2 (generate, pid 123)"; of an external server, or of one on several slots, its id."""
-        return self._mailbox.describe(instance.slots[0]) if len(instance.asked) == 1 else instance.id
+        """ "slot 2 (generate, pid 123)"; of a server, or of one on several slots, its id."""
+        port = self._ports.get(instance.id)
+        return port.describe() if port else instance.id
 
     def why_lost(self, instance: Instance) -> str:
         """The sentence that says why the instance is lost; "" while it is not."""
-        lost = self._mailbox.lost
-        return next((lost[slot] for slot in instance.slots if slot in lost), self._lost.get(instance.id, ""))
+        port = self._ports.get(instance.id)
+        return port.why_lost if port else self._lost.get(instance.id, "")
 
     async def ask(self, instance: Instance, command: Command) -> Reply:
         """Tell the instance, and wait for its reply. Raises SlotLost, Late or Refused."""
         if why := self.why_lost(instance):
             raise SlotLost(why)
-        if instance.slots:
-            return await ask_in_step(self._mailbox, instance.asked, command, self._deadlines.command_s)
+        if (port := self._ports.get(instance.id)) is None:
+            raise NotTaken(f"{instance.id} has left")
         try:
-            return await self._servers[instance.id].ask(command, self._deadlines.command_s)
+            return await port.ask(command)
         except Failure:
             raise
-        except Exception as error:  # whatever the server's client raises
-            raise Refused(f"{instance.id}: {error_text(error)}") from error
+        except Exception as error:  # whatever a port raises, such as of a message that cannot be sent
+            raise Refused(f"{port.describe()}: {error_text(error)}") from error
 
     async def ask_all(self, commands: Mapping[Instance, Command]) -> dict[Instance, Outcome]:
         """Tell several instances at once; one outcome each, never an exception."""
@@ -177,132 +149,169 @@ class WorkerPool:
 
         after: returns when slots that have the role may take the weights and work. None: at once.
         """
-        slots = instance.slots
-        if self._leases is None:
+        if self._leases is None or self._slots is None:
             raise ValueError(f"{instance.id} cannot join: there are no weight leases here")
-        for slot in slots:
-            if slot in self._on or slot in self._joining:
-                raise ValueError(f"slot {slot} has the role {self._role!r} already")
-        self._joining.update(slots)
+        port = self._open(self._slots, instance)
         try:
-            assign = dict.fromkeys(slots, assignment(instance, settings, self._rendezvous, joining=True))
-            outcomes = await self._mailbox.ask_all(assign, self._deadlines.command_s, AFTER_FAILURE_S)
-            self._condemn_late(outcomes)
-            raise_worst(outcomes)
+            await port.join(settings)
             if after is not None:
-                await self._while_there(instance, after())
+                await self._while_there(port, after())
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
-                takes_work = version is not None and await self._leases.give(instance, version, self._condemn_late)
-                if why := self.why_lost(instance):
+                takes_work = version is not None and await self._leases.give(port, version)
+                if why := port.why_lost:
                     raise SlotLost(why)
-                self._on.update(dict.fromkeys(slots, instance))
-                if takes_work:
-                    self._set((*self.instances, instance))
-                else:
-                    self._waiting[instance.id] = instance
+                self._add(port, "" if takes_work else "it waits for its first weights")
                 return takes_work
         except BaseException:
-            await finish(self._release_half_joined(instance))
+            self._leases.forget(port)
+            await finish(port.leave())
             raise
-        finally:
-            self._joining.difference_update(slots)
+
+    async def add_server(self, port: InstancePort) -> bool:
+        """An instance that is not on slots of the run comes, with the weights that it has. True: it takes work. False:
+        it waits for a version. Raises ValueError when it is there already, SlotLost when it is lost."""
+        async with self.lock.shared(f"{port.instance.id} joins"):
+            if port.instance.id in self._ports:
+                raise ValueError(f"{port.instance.id} is in the fleet already")
+            if why := port.why_lost:
+                raise SlotLost(why)
+            port.listen(lambda event: self._tell(port, event))
+            self._add(port, behind := self._behind(port))
+            return not behind
+
+    def put_aside(self, id: InstanceId, why: str, keeps_work: bool = False) -> None:
+        """The instance takes no new work, until `readmit` or the next version that it takes. keeps_work: it goes on
+        with what it has, which goes to others otherwise. Nothing happens when it is none any more."""
+        if port := self._ports.get(id):
+            self._waiting[id] = why
+            if not keeps_work:
+                port.condemn(why)
+            self._update()
+
+    def readmit(self, id: InstanceId) -> bool:
+        """An instance that was put aside takes work again, if it has the live version. Returns whether it does."""
+        if (port := self._ports.get(id)) is None:
+            return False
+        self._waiting.pop(id, None)
+        if behind := self._behind(port):
+            self._waiting[id] = behind
+        self._update()
+        return not behind
+
+    async def remove_server(self, id: InstanceId, why: str) -> None:
+        """The instance leaves at once, and what it has goes to others. Nothing happens when it is none any more."""
+        if port := self._ports.get(id):
+            self._tell(port, Died(why))
+            await port.release()
 
     def drain(self, instance: Instance) -> None:
         """The instance takes no more work. Nothing happens when it does not take any."""
         if instance in self.instances:
-            self._draining[instance.id] = instance
-            self._set(each for each in self.instances if each != instance)
+            self._draining.add(instance.id)
+            self._update()
 
     def resume(self, instance: Instance) -> None:
         """A draining instance takes work again."""
-        if self._draining.pop(instance.id, None):
-            self._set((*self.instances, instance))
+        if instance.id in self._draining:
+            self._draining.discard(instance.id)
+            self._update()
 
     async def release(self, instance: Instance) -> None:
-        """Have the instance's slots release the role. Nothing happens when it is not in the pool, or is lost."""
-        if instance not in self.all_instances:
+        """Have the instance release the role. Nothing happens when it is not in the pool, or is lost."""
+        if instance.id not in self._ports:
             return
         self.drain(instance)
         async with self.lock.shared(f"{instance.id} leaves"):
-            if instance in self.all_instances:
-                self._forget(instance)
-                release = dict.fromkeys(instance.slots, ReleaseRole(self._role))
-                raise_worst(await self._mailbox.ask_all(release, self._deadlines.command_s))
+            if port := self._ports.get(instance.id):
+                self._forget(port)
+                await port.release()
 
     async def receive(self, manifest: Manifest) -> None:
-        """Returns when the version is live on every instance that takes it; the others are lost from then on. Nothing
-        happens when a later version is live.
+        """Returns when the version is live on every instance that takes it; the others are left behind. Nothing happens
+        when a later version is live.
 
         Raises Refused when all of several refuse it: the fault is the version's. Raises Refused or Late when one cannot
-        be killed (`leave_behind`).
+        be given up (`leave_behind`).
         """
         async with self.lock.exclusive(f"version {manifest.version} goes live"):
             if self.version is not None and manifest.version < self.version:
                 return
-            asked = {*self._on.values()}
-            commands = dict.fromkeys(sorted(self._on), Receive(self._role, manifest))
-            outcomes = await self._mailbox.ask_all(commands, self._deadlines.command_s)
-            failed = {
-                instance: worst
-                for instance in in_order(asked)
-                if (worst := worst_of(outcomes[slot] for slot in instance.slots))
-            }
+            asked = {instance: self._ports[instance.id] for instance in self.all_instances}
+            outcomes = await asyncio.gather(*(_received(port, manifest) for port in asked.values()))
+            failed = {instance: failure for instance, failure in zip(asked, outcomes, strict=True) if failure}
             if len(asked) > 1 and all(isinstance(failed.get(instance), Refused) for instance in asked):
                 raise_worst(failed)
             self.leave_behind(failed)
             self.version = manifest.version
-            if self._leases is not None:
-                for instance in (asked - failed.keys()) & {*self.all_instances}:
-                    self._leases.note(instance, manifest.version)
-            if first := {instance for instance in self._waiting.values() if instance not in failed}:
-                self._set((*self.instances, *first))
-                for instance in first:
-                    del self._waiting[instance.id]
+            for instance, port in asked.items():
+                if instance not in failed and instance.id in self._ports:
+                    self._waiting.pop(instance.id, None)
+                    if self._leases is not None:
+                        self._leases.note(port, manifest.version)
+            self._update()
 
     def leave_behind(self, failed: Mapping[Instance, Failure]) -> None:
-        """Go on without the instances that failed at what they were asked: one that is late or refuses is killed, and
-        comes back as one that is lost does.
+        """Go on without the instances that failed at what they were asked: one that is late or refuses is given up
+        (`InstancePort.condemn`).
 
-        An external server cannot be killed, nor a slot that the run would end with, such as one that also trains: what
-        such ones failed with is raised, the worst of it.
+        A slot that the run would end with, such as one that also trains, cannot be: what such ones failed with is
+        raised, the worst of it.
         """
-        failed = {instance: failure for instance, failure in failed.items() if not isinstance(failure, SlotLost)}
-        raise_worst({instance: failure for instance, failure in failed.items() if not self._can_be_killed(instance)})
-        for instance, failure in failed.items():
-            for slot in instance.slots:
-                if self.on(slot) == instance:  # or it has died meanwhile, and may be there again
-                    self._condemn(slot, f"{failure}; it has been killed")
+        ports = {
+            self._ports[instance.id]: failure
+            for instance, failure in failed.items()
+            if instance.id in self._ports and not isinstance(failure, SlotLost)
+        }
+        raise_worst({port: failure for port, failure in ports.items() if port.is_needed})
+        for port, failure in ports.items():
+            self.put_aside(port.instance.id, str(failure))
 
-    def _on_event(self, slot: int, event: SlotEvent) -> None:
-        if instance := self.on(slot):
-            self._tell(instance, event)
-        elif isinstance(event, Died):
-            self._changed.notify_all()  # it may have been about to join
+    def _open(self, slots: RoleSlots, instance: Instance) -> SlotsPort:
+        port = slots.open(instance)
+        port.listen(lambda event: self._tell(port, event))
+        return port
 
-    def _tell(self, instance: Instance, event: SlotEvent) -> None:
-        if isinstance(event, Died):
-            self._forget(instance)
-            if not instance.slots:
+    def _tell(self, port: InstancePort, event: InstanceEvent) -> None:
+        instance = port.instance
+        if self._ports.get(instance.id) is port:
+            if isinstance(event, Died):
                 self._lost[instance.id] = event.reason
-            for slot in instance.slots:  # at once: what is asked of the slot from now on comes after it
-                start(self._release(slot))
-        self.on_event(instance, event)
+                self._forget(port)
+            self.on_event(instance, event)
+        elif isinstance(event, Died):
+            self._changed.notify_all()  # it was about to join
 
-    def _forget(self, instance: Instance) -> None:
-        self._draining.pop(instance.id, None)
-        self._waiting.pop(instance.id, None)
-        for slot in instance.slots:
-            self._on.pop(slot, None)
+    def _add(self, port: InstancePort, waits: str = "") -> None:
+        """waits: why it does not take work yet."""
+        instance = port.instance
+        self._ports[instance.id] = port
+        if waits:
+            self._waiting[instance.id] = waits
+        self._update()
+
+    def _forget(self, port: InstancePort) -> None:
+        id = port.instance.id
+        del self._ports[id]
+        self._draining.discard(id)
+        self._waiting.pop(id, None)
         if self._leases is not None:
-            self._leases.forget(instance)
-        if instance in self.instances:
-            self._set(each for each in self.instances if each != instance)
+            self._leases.forget(port)
+        self._update()
 
-    def _set(self, instances: Iterable[Instance]) -> None:
-        self.instances = in_order(instances)
-        self._changed.notify_all()
-        self.on_change()
+    def _behind(self, port: InstancePort) -> str:
+        """Why the instance cannot take work, as another version is live; "" where it can."""
+        if self.version is None or port.version in (None, self.version):
+            return ""
+        return f"{port.describe()} has version {port.version}, and {self.version} is live"
+
+    def _update(self) -> None:
+        """Tell of the instances that take work, where they are others now."""
+        takes_work = [each for each in self.all_instances if each.id not in self._waiting.keys() | self._draining]
+        if self.instances != (instances := in_order(takes_work)):
+            self.instances = instances
+            self._changed.notify_all()
+            self.on_change()
 
     async def _outcome(self, instance: Instance, command: Command) -> Outcome:
         try:
@@ -310,36 +319,24 @@ class WorkerPool:
         except Failure as error:
             return error
 
-    def _can_be_killed(self, instance: Instance) -> bool:
-        return bool(instance.slots) and not any(map(self._is_needed, instance.slots))
-
-    def _condemn_late(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Kill the slots that hang as they take their first role, or its weights: they would not release it in time,
-        either."""
-        for slot, outcome in outcomes.items():
-            has_others = self._mailbox.roles(slot) != (self._role,) or self._is_needed(slot)
-            if isinstance(outcome, Late) and not has_others:
-                self._condemn(slot, f"{outcome}; it has been killed")
-
-    async def _while_there(self, instance: Instance, waiting: Awaitable[None]) -> None:
+    async def _while_there(self, port: SlotsPort, waiting: Awaitable[None]) -> None:
         """Wait, as long as the instance that joins has its slots. Raises SlotLost at once when it loses one."""
         task = asyncio.ensure_future(waiting)
         task.add_done_callback(lambda _: self._changed.notify_all())
         try:
             while not task.done():
-                if why := self.why_lost(instance):
+                if why := port.why_lost:
                     raise SlotLost(why)
                 await self._changed.wait()
             await task
         finally:
             task.cancel()
 
-    async def _release_half_joined(self, instance: Instance) -> None:
-        if self._leases is not None:
-            self._leases.forget(instance)
-        await asyncio.gather(*map(self._release, instance.slots))
 
-    async def _release(self, slot: int) -> None:
-        """Have a slot give the role up that may not even have it, or be lost."""
-        with suppress(Failure):
-            await self._mailbox.ask(slot, ReleaseRole(self._role), self._deadlines.command_s)
+async def _received(port: InstancePort, manifest: Manifest) -> Failure | None:
+    """What the instance failed with; None where the version is live on it."""
+    try:
+        await port.receive(manifest)
+    except Failure as failure:
+        return failure
+    return None

@@ -8,7 +8,7 @@ import msgspec
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 
-VERSION = 5
+VERSION = 6
 
 
 class Words(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,10 +32,18 @@ class Status(Words, tag="status"):
     pass
 
 
+class FleetRequest(Words, tag="fleet"):
+    """Say which servers the run has, have one come, or have one leave."""
+
+    action: Literal["list", "join", "drain", "evict"] = "list"
+    server: str = ""
+    """join: the server's address. drain, evict: its id, or its address."""
+
+
 class ControlRequest(Words):
     version: int
     token: str
-    ask: ResizeRequest | Status
+    ask: ResizeRequest | Status | FleetRequest
 
 
 class Resized(Words, tag="resized"):
@@ -79,6 +87,35 @@ class SlotStatus(Words):
     """Idle seconds of `seconds`, by cause."""
 
 
+class ServerStatus(Words):
+    """A server of the run's fleet."""
+
+    id: str
+    url: str
+    status: str
+    """A state of `ductile.core.instances.health`: joining, warming, ready, suspect, draining, stale, dead or gone."""
+    reason: str
+    """Why it is in that state, a sentence."""
+    since_s: float
+    """Seconds for which it has been."""
+    version: int | None = None
+    """Version that it has committed; None before the first."""
+    num_unfinished: int = 0
+    """Requests of the run that it has."""
+
+
+class FleetStatus(Words, tag="fleet"):
+    epoch: int
+    """Membership epoch of the fleet."""
+    version: int | None
+    """Newest version that a server has committed."""
+    servers: tuple[ServerStatus, ...]
+    under_way: str = ""
+    """The weight update or the join that is under way; "" when there is none."""
+    sentence: str = ""
+    """What has come of what was asked for."""
+
+
 class RunStatus(Words, tag="status"):
     command: str
     pid: int
@@ -94,11 +131,13 @@ class RunStatus(Words, tag="status"):
     """The latest resizes, oldest first."""
     lost: dict[int, str]
     """Slots that died, with the sentence that says how."""
+    fleet: FleetStatus | None = None
+    """The run's servers; None where it has none by its config."""
 
 
 class Response(Words):
     version: int
-    result: Resized | RunStatus | None = None
+    result: Resized | RunStatus | FleetStatus | None = None
     error: str = ""
     """Why there is no result, as a sentence; "" when there is one."""
     unfit: bool = False

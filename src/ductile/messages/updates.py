@@ -10,7 +10,9 @@ is told to commit. Everything carries `update_id` and `epoch`; what is older tha
 Over HTTP all of this is JSON, and a bucket is its raw bytes.
 """
 
-from typing import Literal
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -32,6 +34,12 @@ class TensorSpec(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+def model_fingerprint(tensors: Iterable[TensorSpec]) -> str:
+    """Return 16 hexadecimal digits that are equal for models with the same tensors: names, shapes, dtypes."""
+    lines = sorted(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+    return blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
 class TensorBox(msgspec.Struct, frozen=True):
@@ -62,7 +70,8 @@ class Offer(msgspec.Struct, frozen=True):
     """Tensors of which a box is in the buckets."""
     buckets: tuple[Bucket, ...]
     location: str = ""
-    """Address of the sender's control socket (shared_memory, point_to_point), or its folder (disk)."""
+    """Address of the sender's control socket (shared_memory, point_to_point), its folder (disk), or the URL of a
+    server's lease (http): then the receiver asks that server for each bucket, at `<location>/<index>`."""
 
 
 class Receiver(msgspec.Struct, frozen=True):
@@ -132,6 +141,8 @@ class SendReport(msgspec.Struct, frozen=True):
     seconds: float
     failed: dict[str, str] = {}
     """Receivers that did not take everything, each with a sentence."""
+    num_bytes_unchanged: int = 0
+    """Bytes that were left out, as they are those of `base_version`. `digest` has their part all the same."""
 
 
 # -- What a server says and is told over HTTP -----------------------------------------------------------------------
@@ -159,6 +170,9 @@ class ServerState(msgspec.Struct, frozen=True):
     carriers: tuple[WeightCarrier, ...] = ("shared_memory", "point_to_point", "http", "disk")
     host: str = ""
     """Identity of the machine (its boot id): equal to the trainer's where memory can be shared."""
+    serving: bool = True
+    """False while it holds weights of no version, as its memory has no room for two: nothing is generated until a
+    commit."""
     num_sampled: int = 0
     """Tokens sampled since the process began: a wedged engine answers probes, and samples nothing."""
     update: UpdateProgress | None = None
@@ -175,6 +189,8 @@ class PrepareUpdate(msgspec.Struct, frozen=True):
     carrier: WeightCarrier
     offers: tuple[Offer, ...]
     """Offers of all senders: together every tensor exactly once (with `base_version`: those that changed)."""
+    instance: str = ""
+    """Receiver of the update that this server is. "" is enough where only one has the carrier."""
 
 
 class EndUpdate(msgspec.Struct, frozen=True):
@@ -190,8 +206,40 @@ class EndUpdate(msgspec.Struct, frozen=True):
 
 class PauseServer(msgspec.Struct, frozen=True):
     """POST /pause. Until /resume no request is begun or continued, of any client. mode: abort what runs, keep it where
-    it is, or let it end first. After `lease_s` the server goes on by itself."""
+    it is, or let it end first. After `lease_s` the server goes on by itself. Replies `ServerState`, as /resume does."""
 
     epoch: int
     mode: Literal["abort", "keep", "drain"] = "keep"
-    lease_s: float = 30.0
+    lease_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+
+
+class ResumeServer(msgspec.Struct, frozen=True):
+    """POST /resume. One that is not paused resumes all the same: nothing happens."""
+
+    epoch: int = 0
+    """0: whoever has paused it."""
+
+
+class LeaseVersion(msgspec.Struct, frozen=True):
+    """POST /weights/lease. The server keeps the version that is live now, for a server that joins, until the lease is
+    over. Replies `VersionLease`; 409 where another version is live."""
+
+    version: int | None = None
+    """None: whichever is live."""
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 20
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+
+
+class VersionLease(msgspec.Struct, frozen=True):
+    """A version that one server has, as another can get it: `offer` goes into a `PrepareUpdate` of carrier "http"."""
+
+    version: int
+    digest: Digest
+    offer: Offer
+
+
+class LiveDigest(msgspec.Struct, frozen=True):
+    """GET /weights/digest: read from the weights that are sampled from, just now."""
+
+    version: int
+    digest: Digest

@@ -11,6 +11,7 @@ import msgspec
 from ductile.columns import Floats
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.layout.model.peak import Arithmetic
+from ductile.messages.updates import Offer, SendReport, WeightUpdate
 from ductile.records import (
     AS_IN_SOURCE,
     ChatFormat,
@@ -124,6 +125,25 @@ class Withdraw(Message):
     """Free what `Publish` of this version and older ones holds. Reply: `Done`."""
 
     version: int
+
+
+class BeginUpdate(Message):
+    """Begin to send the weights, as they are, to the update's receivers, beside training. Reply: `UpdateBegun` at
+    once; an `UpdateSent` event says when this rank is through. What would change or move the weights waits for that, at
+    most as long as the update may take. The same update again is no error, and changes nothing."""
+
+    update: WeightUpdate
+
+
+class FinishUpdate(Message):
+    """Free what the update holds; where it was aborted, stop sending. Reply: `Done`."""
+
+    update_id: str
+    aborted: bool
+
+    @property
+    def is_beside(self) -> bool:
+        return True
 
 
 class SaveState(Message):
@@ -338,6 +358,11 @@ class Published(Message):
     manifest: Manifest | None = None
 
 
+class UpdateBegun(Message):
+    offer: Offer
+    """What this rank sends: its own boxes."""
+
+
 class Scores(Message):
     logprobs: tuple[Floats, ...]
     """One column a sample, as long as its tokens; entry 0 is 0."""
@@ -374,6 +399,12 @@ class PreparationEnded(Message):
     """Why the slot cannot take part in the change; None when it can."""
 
 
+class UpdateSent(Message):
+    """This rank is through with an update, also where it failed."""
+
+    report: SendReport
+
+
 class Finished(Message):
     generations: tuple[Generation, ...]
 
@@ -401,7 +432,7 @@ class EngineStats(Message):
 
 TrainCommand = (
     ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
-    | Prepare | Freeze | TransferState | Commit | Rollback | Finalize
+    | BeginUpdate | FinishUpdate | Prepare | Freeze | TransferState | Commit | Rollback | Finalize
 )  # fmt: skip
 Command = (
     AssignRole | ReleaseRole | Ping | Stop | Survey | TrainCommand
@@ -409,9 +440,9 @@ Command = (
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed
-    | ForwardBackwardDone | Stepped | Frozen | StateTransferred | Published | Scores | MigratedOut
+    | ForwardBackwardDone | Stepped | Frozen | StateTransferred | Published | UpdateBegun | Scores | MigratedOut
 )  # fmt: skip
-Event = Hello | Heartbeat | PreparationEnded | Finished | EngineStats
+Event = Hello | Heartbeat | PreparationEnded | UpdateSent | Finished | EngineStats
 
 
 class Envelope(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.strategy import model_layout
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.cells import Atoms, atoms
-from ductile.core.transfer.owners import owned_boxes
+from ductile.core.transfer.owners import owned_boxes, shared_boxes
 
 REMEMBERED_LAYOUTS = 32
 """Most layouts that are remembered; the least recently used one goes first."""
@@ -62,8 +62,15 @@ class SlotParts:
     def owned(self, name: str) -> list[Box]:
         """The boxes that this slot owns (`ductile.core.transfer.owners`)."""
         if name not in self._owned:
-            holdings = self._layout[name].holdings
-            if holdings.geometry not in self._atoms:
-                self._atoms[holdings.geometry] = atoms(holdings)
-            self._owned[name] = owned_boxes(self._atoms[holdings.geometry], self._slot, self._turns[name])
+            self._owned[name] = owned_boxes(self._atoms_of(name), self._slot, self._turns[name])
         return self._owned[name]
+
+    def shared(self, name: str) -> list[Box]:
+        """The boxes that this slot sends where all slots send a tensor between them, each as much as the others."""
+        return shared_boxes(self._atoms_of(name), self._slot, self._turns[name])
+
+    def _atoms_of(self, name: str) -> Atoms:
+        holdings = self._layout[name].holdings
+        if holdings.geometry not in self._atoms:
+            self._atoms[holdings.geometry] = atoms(holdings)
+        return self._atoms[holdings.geometry]

@@ -30,6 +30,7 @@ from ductile.messages.workers import (
     EndLease,
     Envelope,
     Failed,
+    FinishUpdate,
     LeaseWeights,
     MigrateOut,
     Ping,
@@ -114,9 +115,8 @@ class Worker:
         return not waits and self._start_beside(envelope)
 
     def _may_be_beside(self, command: object) -> bool:
-        """On a GPU only `Prepare` may: an engine that began in the middle of a micro-step would find less memory free
-        than there is."""
-        if isinstance(command, Prepare):
+        """On a GPU no engine may begin in the middle of a micro-step: it would find less memory free than there is."""
+        if isinstance(command, Prepare | FinishUpdate):
             return True
         return isinstance(command, Command) and command.is_beside and self._settings.device == "cpu"
 

@@ -25,6 +25,7 @@ from ductile.core.transfer.planning import Planner
 from ductile.parallel.data import flat_shard, like
 from ductile.trainer.trainer import Trainer
 
+MODEL = "model/"
 GRADIENT = "gradient/"
 REMEMBERED_LAYOUTS = 32
 """Most layouts that are remembered; the least recently used one goes first."""
@@ -34,7 +35,7 @@ def named_state(trainer: Trainer) -> dict[str, Tensor]:
     """Parameters and moments: the trainer's own tensors, not copies. A write into them changes the state."""
     named: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
-        named[f"model/{name}"] = parameter.detach()
+        named[MODEL + name] = parameter.detach()
         for kept in trainer.optimizer_state:
             if kept.layout == "parameter":
                 named[f"{kept.name}/{name}"] = trainer.optimizer.state[parameter][kept.name]
@@ -76,7 +77,7 @@ class StatePlans:
     def _make(self, parallel: ParallelLayout, with_gradient: bool) -> Layout:
         """Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short or empty."""
         parameters = model_layout(self._spec, parallel, self._dtype)
-        state = parameters.kind("model/", self._dtype)
+        state = parameters.kind(MODEL, self._dtype)
         for kept in self._optimizer_state:
             if kept.layout == "parameter":
                 state |= parameters.kind(f"{kept.name}/", kept.dtype)

@@ -13,11 +13,14 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ResizeOrder
 from ductile.error_text import error_text
 from ductile.fabric.groups import Groups
+from ductile.messages.updates import Offer, WeightUpdate
 from ductile.messages.workers import (
+    BeginUpdate,
     Commit,
     Done,
     ExportModel,
     Finalize,
+    FinishUpdate,
     ForwardBackward,
     ForwardBackwardDone,
     Freeze,
@@ -30,6 +33,8 @@ from ductile.messages.workers import (
     SaveState,
     Stepped,
     TransferState,
+    UpdateBegun,
+    UpdateSent,
     Withdraw,
 )
 from ductile.parallel.distributed_checkpoint import StateError
@@ -39,6 +44,7 @@ from ductile.records import Manifest
 from ductile.roles import RoleAssignment, StateKept
 from ductile.trainer import checkpoint
 from ductile.trainer.export import FolderNotWritten, export_model
+from ductile.trainer.outgoing_weights import OutgoingWeights
 from ductile.trainer.prepare import TrainerPart
 from ductile.trainer.resize import Resize
 from ductile.trainer.state import StatePlans
@@ -49,6 +55,9 @@ from ductile.weights.weight_transport import WeightTransport
 
 class TrainRole:
     """Follows `ductile.roles.SlotRole`. Every command but `Withdraw` goes to all slots that train; they work in step.
+
+    A weight update (`BeginUpdate`) sends this slot's part of the weights beside the commands that come after it. Those
+    that would change the weights, or move them, wait for it first.
 
     A resize (`ductile.trainer.resize`) changes which slots these are. A slot that joins, or has left, holds the role
     without a part of the state.
@@ -65,6 +74,12 @@ class TrainRole:
         self._config = TrainerConfig.model_validate(settings)
         check_schedule(self._config.model.pp_schedule)
         self._transport: WeightTransport = SharedMemory()
+        # A slot that is through waits for the others in a collective, which must not come to its own deadline.
+        self._outgoing = OutgoingWeights(
+            assignment.slot,
+            self._config.dist_timeout_seconds / 2,
+            lambda report: assignment.tell(UpdateSent(report)),
+        )
         self._plans = StatePlans(spec_of(self._config), self._config)
         self._resize: Resize | None = None
         self._preparing = Lock()
@@ -86,6 +101,7 @@ class TrainRole:
                     num_tokens = self._live.forward_backward(micro_batches)
                 return ForwardBackwardDone(num_tokens, perf_counter() - start)
             case OptimStep(loss_denominator=loss_denominator):
+                self._outgoing.fence("OptimStep")
                 with self._in_step():
                     return Stepped(self._live.optim_step(loss_denominator))
             case Publish(version=version):
@@ -93,10 +109,16 @@ class TrainRole:
                     return Published(self._publish(version))
             case Withdraw(version=version):
                 self._transport.withdraw(version)
+            case BeginUpdate(update=update):
+                with self._keeping_state():
+                    return UpdateBegun(self._begin_update(update))
+            case FinishUpdate(update_id=update_id, aborted=aborted):
+                self._outgoing.finish(update_id, aborted)
             case SaveState(path=path):
                 with self._keeping_state():
                     self._save(path)
             case LoadState(path=path):
+                self._outgoing.fence("LoadState")
                 with self._in_step():
                     checkpoint.load_state(self._live, path)
             case ExportModel(path=path, dtype=dtype, chat_format=chat_format):
@@ -105,6 +127,7 @@ class TrainRole:
             case Prepare(order=order):
                 self._prepare(order)
             case Freeze(epoch=epoch, with_gradient=with_gradient):
+                self._outgoing.fence("a resize")
                 if self._instance is not None and self._instance.trainer is not None:
                     with self._in_step():  # whatever else this slot has to say of the change: the others sum, too
                         self._live.reduce_gradients()
@@ -128,6 +151,7 @@ class TrainRole:
         return []
 
     def close(self) -> None:
+        self._outgoing.close()
         if self._resize is not None:
             self._roll_back(self._resize.order.epoch)
         self._transport.close()
@@ -176,6 +200,11 @@ class TrainRole:
                 full = error
         if full is not None:
             raise full
+
+    def _begin_update(self, update: WeightUpdate) -> Offer:
+        trainer = self._live
+        assert self._instance is not None, "it has a trainer"
+        return self._outgoing.begin(update, trainer, self._instance.state)
 
     def _publish(self, version: int) -> Manifest | None:
         """The layout's first slot offers the whole tensors; the others help to gather them.

@@ -223,7 +223,7 @@ class Trainer:
         return parallelize.build(self.spec, weights, self.context, self.parts, self.device, self.precision, reshard)
 
     def _build_over(self, buffers: MutableMapping[str, Tensor]) -> Transformer:
-        prefix = "model/"
+        prefix = "model/"  # `trainer.state.MODEL`: that module imports this one
         ours = [name for name in buffers if name.startswith(prefix)]
         shards = {name.removeprefix(prefix): buffers.pop(name) for name in ours}
         reshard = self.config.model.reshard_after_forward

@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 def client_findings(config: ClientConfig, at: str) -> Iterator[Finding]:
     yield from _key(config, at)
-    if config.base_url is not None and has_userinfo(config.base_url):
+    if any(map(has_userinfo, config.urls)):
         what = "holds a user or a password, which would be written into files. Leave it out, and write api_key_var"
         yield Finding((f"{at}.base_url",), what)
 

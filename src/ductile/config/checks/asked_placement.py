@@ -5,7 +5,7 @@ from typing import cast
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 from ductile.config.schema.trainer import needs_reference
-from ductile.core.instances.placement import Placement, SlotsGiven, place
+from ductile.core.instances.placement import Placement, Role, SlotsGiven, place
 
 
 def placement_of(config: Section) -> Placement:
@@ -19,12 +19,10 @@ def placement_of(config: Section) -> Placement:
         deployment = config.deployment
         if deployment.type == "multi_node":
             return Placement((), (), (), "multi-node deployments are not built yet")
-        return place(
-            entries,
-            num_train=deployment.num_train_gpus,
-            num_generate=deployment.num_infer_gpus,
-            needs=("train", "generate", "score") if needs_reference(config.trainer.loss) else ("train", "generate"),
-        )
+        has_servers = config.orchestrator.client.base_url is not None or config.inference.registry is not None
+        needs: list[Role] = ["train", *(["generate"] if not has_servers else [])]
+        needs += ["score"] if needs_reference(config.trainer.loss) else []
+        return place(entries, num_train=deployment.num_train_gpus, num_generate=deployment.num_infer_gpus, needs=needs)
     if isinstance(config, SFTConfig | TrainerRunConfig):
         entries = cast("dict[str, SlotsGiven] | None", config.cluster.component_placement)
         num_gpus = config.deployment.num_gpus if config.deployment.type == "single_node" else 1

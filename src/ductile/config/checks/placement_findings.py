@@ -53,7 +53,7 @@ def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Itera
         )
     if isinstance(config, RLConfig):
         parallel, num_slots = config.inference.parallel, len(placement.generate)
-        if parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
+        if num_slots and parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
             what = f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy."
             about = ("inference.parallel.dp", "inference.parallel.tp", *keys, "deployment.num_infer_gpus")
             yield Finding(about, what + " Or leave it out")

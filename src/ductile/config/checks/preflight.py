@@ -6,11 +6,13 @@ with "no such folder". Each finding says what to write instead.
 
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from ductile.config.checks.access import client_findings, server_findings
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import scheduling_findings
+from ductile.config.checks.asked_servers import server_findings as named_server_findings
+from ductile.config.checks.asked_servers import server_notes as named_server_notes
+from ductile.config.checks.fleet_findings import fleet_findings, registry_findings
 from ductile.config.checks.generation import (
     generation_config_notes,
     generator_findings,
@@ -37,6 +39,7 @@ from ductile.config.checks.written import output_findings
 from ductile.config.finding import Finding
 from ductile.config.reading.unread import unread_findings, unread_notes
 from ductile.config.schema.bench import load_findings, server_notes
+from ductile.config.schema.fleet import StaticRegistry
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.orchestrator import BuiltinTask, JsonlTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
 from ductile.config.schema.run import (
@@ -100,7 +103,7 @@ def warnings(config: Section) -> list[str]:
             f'the score slots have no effect here: loss "{loss.type}" compares with what the generators say. They are '
             'for "grpo", "custom" and kl_coef'
         )
-    said += deadline_warnings(config.cluster)
+    said += [*deadline_warnings(config.cluster), *named_server_notes(config)]
     said += generation_config_notes(config.orchestrator.sampling, config.inference.model.name)
     said += _system_prompts(config.orchestrator)
     return [*said, *sampling_warnings("orchestrator.sampling", config.orchestrator.sampling)]
@@ -143,12 +146,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
         )
     if trainer.loss.type == "sft":
         yield Finding(("trainer.loss.type",), 'is for `ductile sft`. Write "default", "ipo", "grpo" or "custom"')
-    if orchestrator.client.base_url is not None and _port(orchestrator.client.base_url) != inference.server.port:
-        yield Finding(
-            ("orchestrator.client.base_url", "inference.server.port"),
-            f"names another server than this run's own (inference.server.port {inference.server.port}). Leave it out: "
-            "`ductile rl` knows its generators",
-        )
+    yield from named_server_findings(config)
     yield from _loss(trainer.loss, "trainer.")
     yield from client_findings(orchestrator.client, "orchestrator.client")
     yield from _task_findings(orchestrator, "orchestrator.")
@@ -162,6 +160,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     for key, sampling in tables.items():
         yield from sampling_findings(key, sampling, read_spec(trainer.model.name))
     yield from generator_findings(inference, "inference.", read_spec(trainer.model.name), config.cluster.device)
+    yield from fleet_findings(inference, "inference.")
     numbers = {trainer.max_steps, orchestrator.max_steps} - {None}
     if config.max_steps is None and len(numbers) > 1:
         what = f"contradicts orchestrator.max_steps ({orchestrator.max_steps}): write max_steps, which sets both"
@@ -210,8 +209,8 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
     yield from model_findings("model.name", config.model.name, needs_weights=False)
     if config.client.base_url is None:
         yield Finding(("client.base_url",), 'is missing: write the server to ask, such as "http://127.0.0.1:8000/v1"')
-    elif not config.client.base_url.startswith(("http://", "https://")):
-        what = 'must be the address of a server, with http:// or https://, such as "http://127.0.0.1:8000/v1"'
+    elif len(config.client.urls) != 1 or not config.client.urls[0].startswith(("http://", "https://")):
+        what = 'must be the address of one server, with http:// or https://, such as "http://127.0.0.1:8000/v1"'
         yield Finding(("client.base_url",), what)
     yield from client_findings(config.client, "client")
     yield from _task_findings(config, "")
@@ -230,6 +229,10 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
         what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
         yield Finding(("parallel.dp",), what)
     yield from server_findings(config.server, "server")
+    yield from registry_findings(config.registry, "registry")
+    if isinstance(config.registry, StaticRegistry):
+        what = "lists servers, and is no place where one could announce itself. Leave it out, or write file or http"
+        yield Finding(("registry.type",), what)
     yield from load_findings(config.bench, config)
 
 
@@ -364,10 +367,3 @@ def _bench(config: RLConfig | SFTConfig) -> Iterator[Finding]:
 
 def _no_model(key: str) -> Finding:
     return Finding((key,), "is missing: write the path of a Hugging Face model folder")
-
-
-def _port(url: str) -> int | None:
-    try:
-        return urlsplit(url).port
-    except ValueError:
-        return None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import policy_name
+from ductile.config.checks.asked_servers import servers_in_words
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.checks.preflight import num_examples
 from ductile.config.checks.scorer_findings import scorers_in_words
@@ -47,6 +48,7 @@ def summary(
         *_work(config),
         *([("rows", data)] if data else []),
         *_slots(config),
+        *(_column("servers", servers_in_words(config)) if isinstance(config, RLConfig) else []),
         *(_mesh(config) if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig) else []),
         *_scheduling(config),
         *_column("derived", list(parsed.derived)),
@@ -109,7 +111,7 @@ def _work(config: RunConfig) -> Iterator[Row]:
         yield "loss", f"{config.trainer.loss.type}, {config.trainer.optim.type} with lr {config.trainer.optim.lr:g}"
         yield from _column("eval", _evaluation(config.orchestrator, config.bench))
     elif isinstance(config, OrchestratorRunConfig):
-        yield "server", str(config.client.base_url)
+        yield "server", ", ".join(config.client.urls)
         yield from _prompts(config)
     elif isinstance(config, SFTConfig):
         yield "steps", _steps(config.max_steps, config.bench, "one pass over the data")

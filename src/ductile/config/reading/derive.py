@@ -99,7 +99,8 @@ def _derived(config: Section) -> Iterator[Derived]:
     if isinstance(config, RLConfig):
         placement = placement_of(config)
         dp = len(placement.generate) // config.inference.parallel.tp
-        yield Derived(("inference", "parallel", "dp"), dp, "the generate slots, one copy on each")
+        if placement.generate:
+            yield Derived(("inference", "parallel", "dp"), dp, "the generate slots, one copy on each")
         sized = config.inference.num_blocks is not None or config.inference.cache_memory_gib is not None
         written = sized or not _is_unset(config.inference, "gpu_memory_utilization")
         if not written and config.cluster.device != "cpu":

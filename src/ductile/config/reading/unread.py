@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from ductile.config.finding import Finding
 from ductile.config.reading.errors import listed
 from ductile.config.reading.key_tree import find, value_at
+from ductile.config.schema.fleet import FleetConfig
+from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 
@@ -45,8 +47,19 @@ _ONE_PROCESS = Unread(
 UNREAD: dict[type[Section], tuple[Unread, ...]] = {
     RLConfig: (
         Unread(
-            ("inference.server", "orchestrator.client"),
-            "`ductile rl` talks to its own generators, and opens no HTTP port",
+            tuple(f"inference.server.{name}" for name in ServerConfig.model_fields if name != "port"),
+            "it is for `ductile inference`, and `ductile rl` opens no HTTP port",
+            noted=True,
+        ),
+        Unread(
+            ("trainer.weight_broadcast.save_sharded", "trainer.weight_broadcast.save_format"),
+            "each rank writes its own part of the weights, in buckets",
+            noted=True,
+        ),
+        Unread(
+            tuple(f"trainer.weight_broadcast.{name}" for name in ("host", "port", "timeout", "inference_world_size")),
+            "a process group is made for each version, of those that are there, at a free port; "
+            "inference.update_total_timeout_seconds limits it",
             noted=True,
         ),
         Unread(("trainer.data.fake",), "it is for `ductile trainer`, and here the generators make the data"),
@@ -64,6 +77,11 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
     InferenceRunConfig: (
         _unscheduled("inference"),
         _ONE_PROCESS,
+        Unread(
+            tuple(name for name in FleetConfig.model_fields if name != "registry"),
+            "it is for `ductile rl`, which rules the fleet that this server is in",
+            noted=True,
+        ),
         Unread(
             ("output_dir", "deployment.gpus_per_node"),
             "`ductile inference` is one process on one device, and writes nothing but what --dry-run writes",
@@ -90,4 +108,5 @@ def unread_notes(config: Section) -> Iterator[str]:
 
 def _differs(config: Section, key: str) -> bool:
     path = tuple(key.split("."))
-    return value_at(config, path) != find(type(config), path)[0].default
+    value = value_at(config, path)  # None where the key is one of another variant, or the table is left out
+    return value is not None and value != find(type(config), path)[0].default

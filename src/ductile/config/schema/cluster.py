@@ -62,8 +62,9 @@ class SingleNodeDeployment(Section):
     type: Literal["single_node"] = "single_node"
     gpus_per_node: int = Field(default=8, ge=1)
     num_train_gpus: int = Field(default=1, ge=1)
-    num_infer_gpus: int = Field(default=1, ge=1)
-    """Generate slots come first, train slots next. `cluster.component_placement` says it slot by slot instead."""
+    num_infer_gpus: int = Field(default=1, ge=0)
+    """Generate slots come first, train slots next. `cluster.component_placement` says it slot by slot instead. 0 where
+    only servers generate (`orchestrator.client.base_url`, `inference.registry`)."""
 
 
 _MULTI_NODE = NotBuilt("multi-node deployments", instead='Write "single_node".')

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ductile.config.schema.fleet import FleetConfig
 from ductile.config.schema.model import ChatModelConfig
 from ductile.config.schema.section import NotBuilt, Section
 
@@ -33,6 +34,9 @@ class ServerConfig(Section):
     no room gets 503, to be tried again."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     """Largest body of a request, in bytes."""
+    stage_weights: bool = True
+    """Whether new weights are staged beside the live ones, so that requests go on and an update can be taken back.
+    false takes half the memory: weights are overwritten as they come, and nothing is generated until the commit."""
     timeout_s: float = Field(default=30.0, gt=0)
     """A client has this long to send a request's headers, again for its body, and to take what was sent to it."""
 
@@ -52,10 +56,7 @@ class InferenceModelConfig(ChatModelConfig):
     in `inference` as far as the KV cache holds them."""
 
 
-_HEALTH = NotBuilt("the generators' health monitor")
-
-
-class InferenceConfig(Section):
+class EngineConfig(Section):
     model: InferenceModelConfig = InferenceModelConfig()
     server: ServerConfig = ServerConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -82,16 +83,10 @@ class InferenceConfig(Section):
     """Sequences in flight keep the keys and values of the old weights when new ones arrive, instead of computing them
     again. Faster; the rest of such a sequence is then sampled from a mixture that no single version is."""
     seed: int = 0
-    enable_health_monitor: Annotated[bool, _HEALTH] = False
-    """Probe every generator in the background and take out those that do not reply."""
-    health_check_interval_seconds: Annotated[float, _HEALTH] = Field(default=10.0, gt=0)
-    health_check_failure_threshold: Annotated[int, _HEALTH] = Field(default=3, ge=1)
-    """Consecutive failures after which a generator is taken out."""
-    topology_change_cooldown_seconds: Annotated[float, NotBuilt("joining and leaving generators")] = Field(
-        default=30.0, ge=0
-    )
-    """Joins within this time of each other are one change; removals never wait."""
-    enable_topology_discovery: Annotated[bool, NotBuilt("joining and leaving generators")] = False
+
+
+class InferenceConfig(FleetConfig, EngineConfig):
+    """[inference]: what a generator is, and how a fleet of servers is run."""
 
 
 def shared_block_tokens(config: InferenceConfig) -> int:

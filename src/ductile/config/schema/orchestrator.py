@@ -125,12 +125,22 @@ class GradersConfig(Section):
 
 
 class ClientConfig(Section):
-    base_url: str | None = None
-    """An OpenAI-compatible server, `http://host:port/v1`. Only for `ductile orchestrator`; `ductile rl` has its own."""
+    base_url: str | list[str] | None = None
+    """A server, `http://host:port/v1`. `ductile orchestrator` asks it alone, and it may be any OpenAI-compatible one;
+    in `ductile rl` it is one of ours (`ductile inference`), or a list of them: they generate beside the run's generate
+    slots, or instead of them, and get each version of the weights (docs/fleet.md)."""
     api_key: str | None = None
+    """Key of the servers: the same for all."""
     api_key_var: str | None = None
     """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
     timeout_s: float = Field(default=600.0, gt=0)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """`base_url` as it is written, one or several."""
+        if self.base_url is None:
+            return ()
+        return (self.base_url,) if isinstance(self.base_url, str) else tuple(self.base_url)
 
 
 class OrchestratorConfig(Section):

@@ -248,11 +248,11 @@ class NcclBroadcast(Section):
     port: int = Field(default=29501, ge=1, le=65535)
     timeout: int = Field(default=1200, ge=1)
     inference_world_size: int = Field(default=1, ge=1)
-    quantize_in_weight_transfer: bool = False
+    quantize_in_weight_transfer: Annotated[bool, NotBuilt("quantized weights on their way to servers")] = False
 
 
 class NixlBroadcast(Section):
-    type: Literal["nixl"] = "nixl"
+    type: Annotated[Literal["nixl"], NotBuilt("weights through NIXL", instead='There are "filesystem" and "nccl".')]
 
 
 WeightBroadcastConfig = Annotated[FilesystemBroadcast | NcclBroadcast | NixlBroadcast, Field(discriminator="type")]
@@ -305,11 +305,10 @@ class TrainerConfig(Section):
     dist_timeout_seconds: int = Field(default=600, ge=1)
     """A collective of gloo's gives up after this; the wait for one of NCCL's ends with `cluster.command_timeout_s`."""
     resize: ResizeConfig = ResizeConfig()
-    weight_broadcast: Annotated[
-        WeightBroadcastConfig | None,
-        NotBuilt("choosing how weights are published", instead="On one host they go through shared memory."),
-    ] = None
-    """Also written `weight_broadcast` at the root."""
+    weight_broadcast: WeightBroadcastConfig | None = None
+    """How new weights go to servers: filesystem, by files in the run's folder, which they must see; nccl, by a process
+    group that is made for each version (gloo on a CPU). Left out: the fastest way that trainer and server have in
+    common. Slots read them from shared memory in any case. Also written `weight_broadcast` at the root."""
     rollout_transport: Annotated[
         TransportConfig | None,
         NotBuilt("choosing how rollouts travel", instead="They go through the run's own sockets."),

@@ -33,6 +33,7 @@ ROLES: dict[str, Role] = {
 
 SPELLED: dict[Role, str] = {"train": "actor", "generate": "rollout", "score": "inference"}
 
+SERVERS_GENERATE = " A run needs none where servers generate: orchestrator.client.base_url, inference.registry."
 _ITEM = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 MAX_SLOTS = 4096
 
@@ -100,8 +101,8 @@ def place(
     if entries is None:
         if "score" in needs:
             raise PlacementError([_no_scorer(num_train, num_generate)])
-        generate = tuple(range(num_generate if "generate" in needs else 0))
-        train = tuple(range(len(generate), len(generate) + (num_train if "train" in needs else 0)))
+        generate = tuple(range(num_generate))
+        train = tuple(range(len(generate), len(generate) + num_train))
         placement = Placement(train, generate, (), "as the deployment numbers say")
     else:
         placement = _from_entries(entries, num_train + num_generate)
@@ -196,7 +197,7 @@ def _missing(placement: Placement, needs: Sequence[Role]) -> list[str]:
     free = placement.num_slots
     return [
         f"No slot has the role {role}, which this run needs: add `{SPELLED[role]}: {free}`, or let it share a slot "
-        f"(`{_sharing(placement, role)}`)."
+        f"(`{_sharing(placement, role)}`).{SERVERS_GENERATE if role == 'generate' else ''}"
         for role in needs
         if not placement.of(role)
     ]

@@ -156,13 +156,14 @@ class Engine:
         """Ids of the requests in the batch; those that the last step gave a token are among them."""
         return [sequence.request.id for sequence in self.scheduler.running]
 
-    def peek(self, id: str, start: int = 0) -> tuple[list[int], list[float]] | None:
-        """What a live request has generated from completion token `start` on: tokens, log-probs. None: not live."""
+    def peek(self, id: str, start: int = 0) -> tuple[list[int], list[float], list[int]] | None:
+        """What a live request has generated from completion token `start` on: tokens, log-probs, versions. None: not
+        live."""
         sequence = self._live.get(id)
         if sequence is None:
             return None
         tokens = sequence.tokens[len(sequence.request.prompt) + start :]
-        return tokens.tolist(), sequence.logprobs[start:].tolist()
+        return tokens.tolist(), sequence.logprobs[start:].tolist(), sequence.versions[start:].tolist()
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
@@ -187,6 +188,14 @@ class Engine:
         Raises `ValueError`, with nothing changed, when names or shapes are not the model's.
         """
         overwrite_all(self.model, tensors, version)
+        self.version = version
+        self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
+
+    def swap_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """`load_weights` without a copy: the engine samples from these very tensors, which lie in memory as its own do
+        (`ductile.weights.live_weights.LiveWeights.room`)."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data = tensors[name]
         self.version = version
         self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ductile.generator.engine.logprob_report import Likeliest, LogprobReport
 from ductile.generator.engine.text_stream import TextStream
-from ductile.generator.server.runner import Delta
+from ductile.generator.server.runner import Delta, WeightSpan
 from ductile.records import FinishReason, GenerateRequest
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.tasks.tool_calls import CallStream, ToolCall
@@ -63,6 +63,8 @@ class ChoiceDelta:
     calls: list[Called]
     start: int
     """Place of its first token in the completion."""
+    spans: list[WeightSpan]
+    """Weights that its tokens were sampled from."""
 
 
 class Choice:
@@ -72,6 +74,8 @@ class Choice:
         self.prompt = request.prompt
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.spans: list[WeightSpan] = []
+        """Weights that the tokens were sampled from, in order."""
         self.completion = ""
         self.calls: list[Called] = []
         self.finish_reason: FinishReason | Literal["tool_calls"] | None = None
@@ -92,11 +96,12 @@ class Choice:
         last, start = delta.finish_reason is not None, len(self.token_ids)
         if self.asked.only_echo:
             self.finish_reason = "length" if last else None
-            return ChoiceDelta("", [], start)
+            return ChoiceDelta("", [], start, [])
         if self.asked.echo:
             _ = self.echoed  # the completion goes on from it
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        self._extend_spans(delta.spans)
         self.finish_reason = delta.finish_reason
         tokens = self.token_ids[start : len(self.token_ids) - self._ends_with_its_token]
         # Special tokens open and close calls.
@@ -112,7 +117,14 @@ class Choice:
         self.calls += calls
         if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-        return ChoiceDelta(text, calls, start)
+        return ChoiceDelta(text, calls, start, delta.spans)
+
+    def _extend_spans(self, spans: list[WeightSpan]) -> None:
+        for version, digest, count in spans:
+            if self.spans and self.spans[-1][:2] == (version, digest):
+                self.spans[-1] = (version, digest, self.spans[-1][2] + count)
+            else:
+                self.spans.append((version, digest, count))
 
     @property
     def text(self) -> str:

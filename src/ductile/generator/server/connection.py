@@ -5,11 +5,14 @@ when there are too many connections it turns away those that have something to s
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ductile.generator.server.middleware import MAX_CONTROL_BYTES, WEIGHTS
 
 LINGER_S = 2.0
 """A response that came before the end of the body ("too slow") has this long to be read before the connection ends."""
@@ -31,6 +34,8 @@ class Crowd:
     max_connections: int
     timeout_s: float
     max_body_bytes: int
+    bucket_bytes: Callable[[], int] = lambda: 0
+    """The most bytes of a body that is a bucket of weights, now."""
     connections: set["Connection"] = field(default_factory=set["Connection"])
     waiting: dict["Connection", None] = field(default_factory=dict["Connection", None])
 
@@ -54,21 +59,24 @@ class Crowd:
 class BoundedHTTP(h11.Connection):
     """Refuses a body in crumbs, and one that goes on long after its response."""
 
-    def __init__(self, max_incomplete_event_size: int, max_body_bytes: int) -> None:
+    def __init__(self, max_incomplete_event_size: int, crowd: Crowd) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
-        self._max_body_bytes = max_body_bytes
+        self._crowd, self._most_bytes = crowd, crowd.max_body_bytes
         self._num_bytes = self._num_pieces = 0
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_bytes = self._num_pieces = 0
+            self._most_bytes = self._crowd.max_body_bytes
+            if event.target.startswith(WEIGHTS.encode()):
+                self._most_bytes = max(self._crowd.bucket_bytes(), MAX_CONTROL_BYTES)
         elif isinstance(event, h11.Data):
             self._num_bytes += len(event.data)
             self._num_pieces += 1
-            if self._num_pieces > 1024 + self._max_body_bytes // BYTES_A_PIECE:
+            if self._num_pieces > 1024 + self._most_bytes // BYTES_A_PIECE:
                 raise h11.RemoteProtocolError("the body comes in too many pieces")
-            if self._num_bytes > 4 * self._max_body_bytes:
+            if self._num_bytes > 4 * self._most_bytes:
                 raise h11.RemoteProtocolError("the body does not end")
         return event
 
@@ -80,7 +88,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = BoundedHTTP(self.conn._max_incomplete_event_size, self.crowd.max_body_bytes)
+        self.conn = BoundedHTTP(self.conn._max_incomplete_event_size, self.crowd)
         self._receiving: asyncio.TimerHandle | None = None
         self._receives: Any = None
         """What the timer is for: headers (`h11.IDLE`), a body (`h11.SEND_BODY`), or nothing."""

@@ -4,8 +4,12 @@
 |---|---|
 | with no API key: a `Host` of this machine, or a web page could ask in its visitor's name (DNS rebinding) | 403 |
 | with an API key: `Authorization: Bearer <key>`, except to GET a probe | 401 |
+| with none, of a control route: `Authorization: Bearer <control token>` | 401 |
 | of a POST: JSON, of an announced length within `server.max_body_bytes`, framed in one way | 415, 413, 400 |
 | its body, within `server.max_body_bytes` and `server.timeout_s` | 413, 408 |
+
+Whoever asks for a bucket of a lease knows the lease's name, and needs nothing else. A bucket that comes is bytes, as
+many as one of the update that is under way may have; what else comes to a control route, at most `MAX_CONTROL_BYTES`.
 
 Bodies that are on their way share `BODIES_AT_ONCE` times the largest; when that is full, the one that holds most of it
 goes (503), so that a client who asks little is always served.
@@ -13,7 +17,7 @@ goes (503), so that a client who asks little is always served.
 
 import asyncio
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -21,12 +25,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ductile.config.checks.access import is_loopback
 from ductile.config.schema.inference import ServerConfig
+from ductile.generator.server.control_token import ControlToken
 from ductile.generator.server.responses import error
 
 PROBES = frozenset({"/health", "/liveness"})
 
-BODIES_AT_ONCE = 8
+CONTROL = frozenset({"/pause", "/resume"})
+"""Control routes, beside all below `WEIGHTS`."""
+WEIGHTS, BUCKETS = "/weights/", "/weights/buckets/"
 
+MAX_CONTROL_BYTES = 64 * 2**20
+"""Most bytes of a message to a control route: one that names all boxes of a large model has some megabytes."""
+
+BODIES_AT_ONCE = 8
 
 CLOSE = {"Connection": "close"}
 
@@ -48,18 +59,24 @@ class Refusal(Exception):
 class RequestGuard:
     """ASGI middleware. The body of a POST that comes in is `scope["state"]["body"]`, all of it."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app, self._config = app, config
-        self._bodies = Bodies(config.max_body_bytes, config.timeout_s)
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, control: ControlToken, bucket_bytes: Callable[[], int]
+    ) -> None:
+        self._app, self._config, self._control, self._bucket_bytes = app, config, control, bucket_bytes
+        self._bodies, self._control_bodies = Bodies(config.timeout_s), Bodies(config.timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            check(scope["path"], scope["method"], Headers(scope=scope), self._config)
+            path, headers = scope["path"], Headers(scope=scope)
+            check_access(path, scope["method"], headers, self._config, self._control)
             if scope["method"] == "POST":
-                body = await self._bodies.read(receive)
+                kind, most_bytes = self._may_be(path)
+                check_body(headers, kind, most_bytes)
+                bodies = self._control_bodies if is_control(path) else self._bodies
+                body = await bodies.read(receive, most_bytes)
                 if body is None:
                     return  # the client went away
                 scope.setdefault("state", {})["body"] = body
@@ -69,9 +86,19 @@ class RequestGuard:
             return
         await self._app(scope, receive, send)
 
+    def _may_be(self, path: str) -> tuple[str, int]:
+        """The type and the most bytes of a body."""
+        if path.startswith(BUCKETS):
+            return "application/octet-stream", self._bucket_bytes() or MAX_CONTROL_BYTES
+        return "application/json", MAX_CONTROL_BYTES if is_control(path) else self._config.max_body_bytes
 
-def check(path: str, method: str, headers: Headers, config: ServerConfig) -> None:
-    """Raise `Refusal` for a request that its head gives reason to refuse."""
+
+def is_control(path: str) -> bool:
+    return path.startswith(WEIGHTS) or path in CONTROL
+
+
+def check_access(path: str, method: str, headers: Headers, config: ServerConfig, control: ControlToken) -> None:
+    """Raise `Refusal` for a request of somebody who may not ask for this."""
     is_probe = method in ("GET", "HEAD") and path in PROBES  # of a POST the body would be read
     if config.api_key is None:
         host = headers.get("host")
@@ -82,23 +109,27 @@ def check(path: str, method: str, headers: Headers, config: ServerConfig) -> Non
                 f"own machine's names: ask for {config.host}, or set server.api_key",
                 "permission_error",
             )
-    elif not is_probe and not _has_key(headers.get("authorization", ""), config.api_key):
-        raise Refusal(
-            401,
-            "this server needs its API key: Authorization: Bearer <server.api_key>",
-            "authentication_error",
-            {"WWW-Authenticate": "Bearer"},
-        )
-    if method != "POST":
+    wanted, where = config.api_key, "its API key: Authorization: Bearer <server.api_key>"
+    if wanted is None and is_control(path):
+        kept = f", which is in {control.file}" if control.file else ""
+        wanted, where = control.text, f"its control token for this: Authorization: Bearer <token>{kept}"
+    if wanted is None or is_probe or (method == "GET" and path.startswith(BUCKETS)):
         return
+    if not _has_key(headers.get("authorization", ""), wanted):
+        raise Refusal(401, f"this server needs {where}", "authentication_error", {"WWW-Authenticate": "Bearer"})
+
+
+def check_body(headers: Headers, kind: str, most_bytes: int) -> None:
+    """Raise `Refusal` for a body that a request's head gives reason to refuse."""
     if "content-length" in headers and "transfer-encoding" in headers:
         raise Refusal(
             400, "Content-Length and Transfer-Encoding contradict each other; send one of them", headers=CLOSE
         )
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refusal(415, "the body must be JSON: Content-Type: application/json")
-    if int(headers.get("content-length", "0")) > config.max_body_bytes:
-        raise _too_large(config.max_body_bytes)
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
+        said = "JSON" if kind == "application/json" else "bytes"
+        raise Refusal(415, f"the body must be {said}: Content-Type: {kind}")
+    if int(headers.get("content-length", "0")) > most_bytes:
+        raise _too_large(most_bytes)
 
 
 def host_name(host: str) -> str:
@@ -115,19 +146,19 @@ def _has_key(authorization: str, api_key: str) -> bool:
     return right and scheme.lower() == "bearer"
 
 
-def _too_large(max_body_bytes: int) -> Refusal:
-    return Refusal(413, f"the body has more than {max_body_bytes} bytes; raise server.max_body_bytes, or send less")
+def _too_large(most_bytes: int) -> Refusal:
+    return Refusal(413, f"the body has more than {most_bytes} bytes; raise server.max_body_bytes, or send less")
 
 
 class Bodies:
     """Reads the bodies of requests, and bounds what all that are on their way take together."""
 
-    def __init__(self, max_body_bytes: int, timeout_s: float) -> None:
-        self._max_body_bytes, self._timeout_s = max_body_bytes, timeout_s
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._num_bytes: dict[asyncio.Timeout, int] = {}
         """Bytes that have come of each body that is being read, by the deadline of its reading."""
 
-    async def read(self, receive: Receive) -> bytes | None:
+    async def read(self, receive: Receive, most_bytes: int) -> bytearray | None:
         """A whole body; None when the client goes away before its end. Raises `Refusal`."""
         deadline = asyncio.timeout(self._timeout_s)
         chunks: list[bytes] = []
@@ -142,11 +173,11 @@ class Bodies:
                         raise TimeoutError
                     chunks.append(message.get("body", b""))
                     self._num_bytes[deadline] += len(chunks[-1])
-                    if self._num_bytes[deadline] > self._max_body_bytes:
-                        raise _too_large(self._max_body_bytes)
+                    if self._num_bytes[deadline] > most_bytes:
+                        raise _too_large(most_bytes)
                     if not message.get("more_body", False):
-                        return b"".join(chunks)
-                    self._make_room()
+                        return bytearray().join(chunks)
+                    self._make_room(BODIES_AT_ONCE * most_bytes)
         except TimeoutError:
             if deadline not in self._num_bytes:  # it made room
                 message = "there are too many large requests at once; try again later"
@@ -155,9 +186,9 @@ class Bodies:
         finally:
             self._num_bytes.pop(deadline, None)
 
-    def _make_room(self) -> None:
+    def _make_room(self, most_bytes: int) -> None:
         """End the reading of the largest bodies, until the rest fit."""
-        while sum(self._num_bytes.values()) > BODIES_AT_ONCE * self._max_body_bytes:
+        while sum(self._num_bytes.values()) > most_bytes:
             largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
             del self._num_bytes[largest]
             if not largest.expired():

@@ -25,7 +25,7 @@ class BadBody(Exception):
         self.param = param
 
 
-def read_body(kind: type[B], raw: bytes) -> B:
+def read_body(kind: type[B], raw: bytes | bytearray) -> B:
     """Raises `BadBody`."""
     if _num_containers(raw) > MAX_CONTAINERS:
         raise BadBody(f"the body has more than {MAX_CONTAINERS} lists and objects")
@@ -42,7 +42,7 @@ def read_body(kind: type[B], raw: bytes) -> B:
         raise _bad_field(problem.errors(include_url=False)[0]) from None
 
 
-def _num_containers(raw: bytes) -> int:
+def _num_containers(raw: bytes | bytearray) -> int:
     """An upper bound, and exact when the bound is large: brackets in strings do not count.
 
     A few passes over the body, whatever it holds: a regular expression for strings would begin anew at each quote of

@@ -9,6 +9,7 @@ from typing import Any
 
 from ductile.generator.server.choice import Called, Choice, ChoiceDelta, ScoredToken
 from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TextRequest
+from ductile.generator.server.runner import WeightSpan
 from ductile.tasks.token_bytes import token_text
 from ductile.tasks.tokenizer import Tokenizer
 
@@ -24,8 +25,12 @@ class _Spelling:
     def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else token_text(self._bytes.of(token_id))
 
-    def _entry(self, choice: Choice, said: Json, logprobs: Json | None, **ids: Sequence[int]) -> Json:
-        lists = {name: list(each) for name, each in ids.items()} if self._with_ids else {}
+    def _entry(
+        self, choice: Choice, said: Json, logprobs: Json | None, spans: Sequence[WeightSpan], **ids: Sequence[int]
+    ) -> Json:
+        lists: Json = {name: list(each) for name, each in ids.items()} if self._with_ids else {}
+        if self._with_ids:
+            lists["weight_versions"] = spans
         ended: Json = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return {"index": choice.index, **said, "logprobs": logprobs, **ended} | lists
 
@@ -42,7 +47,7 @@ class Chat(_Spelling):
         if choice.calls:
             message |= {"content": choice.text.strip() or None, "tool_calls": [_call(each) for each in choice.calls]}
         logprobs = self._logprobs(choice, choice.scored()) if choice.report else None
-        return self._entry(choice, {"message": message}, logprobs, token_ids=choice.token_ids)
+        return self._entry(choice, {"message": message}, logprobs, choice.spans, token_ids=choice.token_ids)
 
     def piece(self, choice: Choice, piece: ChoiceDelta) -> Json:
         """The entry of a streamed chunk."""
@@ -50,7 +55,7 @@ class Chat(_Spelling):
         if piece.calls:
             delta["tool_calls"] = [{"index": each.index, **_call(each)} for each in piece.calls]
         logprobs = self._logprobs(choice, choice.scored(piece.start)) if choice.report else None
-        return self._entry(choice, {"delta": delta}, logprobs, token_ids=choice.token_ids[piece.start :])
+        return self._entry(choice, {"delta": delta}, logprobs, piece.spans, token_ids=choice.token_ids[piece.start :])
 
     def opening(self, choice: Choice) -> Json:
         """The entry of the chunk before the first token."""
@@ -88,11 +93,13 @@ class TextCompletion(_Spelling):
             prompt = choice.scored_prompt() if self._echo else ()
             logprobs = self._logprobs([*prompt, *choice.scored()])
         ids = {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
-        return self._entry(choice, {"text": choice.text}, logprobs, **ids)
+        return self._entry(choice, {"text": choice.text}, logprobs, choice.spans, **ids)
 
     def piece(self, choice: Choice, piece: ChoiceDelta) -> Json:
         logprobs = self._logprobs(list(choice.scored(piece.start))) if choice.report else None
-        return self._entry(choice, {"text": piece.text}, logprobs, token_ids=choice.token_ids[piece.start :])
+        return self._entry(
+            choice, {"text": piece.text}, logprobs, piece.spans, token_ids=choice.token_ids[piece.start :]
+        )
 
     def opening(self, choice: Choice) -> Json | None:
         """The echo, where one is asked for; else there is none: the first chunk has the first token."""

@@ -14,18 +14,25 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from ductile.columns import TokenIds
 from ductile.error_text import error_text
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import RequestRefused
 from ductile.generator.engine.logprob_report import LogprobReport
+from ductile.messages.updates import Digest
 from ductile.records import FinishReason, GenerateRequest, Generation, Sampling
+
+T = TypeVar("T")
 
 STALLED_AFTER_S = 60.0
 """Seconds of one engine step after which the engine counts as stuck."""
+
+REMEMBERED = 1000
+"""Versions whose digests are known."""
 
 PROBE = "probe"
 """The id of the request that asks an idle engine for a step."""
@@ -39,6 +46,10 @@ class RequestFailed(Exception):
     """The engine failed at this one request; the others go on."""
 
 
+WeightSpan = tuple[int, Digest, int]
+"""Tokens in a row that were sampled from the same weights: their version and digest, and how many tokens they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one request of a call generated since the last time."""
@@ -47,6 +58,7 @@ class Delta:
     """Place of the request among those of its call."""
     token_ids: list[int]
     logprobs: list[float]
+    spans: list[WeightSpan]
     finish_reason: FinishReason | None
 
 
@@ -60,17 +72,37 @@ class _Listener:
     num_sent: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A call of `generate` that has not reached the engine."""
+
+    requests: Sequence[GenerateRequest]
+    mailbox: "asyncio.Queue[Delta | Exception]"
+    each_step: bool
+    reports: Sequence[LogprobReport | None]
+
+
 class EngineRunner:
     """Made and used in one asyncio loop. `start` before the first call, `stop` after the last."""
 
-    def __init__(self, engine: Engine, on_failure: Callable[[EngineFailed], None] = lambda failure: None) -> None:
-        """`on_failure` is called in the loop when the thread has failed: nothing can be generated any more."""
+    def __init__(
+        self, engine: Engine, on_failure: Callable[[EngineFailed], None] = lambda failure: None, digest: Digest = ""
+    ) -> None:
+        """`on_failure` is called in the loop when the thread has failed: nothing can be generated any more.
+        digest: of the engine's weights."""
         self.engine, self._on_failure = engine, on_failure
+        self._digests: dict[int, Digest] = {engine.version: digest}
+        """Digests of the versions that a token in flight may be of."""
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._listeners: dict[str, _Listener] = {}
         """Listeners by request id. Only the thread touches them, the engine (others may read it) and `_probes`."""
         self._probes: list[asyncio.Queue[Delta | Exception]] = []
+        self._paused = self._draining = False
+        """Whether no step is made, and whether none will be once all that is in the engine has ended."""
+        self._held: list[_Held] = []
+        """Calls of `generate` that wait for the draining to end."""
+        self._drained: list[asyncio.Queue[Exception | None]] = []
         self._stopping = False
         self._failure: EngineFailed | None = None
         self._last_beat = time.monotonic()
@@ -112,6 +144,47 @@ class EngineRunner:
             if unfinished:
                 self._calls.put(lambda: self._forget(list(unfinished.values())))
 
+    async def between_steps(self, call: Callable[[], T], fatal: bool = False) -> T:
+        """Make a call of the engine in its thread. fatal: where it raises, the engine is dead (fail-stop)."""
+        mailbox: asyncio.Queue[tuple[T] | Exception] = asyncio.Queue()
+
+        def make() -> None:
+            try:
+                result: tuple[T] | Exception = (call(),)
+            except Exception as error:
+                if fatal:
+                    raise
+                result = error
+            self._post([(mailbox, result)])
+
+        self._calls.put(make)
+        item = await self._next(mailbox)
+        if isinstance(item, Exception):
+            raise item
+        return item[0]
+
+    async def pause(self, mode: Literal["abort", "keep", "drain"], deadline_s: float) -> None:
+        """Make no step after this, until `resume`: requests wait, those that run (keep) and those that come. abort ends
+        before what runs, with what it has; drain lets it end, and raises `TimeoutError` when that takes too long."""
+        mailbox: asyncio.Queue[Exception | None] = asyncio.Queue()
+        self._calls.put(lambda: self._pause(mode, mailbox))
+        if isinstance(item := await asyncio.wait_for(self._next(mailbox), deadline_s), Exception):
+            raise item
+
+    def resume(self) -> None:
+        self._calls.put(self._resume)
+
+    def change_over(self, version: int, digest: Digest, swap: Callable[[], None]) -> None:
+        """Have `swap` make a version live, in the thread. What has tokens of another run's version of this number, or
+        of a later one, ends first: they may not pass for this one's."""
+        if version <= self.engine.version:
+            self.engine.abort([id for id, number in self.engine.num_generated().items() if number])
+            self._step()
+        swap()
+        self._digests[version] = digest
+        while len(self._digests) > REMEMBERED:
+            del self._digests[next(iter(self._digests))]
+
     async def probe(self, deadline_s: float) -> None:
         """Return when the engine finished a step, asking for one if it is idle. Raises `EngineFailed` in time."""
         mailbox: asyncio.Queue[Delta | Exception] = asyncio.Queue()
@@ -133,7 +206,7 @@ class EngineRunner:
         if silent_s > STALLED_AFTER_S:
             raise EngineFailed(f"the engine has been in one step for {silent_s:.0f} s")
 
-    async def _next(self, mailbox: "asyncio.Queue[Delta | Exception]") -> Delta | Exception:
+    async def _next(self, mailbox: "asyncio.Queue[T]") -> T:
         while True:
             self.check_alive()
             try:
@@ -141,14 +214,21 @@ class EngineRunner:
             except TimeoutError:
                 continue
 
+    @property
+    def digest(self) -> Digest:
+        """The digest of the live version, as far as anybody has told it."""
+        return self._digests.get(self.engine.version, "")
+
     # -- What follows runs in the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._stopping:
                 self._last_beat = time.monotonic()
-                self._make_calls(wait_s=0.0 if self.engine.has_work() else 1.0)
-                if self.engine.has_work():
+                self._make_calls(wait_s=0.0 if self.engine.has_work() and not self._paused else 1.0)
+                if self._draining and not self.engine.has_work():
+                    self._pause_now()
+                if self.engine.has_work() and not self._paused:
                     self._step()
             self.engine.abort()
             self._step()
@@ -172,17 +252,27 @@ class EngineRunner:
         post: list[tuple[asyncio.Queue[Any], Delta | Exception]] = []
         for id in (*ended, *failed):
             if listener := self._listeners.pop(id, None):
-                post.append((listener.mailbox, failed.get(id) or _ending(ended[id], listener)))
+                post.append((listener.mailbox, failed.get(id) or self._ending(ended[id], listener)))
         for id in self.engine.running():  # a request that waits, and there may be thousands, has no news
             listener = self._listeners.get(id)
             if listener and listener.each_step and (new := self.engine.peek(id, listener.num_sent)) and new[0]:
                 listener.num_sent += len(new[0])
-                post.append((listener.mailbox, Delta(listener.index, *new, None)))
-        post += [(mailbox, failed.get(PROBE) or Delta(0, [], [], None)) for mailbox in self._probes]
+                tokens, logprobs, versions = new
+                post.append((listener.mailbox, Delta(listener.index, tokens, logprobs, self._spans(versions), None)))
+        post += [(mailbox, failed.get(PROBE) or Delta(0, [], [], [], None)) for mailbox in self._probes]
         self._probes.clear()
         self._post(post)
 
-    def _post(self, items: Sequence[tuple[asyncio.Queue[Any], Delta | Exception]]) -> None:
+    def _ending(self, generation: Generation, listener: _Listener) -> Delta:
+        sent = listener.num_sent
+        tokens, logprobs = generation.token_ids[sent:], generation.logprobs[sent:]
+        spans = self._spans(generation.versions[sent:])
+        return Delta(listener.index, list(tokens), list(logprobs), spans, generation.finish_reason)
+
+    def _spans(self, versions: Sequence[int]) -> list[WeightSpan]:
+        return [(version, self._digests.get(version, ""), len(list(run))) for version, run in groupby(versions)]
+
+    def _post(self, items: Sequence[tuple[asyncio.Queue[Any], Any]]) -> None:
         def put_all() -> None:
             for mailbox, item in items:
                 mailbox.put_nowait(item)
@@ -201,6 +291,9 @@ class EngineRunner:
         each_step: bool,
         reports: Sequence[LogprobReport | None],
     ) -> None:
+        if self._draining:
+            self._held.append(_Held(requests, mailbox, each_step, reports))
+            return
         try:
             self.engine.check(*requests)
             for index, (request, report) in enumerate(zip(requests, reports, strict=True)):
@@ -211,18 +304,43 @@ class EngineRunner:
         except Exception as error:  # the caller then aborts those that were added
             self._post([(mailbox, RequestFailed(error_text(error)))])
 
+    def _pause(self, mode: str, mailbox: "asyncio.Queue[Exception | None]") -> None:
+        self._drained.append(mailbox)
+        if mode == "abort":
+            self.engine.abort()
+            self._step()
+        self._draining = mode == "drain" and not self._paused
+        if not self._draining:
+            self._pause_now()
+
+    def _pause_now(self) -> None:
+        self._paused, self._draining = True, False
+        self._post([(mailbox, None) for mailbox in self._drained])
+        self._post([(mailbox, Delta(0, [], [], [], None)) for mailbox in self._probes])
+        self._drained.clear()
+        self._probes.clear()
+        self._take_held()
+
+    def _resume(self) -> None:
+        self._paused = self._draining = False
+        self._take_held()
+
+    def _take_held(self) -> None:
+        held, self._held = self._held, []
+        for one in held:
+            self._add(one.requests, one.mailbox, one.each_step, one.reports)
+
     def _forget(self, ids: Sequence[str]) -> None:
+        self._held = [one for one in self._held if one.requests[0].id not in ids]
         for id in ids:
             self._listeners.pop(id, None)
         self.engine.abort(ids)
 
     def _probe(self, mailbox: "asyncio.Queue[Delta | Exception]") -> None:
+        if self._paused:  # it lives, and is not to step
+            self._post([(mailbox, Delta(0, [], [], [], None))])
+            return
         self._probes.append(mailbox)
         if not self.engine.has_work():
             one_token = Sampling(temperature=0.0, max_tokens=1)
             self.engine.add(GenerateRequest(PROBE, TokenIds((0,)), one_token))
-
-
-def _ending(generation: Generation, listener: _Listener) -> Delta:
-    tokens, logprobs = generation.token_ids[listener.num_sent :], generation.logprobs[listener.num_sent :]
-    return Delta(listener.index, list(tokens), list(logprobs), generation.finish_reason)

@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +27,7 @@ from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.generator.generate_role import load_engine
 from ductile.generator.server.connection import Crowd, crowded
+from ductile.generator.server.control_token import ControlToken, control_token
 from ductile.generator.server.log_limit import LogLimit
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app
@@ -47,11 +49,13 @@ def serve(config: InferenceRunConfig) -> int:
         name, listener = _model_name(config), _listen(config.server)
     except ValueError as error:
         return _print_error(error)
-    with listener:
+    with ExitStack() as stack:
+        stack.enter_context(listener)
         try:
             tokenizer = Tokenizer.of(config.model)
             engine = load_engine(config, _device(config), tokenizer)
             defaults = _defaults(config, name).used
+            control = _control(config.server, listener, stack)
         except (ModelFolderError, TokenizerError, ValueError) as error:
             return _print_error(error)
         failures: list[EngineFailed] = []
@@ -60,7 +64,7 @@ def serve(config: InferenceRunConfig) -> int:
             failures.append(failure)
             server.should_exit = True
 
-        app = create_app(engine, tokenizer, name, config.server, end, defaults=defaults)
+        app = create_app(engine, tokenizer, name, config.server, end, defaults=defaults, control=control)
         server = _server(app, config.server)
 
         def leave(signum: int, frame: FrameType | None) -> None:
@@ -79,7 +83,7 @@ def _server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     num_connections = _room_for(config.max_connections)
     settings = uvicorn.Config(
         app,
-        http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes)),
+        http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes, app.state.most_bucket_bytes)),
         ws="none",
         log_level="error",
         access_log=False,
@@ -137,6 +141,14 @@ def _listen(server: ServerConfig) -> socket.socket:
         raise ValueError(
             f"cannot listen on {server.host}:{server.port}: {error.strerror}; server.port = 0 takes a free port"
         ) from error
+
+
+def _control(server: ServerConfig, listener: socket.socket, stack: ExitStack) -> ControlToken | None:
+    """The API key opens the control routes, too; where there is none, a token in a file does. Raises `UnsafeFolder`."""
+    if server.api_key is not None:
+        return None
+    host, port = listener.getsockname()[:2]
+    return stack.enter_context(control_token(host, port))
 
 
 def _url(listener: socket.socket) -> str:

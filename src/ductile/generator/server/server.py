@@ -8,6 +8,7 @@
 | GET /health | 200 after the engine has done a step, 503 when it cannot |
 | GET /liveness | 200 while the engine's thread lives |
 | GET /metrics | Prometheus |
+| /fleet/state, /weights/..., /pause, /resume | see `ductile.generator.server.fleet_routes` |
 
 A client that goes away aborts its sequences. Errors have OpenAI's form. Who may come in, and with how much, is asked by
 the middleware (`ductile.generator.server.middleware`), before a body is read.
@@ -28,6 +29,8 @@ from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import Overloaded, RequestRefused
 from ductile.generator.server.chat_prompt import render_prompt
 from ductile.generator.server.choice import Asked
+from ductile.generator.server.control_token import ControlToken
+from ductile.generator.server.fleet_routes import fleet_routes, translate_fleet_errors
 from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
 from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TokenRequest
 from ductile.generator.server.request_body import BadBody, read_body
@@ -45,10 +48,12 @@ def create_app(
     on_failure: Callable[[EngineFailed], None] = lambda failure: None,
     health_deadline_s: float = 10.0,
     defaults: Mapping[str, float] | None = None,
+    control: ControlToken | None = None,
 ) -> FastAPI:
     """The engine belongs to the app from its start to its end: no other code may touch it. `on_failure` is called when
     it is dead: by then every client has been told, and nothing but a new process can help. `defaults` are the values of
-    the model's generation_config.json that count for requests which say nothing of them."""
+    the model's generation_config.json that count for requests which say nothing of them. control: for the control
+    routes, where there is no API key; by default nobody has it."""
     config = config or ServerConfig()
 
     @asynccontextmanager
@@ -56,17 +61,31 @@ def create_app(
         model_id = config.served_model_name or model_name
         max_waiting_chars = BODIES_AT_ONCE * config.max_body_bytes
         app.state.service = Service(
-            engine, tokenizer, model_id, config.max_sequences, max_waiting_chars, on_failure, defaults or {}
+            engine,
+            tokenizer,
+            model_id,
+            config.max_sequences,
+            max_waiting_chars,
+            on_failure,
+            defaults or {},
+            config.stage_weights,
         )
         app.state.health_deadline_s = health_deadline_s
         app.state.service.runner.start()
         yield
+        app.state.service.member.close()
         await app.state.service.runner.stop()
+
+    def most_bucket_bytes() -> int:
+        return app.state.service.member.receiver.most_bucket_bytes
 
     app = FastAPI(title="ductile inference", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.include_router(_routes)
-    app.add_middleware(RequestGuard, config=config)
+    app.include_router(fleet_routes)
+    app.state.most_bucket_bytes = most_bucket_bytes
+    app.add_middleware(RequestGuard, config=config, control=control or ControlToken(), bucket_bytes=most_bucket_bytes)
     _translate_errors(app)
+    translate_fleet_errors(app)
     return app
 
 
@@ -82,7 +101,8 @@ _routes = APIRouter()
 @_routes.get("/health")
 async def health(service: SharedService, http: Request) -> Json:
     await service.runner.probe(http.app.state.health_deadline_s)
-    return {"status": "ok"}
+    state = service.member.state()
+    return {"status": "ok", "incarnation": state.incarnation, "weight_version": state.version, "digest": state.digest}
 
 
 @_routes.get("/liveness")
@@ -117,6 +137,8 @@ def _model(service: Service) -> Json:
         "parent": None,
         "max_model_len": service.limits.max_model_len,
         "weight_version": service.runner.engine.version,
+        "weight_digest": service.runner.digest,
+        "incarnation": service.member.incarnation,
     }
 
 
@@ -156,7 +178,7 @@ async def generate(service: SharedService, http: Request) -> Response:
     return await service.complete_tokens(read_body(TokenRequest, _take_body(http)), http)
 
 
-def _take_body(http: Request) -> bytes:
+def _take_body(http: Request) -> bytearray:
     """The body that the middleware has read; no other code keeps it."""
     return http.scope["state"].pop("body")
 

@@ -19,6 +19,7 @@ from ductile.config.reading.errors import show
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import Overloaded, RequestRefused
 from ductile.generator.server.choice import Asked, Choice
+from ductile.generator.server.fleet_member import FleetMember
 from ductile.generator.server.metrics import ServerMetrics
 from ductile.generator.server.openai_api import ChatRequest, SamplingFields, TextRequest, TokenRequest
 from ductile.generator.server.prompt_text import PromptEncoder
@@ -28,6 +29,7 @@ from ductile.kernels.device import peak_memory
 from ductile.records import GenerateRequest
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.tasks.tool_calls import FORMS, THINK, CallStream, ToolForm, form_of
+from ductile.weights.live_weights import LiveWeights
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -61,14 +63,17 @@ class Service:
         max_waiting_chars: int,
         on_failure: Callable[[EngineFailed], None],
         defaults: Mapping[str, float],
+        stage_weights: bool = True,
     ) -> None:
         """max_waiting_chars: of large texts that wait to be tokenised. `on_failure` is called when the engine is
-        dead. defaults: as `create_app`'s."""
+        dead. defaults: as `create_app`'s. Reads all weights once, for their digest."""
         self.model_id = model_id
         self.limits = engine.limits
         self.tokenizer = tokenizer
         self.created = int(time.time())
-        self.runner = EngineRunner(engine, on_failure)
+        live = LiveWeights({name: each.data for name, each in engine.weights()}, engine.version)
+        self.runner = EngineRunner(engine, on_failure, live.current.digest())
+        self.member = FleetMember(self.runner, live, stage_weights)
         self.metrics = ServerMetrics(engine.stats, lambda: peak_memory(engine.device).used_bytes)
         self._max_sequences, self._num_sequences = max_sequences, 0
         self.sampling_defaults = {name: value for name, value in defaults.items() if name != "max_new_tokens"}
@@ -102,6 +107,7 @@ class Service:
                 f"server.max_sequences allows {self._max_sequences}",
             )
         self._refuse_overload(num_sequences)
+        self.member.refuse_torn()
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool, http: Request) -> list[list[int]]:
         return await unless_gone(http, self._prompts.encode(texts, add_special_tokens))
@@ -152,17 +158,19 @@ class Service:
             return {
                 "index": choice.index,
                 "token_ids": choice.token_ids,
+                "weight_versions": choice.spans,
                 "logprobs": None if sampling.logprobs is None else {"content": content},
                 "finish_reason": choice.finish_reason,
             }
 
-        around = {"request_id": head["id"], "prompt_logprobs": None}
+        around = {"request_id": head["id"], "prompt_logprobs": None, "incarnation": self.member.incarnation}
         return await asyncio.to_thread(_whole, around, entry, choices)
 
     def head(self, model: str | None, prefix: str) -> Json:
         if model is not None and model != self.model_id:
             raise UnknownModel(f"the model {show(model)} is not served here; this is {show(self.model_id)}")
-        return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_id}
+        head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_id}
+        return head | {"incarnation": self.member.incarnation}
 
     def make_requests(
         self,
@@ -203,6 +211,8 @@ class Service:
     ) -> AsyncGenerator[Delta]:
         """`EngineRunner.generate`, counted and limited."""
         self._refuse_overload(len(requests))
+        if self.member.faults.folder is not None:
+            await asyncio.to_thread(self.member.faults.meet, "generate")
         self._num_sequences += len(requests)
         started, first = time.monotonic(), True
         try:

@@ -21,6 +21,7 @@ from ductile.config.schema.inference import shared_block_tokens
 from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.secrets import secret_of
 from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.instances.instances import Serving
 from ductile.core.instances.placement import SPELLED, Placement
 from ductile.core.layout.choice.layout_rules import LayoutRules, layout_for
 from ductile.core.layout.model.peak import arithmetic_of, compute_dtype
@@ -35,6 +36,7 @@ from ductile.fleet.assign_role import assign_role, begin_instances
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.http_generators import HttpGenerators
+from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.fleet.scorer import RemoteScorer
@@ -140,9 +142,7 @@ async def _rollout_only(
     """Rollouts from a server that is not the run's own."""
     client = config.client
     api_key = secret_of(client.api_key, client.api_key_var)
-    async with HttpGenerators(
-        str(client.base_url), api_key, Deadline(client.timeout_s, "client.timeout_s")
-    ) as generators:
+    async with HttpGenerators(client.urls[0], api_key, Deadline(client.timeout_s, "client.timeout_s")) as generators:
         running = run_rollout_only(prepared, generators, session.record, session.interrupt.graceful)
         summary = await run_until(running, session.interrupt.forced)
     return rollout_only_summary(summary, session.folder)
@@ -259,23 +259,15 @@ async def _take_roles(
         begin_instances(mailbox, scorers, score, timeout_s, cluster.rendezvous),
     )
     trainer = RemoteTrainer(mailbox, layout, deadlines, prepared.tokenizer.chat_format)
-    leases = WeightLeases(mailbox, trainer, timeout_s)
+    leases = WeightLeases(trainer)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
+
+    def slots_of(role: Serving, rendezvous: str = "") -> RoleSlots:
+        return RoleSlots(mailbox, role, timeout_s, cluster.condemn, trainer.needs, rendezvous)
 
     return Fleet(
         trainer,
-        RemoteGenerators(
-            mailbox,
-            generators,
-            num_seqs,
-            block_tokens,
-            deadlines,
-            leases=leases,
-            condemn=cluster.condemn,
-            is_needed=trainer.needs,
-        ),
-        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn, trainer.needs, cluster.rendezvous)
-        if scorers
-        else None,
+        RemoteGenerators(slots_of("generate"), generators, num_seqs, block_tokens, deadlines, leases),
+        RemoteScorer(slots_of("score", cluster.rendezvous), scorers, deadlines, leases) if scorers else None,
         {"generate": generate, "score": score},
     )

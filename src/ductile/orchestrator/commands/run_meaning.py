@@ -14,6 +14,7 @@ from typing import Any
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.reading.imports import source_of
 from ductile.config.reading.key_tree import keys
+from ductile.config.schema.fleet import FleetConfig
 from ductile.config.schema.run import JsonlData, RLConfig, SFTConfig
 from ductile.config.schema.section import Section
 from ductile.orchestrator.commands.reference import fingerprint
@@ -50,8 +51,7 @@ _ORCHESTRATOR = (
 _INFERENCE = (
     "model.name", "model.vlm", "model.chat_template", "server", "parallel", "engine", "max_num_seqs", "block_size",
     "max_num_batched_tokens", "num_blocks", "cache_memory_gib", "gpu_memory_utilization", "enable_prefix_caching",
-    "enable_health_monitor", "health_check_interval_seconds", "health_check_failure_threshold",
-    "topology_change_cooldown_seconds", "enable_topology_discovery",
+    *FleetConfig.model_fields,
 )  # fmt: skip
 CHANGES_NOTHING = {
     RLConfig: (

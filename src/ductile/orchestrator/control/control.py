@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -28,6 +28,8 @@ from ductile.fabric.process import start_time
 from ductile.messages.control import (
     VERSION,
     ControlRequest,
+    FleetRequest,
+    FleetStatus,
     Resized,
     ResizeRequest,
     Response,
@@ -45,10 +47,10 @@ ENDINGS = {event.__struct_config__.tag for event in (EndedAsAsked, EndedByDeath,
 AFTER_THE_END = {event.__struct_config__.tag for event in (TrainerResized, ResizeRolledBack)}
 """Events that may follow an ending: those of a resize that the run did not wait for."""
 STATUS_S = 10.0
-RESIZE_S = 600.0
+RESIZE_S = FLEET_S = 600.0
 
 
-R = TypeVar("R", Resized, RunStatus)
+R = TypeVar("R", Resized, RunStatus, FleetStatus)
 
 
 class Run:
@@ -86,7 +88,24 @@ class Run:
     def status(self, timeout_s: float = STATUS_S) -> RunStatus:
         return self._ask(Status(), RunStatus, timeout_s)
 
-    def _ask(self, ask: ResizeRequest | Status, expected: type[R], timeout_s: float) -> R:
+    def fleet(
+        self,
+        action: Literal["list", "join", "drain", "evict"] = "list",
+        server: str = "",
+        timeout_s: float = FLEET_S,
+    ) -> FleetStatus:
+        """Return the run's servers, once what is asked for is done.
+
+        Args:
+            action: join: a server comes, has the live weights and generates. drain: one leaves when it has finished
+                what it generates. evict: one leaves at once, and others go on with what it has.
+            server: address of the one that comes; id or address of the one that leaves.
+
+        Raises Unfit, or RunFailed when it was not done or the run does not reply in time.
+        """
+        return self._ask(FleetRequest(action, server), FleetStatus, timeout_s)
+
+    def _ask(self, ask: ResizeRequest | Status | FleetRequest, expected: type[R], timeout_s: float) -> R:
         if not (isfinite(timeout_s) and timeout_s > 0):
             raise Unfit(f"the timeout is {timeout_s:g} s; it must be above 0, and finite")
         host, port, token = self._where()

@@ -23,6 +23,8 @@ from ductile.fabric.process import start_time
 from ductile.messages.control import (
     VERSION,
     ControlRequest,
+    FleetRequest,
+    FleetStatus,
     Resized,
     ResizeRequest,
     Response,
@@ -41,7 +43,7 @@ MAX_SILENT = 16
 """Connections at most whose request has not come yet. For one more, the one that has been silent for longest is hung up
 on: a client that connects and says nothing keeps no other out."""
 
-Respond = Callable[[ResizeRequest | Status], Awaitable[Resized | RunStatus]]
+Respond = Callable[[ResizeRequest | Status | FleetRequest], Awaitable[Resized | RunStatus | FleetStatus]]
 
 
 class Endpoint:

@@ -6,6 +6,9 @@ of the mailbox, the phase of a resize of the resizer, seconds of the slots' ledg
 
 import os
 import time
+from typing import Protocol
+
+from msgspec.structs import replace
 
 from ductile.cluster.cluster import Cluster
 from ductile.core.layout.choice.requested_layout import LayoutRequest
@@ -13,6 +16,8 @@ from ductile.elastic.activity import SlotActivity
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.control import (
+    FleetRequest,
+    FleetStatus,
     Resized,
     ResizeRequest,
     RunFailed,
@@ -24,6 +29,16 @@ from ductile.messages.control import (
 from ductile.orchestrator.ending.supervise import Session
 
 
+class AskServers(Protocol):
+    """The servers of a run, as those who ask it from outside see them (`ductile.orchestrator.commands.servers`)."""
+
+    def status(self) -> FleetStatus: ...
+
+    async def do(self, ask: FleetRequest) -> str:
+        """Returns what was done, a sentence. Raises Unfit or RunFailed."""
+        ...
+
+
 class LiveRun:
     def __init__(
         self,
@@ -33,19 +48,33 @@ class LiveRun:
         activity: SlotActivity,
         resizer: TrainerResizer,
         policy: str = "",
+        servers: AskServers | None = None,
     ) -> None:
-        """policy: that moves the slots of this run; "" when none does."""
+        """policy: that moves the slots of this run; "" when none does. servers: those of its fleet; None where it has
+        none by its config."""
         self._session, self._cluster, self._trainer = session, cluster, trainer
         self._activity, self._resizer, self._policy = activity, resizer, policy
+        self._servers = servers
 
-    async def respond(self, ask: ResizeRequest | Status) -> Resized | RunStatus:
+    async def respond(self, ask: ResizeRequest | Status | FleetRequest) -> Resized | RunStatus | FleetStatus:
         """Raises Unfit or RunFailed."""
+        if isinstance(ask, FleetRequest):
+            return await self._fleet(ask)
         if isinstance(ask, ResizeRequest) and self._policy:
             raise Unfit(
                 f"the slots of this run are moved by its scheduler (cluster.auto_scheduler, policy {self._policy}), "
                 "which would take the change back. Start the run with auto_scheduler = false to resize it by hand"
             )
         return await self._resize(ask) if isinstance(ask, ResizeRequest) else self.status()
+
+    async def _fleet(self, ask: FleetRequest) -> FleetStatus:
+        if self._servers is None:
+            raise Unfit(
+                "this run has no servers by its config: start it with orchestrator.client.base_url, or with "
+                "inference.registry"
+            )
+        sentence = await self._servers.do(ask)
+        return replace(self._servers.status(), sentence=sentence)
 
     async def _resize(self, ask: ResizeRequest) -> Resized:
         try:
@@ -68,6 +97,7 @@ class LiveRun:
             slots=tuple(self._slot(slot) for slot in self._cluster.slots),
             changes=tuple(self._session.state.resizes),
             lost=dict(self._cluster.mailbox.lost),
+            fleet=self._servers.status() if self._servers else None,
         )
 
     def _slot(self, slot: int) -> SlotStatus:

@@ -1,4 +1,4 @@
-"""`ductile resize` and `ductile status`: asking a live run, from a shell.
+"""`ductile resize`, `ductile fleet` and `ductile status`: asking a live run, from a shell.
 
 0     done
 1     the run did not do it: it was rolled back, the run ended, or another resize is under way
@@ -13,12 +13,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ductile.config.reading.command_line import parse_with_folder, pasteable, print_error
+from ductile.config.reading.command_line import parse_with_folder, pasteable, path_argument, print_error
 from ductile.core.layout.choice.layout_text import EXAMPLE
 from ductile.messages.control import Resized, RunFailed, Unfit
-from ductile.orchestrator.control.control import RESIZE_S, Run
+from ductile.orchestrator.control.control import FLEET_S, RESIZE_S, Run
 
 DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
+EXAMPLES = {"list": "", "join": " http://10.0.0.7:8000", "drain": " 10.0.0.7:8000", "evict": " 10.0.0.7:8000"}
+ACTIONS = tuple(EXAMPLES)
 
 
 def resize(words: Sequence[str]) -> int:
@@ -76,6 +78,40 @@ def status(words: Sequence[str]) -> int:
         from ductile.orchestrator.control.status_table import show  # rich takes a while to import
 
         show(known)
+    return DONE
+
+
+def fleet(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ductile fleet",
+        description="The servers that generate for a live run: which there are, and have them come and go.",
+        epilog="list: which there are (what it does when nothing is said). join URL: have a server come, with the live "
+        "weights. drain ID: have one leave when it has finished what it generates. evict ID: have one leave at once; "
+        "others go on with what it has.",
+    )
+    parser.add_argument("run", type=path_argument, metavar="FOLDER", help="the run's output_dir")
+    parser.add_argument("action", nargs="?", choices=ACTIONS, default="list", metavar="|".join(ACTIONS))
+    parser.add_argument("server", nargs="?", default="", metavar="URL|ID", help="its address, or its id in the list")
+    parser.add_argument("--timeout", type=float, default=FLEET_S, metavar="S", help="how long to wait for it")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    asked = parser.parse_args(list(words))
+    if (asked.action == "list") == bool(asked.server):
+        takes = "takes nothing more" if asked.action == "list" else "needs a server"
+        parser.error(f"{asked.action} {takes}: {pasteable('fleet', asked.run, asked.action)}{EXAMPLES[asked.action]}")
+    try:
+        known = Run(asked.run).fleet(asked.action, asked.server, asked.timeout)
+    except (Unfit, RunFailed) as error:
+        return _sorry("fleet", error)
+    except KeyboardInterrupt:
+        see = pasteable("fleet", asked.run)
+        print(f"ductile fleet: Stopped waiting; what was asked for goes on. See: {see}", file=sys.stderr)
+        return INTERRUPTED
+    if asked.json:
+        print(msgspec.json.encode(known).decode())
+    else:
+        from ductile.orchestrator.control.status_table import print_fleet  # rich takes a while to import
+
+        print_fleet(known)
     return DONE
 
 

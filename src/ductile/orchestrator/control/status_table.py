@@ -5,7 +5,7 @@ from rich.table import Table
 
 from ductile.core.instances.membership import describe
 from ductile.core.layout.geometry.parallel_layout import AXES, ONE_SLOT_RANK, ParallelLayout
-from ductile.messages.control import RunStatus
+from ductile.messages.control import FleetStatus, RunStatus
 
 ACTIVITIES = ("train", "generate", "score", "publish", "switch", "idle")
 MOST_WIDTH = 1000
@@ -14,8 +14,15 @@ NUM_CHANGES = 5
 
 
 def show(known: RunStatus) -> None:
+    _print(status_table(known))
+
+
+def print_fleet(known: FleetStatus) -> None:
+    _print(Group(*filter(None, [known.sentence]), fleet_table(known)))
+
+
+def _print(status: RenderableType) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    status = status_table(known)
     needed = console.measure(status, options=console.options.update(width=MOST_WIDTH)).maximum
     if needed > console.width:  # the terminal breaks the lines, and no column is cut
         console = Console(soft_wrap=True, highlight=False, markup=False, width=needed)
@@ -46,9 +53,29 @@ def status_table(known: RunStatus) -> RenderableType:
         device = [slot.device] if on_gpus else []
         table.add_row(str(slot.slot), str(slot.pid), *device, roles, slot.doing, *place, *seconds)
     parts: list[RenderableType] = [title, trainer, table]
+    parts += [fleet_table(known.fleet)] if known.fleet else []
     parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_CHANGES:]]
     parts += [f"lost: {sentence}" for sentence in known.lost.values()]
     return Group(*parts)
+
+
+def fleet_table(known: FleetStatus) -> RenderableType:
+    """The servers of a run, for people to read."""
+    version = "no version yet" if known.version is None else f"version {known.version}"
+    title = f"servers: {len(known.servers)}, membership epoch {known.epoch}, {version}"
+    if known.under_way:
+        title += f" (under way: {known.under_way})"
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for name in ("server", "state", "for"):
+        table.add_column(name, no_wrap=True)
+    for name in ("version", "requests"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why")
+    for server in known.servers:
+        has = "-" if server.version is None else str(server.version)
+        unfinished = str(server.num_unfinished)
+        table.add_row(server.id, server.status, _seconds(server.since_s), has, unfinished, server.reason)
+    return Group(title, *([table] if known.servers else []))
 
 
 def _axes(layout: ParallelLayout) -> list[str]:

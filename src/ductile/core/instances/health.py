@@ -1,0 +1,263 @@
+"""Health of one server, as its fleet judges it. Pure: answers, failures and the time come in, a judgement with its
+reason comes out.
+
+    joining → warming → ready ⇄ suspect → draining → gone
+                 stale ⇠ any of them ⇢ dead
+
+1. `TRANSITIONS` has every way from one state to another; whatever is not there is refused with a sentence.
+2. A server serves (ready, suspect) only after it has committed and verified a version. No probe brings back one that is
+   stale or dead: a stale one takes part in the next update, a dead one joins as a new member.
+3. Probes and requests are counted apart: a wedged engine answers probes, and a probe ends no row of failed requests.
+4. An incarnation is one process. Another incarnation at the same address is another member, without a history.
+"""
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from ductile.core.instances.instances import InstanceId
+
+ServerStatus = Literal["joining", "warming", "ready", "suspect", "draining", "stale", "dead", "gone"]
+"""joining: found, and waits for weights. warming: weights are on their way. ready: has a committed version. suspect:
+as ready, and has failed lately; it is asked last. draining: finishes what it has. stale: lives, and its weights are not
+trusted. dead: taken out. gone: has left as it was told."""
+
+SERVING: frozenset[ServerStatus] = frozenset({"ready", "suspect"})
+LIVING: frozenset[ServerStatus] = frozenset({"joining", "warming", "ready", "suspect", "draining", "stale"})
+
+Cause = Literal["warm", "commit", "doubt", "recover", "distrust", "die", "drain", "remove"]
+
+TRANSITIONS: "MappingProxyType[tuple[Cause, ServerStatus], ServerStatus]" = MappingProxyType(
+    {
+        ("warm", "joining"): "warming",
+        ("warm", "stale"): "warming",
+        ("commit", "warming"): "ready",
+        ("commit", "ready"): "ready",
+        ("commit", "suspect"): "ready",
+        ("commit", "stale"): "ready",
+        ("commit", "draining"): "draining",
+        ("doubt", "ready"): "suspect",
+        ("doubt", "suspect"): "suspect",
+        ("recover", "suspect"): "ready",
+        ("distrust", "warming"): "stale",
+        ("distrust", "ready"): "stale",
+        ("distrust", "suspect"): "stale",
+        ("distrust", "draining"): "stale",
+        ("distrust", "stale"): "stale",
+        **{("die", status): "dead" for status in LIVING},
+        **{("drain", status): "draining" for status in LIVING},
+        **{("remove", status): "gone" for status in LIVING},
+        ("remove", "dead"): "gone",
+    }
+)
+"""Where each cause leads; a pair that is missing is refused."""
+
+_REFUSED: dict[Cause, str] = {
+    "warm": "only one that is joining or stale gets weights of its own",
+    "commit": "only a living server that was sent a version makes it live",
+    "doubt": "only one that serves is doubted",
+    "recover": "only a committed update makes it ready again, and a dead one joins as a new member",
+    "distrust": "it has no weights to distrust",
+    "die": "it is lost already",
+    "drain": "it is lost already",
+    "remove": "it has left already",
+}
+
+
+class TransitionRefused(ValueError):
+    """A cause that leads nowhere from a server's state. The text is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthRules:
+    """When failures count. Seconds are of the clock that `now` is of."""
+
+    failure_threshold: int = 3
+    """Failures in a row that condemn, of either kind."""
+    good_probes: int = 2
+    """Answers in a row that make a suspect ready again."""
+    progress_timeout_s: float = 120.0
+    """Longest time that a server with running requests may sample nothing."""
+    bucket_timeout_s: float = 10.0
+    """Longest time that a receiver may take no bucket while another receiver of the same update does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server says of itself in reply to a probe."""
+
+    incarnation: str
+    version: int
+    digest: str = ""
+    model: str = ""
+    epoch: int = 0
+    workers: int = 1
+    num_running: int = 0
+    is_paused: bool = False
+    num_sampled: int = 0
+    update_id: str = ""
+    """Update that it is receiving; "" when it receives none."""
+    num_buckets: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHealth:
+    """One incarnation of a server. Every method returns the server as it is after that, or raises
+    `TransitionRefused`."""
+
+    instance: InstanceId
+    address: str
+    incarnation: str
+    since: float
+    """When it came to its state."""
+    status: ServerStatus = "joining"
+    reason: str = ""
+    """Why it is in its state, a sentence."""
+    workers: int = 1
+    version: int | None = None
+    """Version that it has committed, and that was verified; None before the first."""
+    digest: str = ""
+    offered: int | None = None
+    """Version that it is being sent."""
+    probe_failures: int = 0
+    good_probes: int = 0
+    request_failures: int = 0
+    failing_since: float | None = None
+    """When the first of the probe failures in a row was."""
+    heard_at: float = 0.0
+    """When it last replied to anything, with an error too, or came."""
+    num_sampled: int = 0
+    progressed_at: float = 0.0
+    """When it last sampled a token, or had nothing to do."""
+    bucket: tuple[str, int] = ("", 0)
+    """Update that it receives, and buckets of it."""
+    bucket_at: float = 0.0
+    """When it last took a bucket."""
+
+    @property
+    def is_serving(self) -> bool:
+        return self.status in SERVING
+
+    @property
+    def is_living(self) -> bool:
+        return self.status in LIVING
+
+    def moved(self, cause: Cause, reason: str, now: float) -> "ServerHealth":
+        """Raises TransitionRefused."""
+        after = TRANSITIONS.get((cause, self.status))
+        if after is None:
+            raise TransitionRefused(f"{self.instance} is {self.status}, so it cannot {cause}: {_REFUSED[cause]}")
+        since = self.since if after == self.status else now
+        return replace(self, status=after, reason=reason, since=since)
+
+    def answered(self, answer: Answer, now: float, rules: HealthRules) -> "ServerHealth":
+        """The server has answered a probe, which tells about the process and its version, and nothing of whether it can
+        generate. One that is not living stays as it is."""
+        if not self.is_living:
+            return self
+        if answer.incarnation != self.incarnation:
+            return self.moved("die", "its process has ended, and another one has its address", now)
+        seen = replace(
+            self,
+            probe_failures=0,
+            failing_since=None,
+            good_probes=self.good_probes + 1,
+            heard_at=now,
+            workers=answer.workers,
+        )._progressed(answer, now)
+        if (
+            self.version is not None
+            and self.status in ("ready", "suspect", "draining")
+            and (why := self._strays(answer))
+        ):
+            return seen.moved("distrust", why, now)
+        if now - seen.progressed_at >= rules.progress_timeout_s:
+            idle = now - seen.progressed_at
+            why = f"it answers probes, and has sampled no token for {idle:.0f} s with {answer.num_running} running"
+            return seen.moved("die", why, now)
+        return seen._recovered(now, rules)
+
+    def unanswered(self, why: str, now: float, replied: bool = False) -> "ServerHealth":
+        """The server has not answered a probe as it should. Whether it is to blame, `blame` says, which sees the
+        others. replied: there was a reply, such as HTTP 500."""
+        if not self.is_living:
+            return self
+        failing_since = now if self.failing_since is None else self.failing_since
+        failed = replace(self, probe_failures=self.probe_failures + 1, good_probes=0, failing_since=failing_since)
+        return failed.moved("doubt", why, now) if self.is_serving else failed
+
+    def request_failed(self, why: str, now: float, rules: HealthRules) -> "ServerHealth":
+        """A request of ours has failed by the server's fault. (A refusal, such as a wrong key, is none.)"""
+        if not self.is_living:
+            return self
+        failed = replace(self, request_failures=self.request_failures + 1)
+        if failed.request_failures >= rules.failure_threshold:
+            return failed.moved("die", f"{failed.request_failures} requests in a row failed, the last: {why}", now)
+        return failed.moved("doubt", why, now) if self.is_serving else failed
+
+    def generated(self, now: float, rules: HealthRules) -> "ServerHealth":
+        """A request of ours has come to its end."""
+        return replace(self, request_failures=0)._recovered(now, rules) if self.is_living else self
+
+    def sent(self, version: int, now: float) -> "ServerHealth":
+        """The server is among those that get this version, from now on. Raises TransitionRefused for a version that is
+        older than the server's."""
+        self._require_no_older(version)
+        if not self.is_living:
+            raise TransitionRefused(f"{self.instance} is {self.status}, so it cannot be sent version {version}")
+        offered = replace(self, offered=version, bucket_at=now)
+        return offered.moved("warm", f"it is sent version {version}", now) if self.status == "joining" else offered
+
+    def committed(self, version: int, digest: str, now: float) -> "ServerHealth":
+        """The server has made a version live, and it is verified.
+
+        Raises TransitionRefused for a version that it was not sent: one that has come back while an update was under
+        way has none of it. Requests that failed stay counted: new weights do not mend an engine that is wedged.
+        """
+        self._require_no_older(version)
+        if self.offered != version:
+            raise TransitionRefused(f"{self.instance} was not sent version {version}, so it cannot have committed it")
+        live = self.moved("commit", f"it has committed version {version}", now)
+        live = replace(live, version=version, digest=digest, offered=None)
+        if live.status == "ready" and (live.request_failures or live.probe_failures):
+            return live.moved("doubt", self.reason if self.status == "suspect" else "it has failed lately", now)
+        return live
+
+    def update_failed(self, why: str, now: float, keeps_old: bool) -> "ServerHealth":
+        """The version that the server was sent did not become live. keeps_old: it had staged it beside the old one,
+        and says that it has thrown it away; it then serves as before."""
+        after = replace(self, offered=None)
+        if not self.is_living:
+            return after
+        if keeps_old and self.status in ("ready", "suspect", "draining"):
+            return after
+        return after.moved("distrust", why, now)
+
+    def _progressed(self, answer: Answer, now: float) -> "ServerHealth":
+        bucket = (answer.update_id, answer.num_buckets)
+        is_busy = answer.num_running > 0 and not answer.is_paused
+        return replace(
+            self,
+            num_sampled=answer.num_sampled,
+            progressed_at=self.progressed_at if is_busy and answer.num_sampled == self.num_sampled else now,
+            bucket=bucket,
+            bucket_at=self.bucket_at if bucket == self.bucket else now,
+        )
+
+    def _strays(self, answer: Answer) -> str:
+        """Return why the server's weights are not those that it committed; "" when they are, or may be in a moment."""
+        if answer.version not in (self.version, self.offered):
+            return f"it serves version {answer.version}, and had committed version {self.version}"
+        if answer.version == self.version and self.digest and answer.digest and answer.digest != self.digest:
+            return f"the digest of its version {self.version} is {answer.digest}, and was {self.digest}"
+        return ""
+
+    def _recovered(self, now: float, rules: HealthRules) -> "ServerHealth":
+        good = not self.probe_failures and not self.request_failures and self.good_probes >= rules.good_probes
+        return self.moved("recover", "it answers again", now) if good and self.status == "suspect" else self
+
+    def _require_no_older(self, version: int) -> None:
+        if self.version is not None and version < self.version:
+            raise TransitionRefused(
+                f"{self.instance} has version {self.version}, and versions never go back, to {version}"
+            )

@@ -1,0 +1,112 @@
+"""Addresses at which a fleet looks for servers: those that were named, those that a registry lists, without those that
+are kept out. A level, not an edge: it is asked for anew each time, so nothing that is missed is lost."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from ductile.config.schema.fleet import FleetConfig
+from ductile.core.instances.quarantine import FlapRules, Quarantine
+from ductile.fleet.registry import Leases, Registry, RegistryDown
+
+
+class Discovery:
+    """May be told by any thread whom to look for. `poll` is for one at a time."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        registry: Registry,
+        named: Iterable[str] = (),
+        tell: Callable[[str], None] = lambda sentence: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry, self._tell, self._clock = registry, tell, clock
+        self._goes_on = config.enable_topology_discovery
+        self._lock = threading.Lock()
+        self._named = frozenset(named)
+        self._struck: frozenset[str] = frozenset()
+        """Addresses that somebody has taken out: they stay out until somebody names them."""
+        self._rejected: dict[str, tuple[str, str]] = {}
+        """Address, and of it the incarnation that cannot be a member, with a sentence."""
+        self._leases: Leases = {}
+        self._is_down = False
+        rules = FlapRules(
+            config.flap_window_seconds, config.flap_limit, config.flap_backoff_seconds, config.max_rejoins
+        )
+        self._quarantine = Quarantine(rules)
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Addresses where a server may be that may join now."""
+        return frozenset(address for address in self._known - self._struck if not self.why_not(address))
+
+    @property
+    def kept_out(self) -> dict[str, str]:
+        """Addresses that are known and may not join now, each with a sentence."""
+        return {address: why for address in self._known if (why := self.why_not(address))}
+
+    @property
+    def _known(self) -> frozenset[str]:
+        found = (url for url, lease in self._leases.items() if not lease.is_leaving)
+        return self._named.union(found)
+
+    def name(self, address: str) -> None:
+        """Look there from now on, whatever was before."""
+        with self._lock:
+            self._named |= {address}
+            self._struck -= {address}
+            self._rejected.pop(address, None)
+            self._quarantine = self._quarantine.vouched(address)
+
+    def strike(self, address: str) -> None:
+        """Look there no more, also where a registry lists it."""
+        with self._lock:
+            self._named -= {address}
+            self._struck |= {address}
+
+    def lost(self, address: str) -> None:
+        """The address has lost its server, or could not give it weights."""
+        with self._lock:
+            self._quarantine = self._quarantine.lost(address, self._clock())
+
+    def reject(self, address: str, incarnation: str, why: str) -> None:
+        """The process there cannot be a member; the next one may. incarnation: "" where it does not say, and no lease
+        does: then nobody looks there until somebody names the address."""
+        lease = self._leases.get(address)
+        with self._lock:
+            self._rejected[address] = (incarnation or (lease.incarnation if lease else ""), why)
+
+    def why_not(self, address: str, incarnation: str | None = None) -> str:
+        """Return why the server at the address may not join now; "" when it may. incarnation: what it says it is; None:
+        it is not known."""
+        if address in self._struck:
+            return f"{address} has been taken out; `ductile fleet join` takes it back"
+        lease = self._leases.get(address)
+        if incarnation and lease is not None and lease.is_leaving and lease.incarnation == incarnation:
+            return f"{address} is leaving"
+        rejected, why = self._rejected.get(address, ("", ""))
+        leased = lease.incarnation if lease is not None else ""
+        if why and (not rejected or (incarnation or leased) == rejected):
+            return why
+        return self._quarantine.why_not(address, self._clock())
+
+    async def poll(self) -> tuple[str, ...]:
+        """Ask the registry. Return the addresses of servers that say that they are leaving. While it cannot be asked,
+        or lists nobody, what it said before holds."""
+        try:
+            leases = await self._registry.servers()
+        except RegistryDown as error:
+            if not self._is_down:
+                self._tell(f"{error}; the servers that are known are kept")
+            self._is_down = True
+            return ()
+        self._is_down = False
+        if not self._goes_on and self._leases:  # it found whom it found at the start
+            leases = {url: lease for url, lease in leases.items() if url in self._leases}
+        if leases:
+            self._leases = leases
+        return tuple(url for url, lease in leases.items() if lease.is_leaving)
+
+    async def close(self) -> None:
+        await self._registry.close()

@@ -1,0 +1,35 @@
+"""A server that gives the version which it has to another one that joins."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+from ductile.fleet.server_port import ServerPort
+from ductile.messages.updates import LeaseVersion, Offer, SendReport, VersionLease, WeightCarrier, WeightUpdate
+
+
+class Donor:
+    """Follows `weight_update.Senders`. The joiner asks the donor for bucket after bucket, so nothing is sent here."""
+
+    carrier: WeightCarrier | None = "http"
+
+    def __init__(self, port: ServerPort, version: int) -> None:
+        self._port, self._version = port, version
+        self._lease: VersionLease | None = None
+
+    @contextmanager
+    def keeping(self, version: int) -> Generator[None]:
+        """The lease keeps them."""
+        yield
+
+    async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
+        asked = LeaseVersion(self._version, update.bucket_bytes, update.total_timeout_s)
+        self._lease = await self._port.lease(asked)
+        return (self._lease.offer,)
+
+    async def sent(self, update_id: str) -> Sequence[SendReport]:
+        assert self._lease is not None, "an update begins before it is sent"
+        num_bytes = sum(bucket.num_bytes for bucket in self._lease.offer.buckets)
+        return (SendReport(update_id, self._lease.offer.sender, self._lease.digest, num_bytes, 0.0),)
+
+    async def finish_update(self, update_id: str, aborted: bool) -> None:
+        """The lease ends by itself."""

@@ -1,0 +1,467 @@
+"""Keeps a fleet as it should be: what probes, registry and requests say becomes the roster, and what follows from a
+change of the roster is done.
+
+    finding → roster → joins (batched, after the cooldown), removals (at once), drains
+
+Everything that follows happens in the event loop in which the keeper was made, in the order of the changes; the roster
+may be read and changed by any thread.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.listeners import Listeners
+from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
+from ductile.core.instances.health import LIVING, Answer, HealthRules, ServerHealth, TransitionRefused
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.roster import Roster
+from ductile.core.instances.topology import TopologyMember, blame, joins_due, wedged_receivers
+from ductile.error_text import error_text
+from ductile.fleet.authority import Authority, first_epoch
+from ductile.fleet.discovery import Discovery
+from ductile.fleet.monitor import Finding, HttpProbe, Monitor, Probe
+from ductile.fleet.registry import Registry, RegistryDown, StaticServers
+from ductile.fleet.shared_roster import SharedRoster
+from ductile.messages.updates import Digest, ServerState
+from ductile.roles import Failure, Late
+
+POLL_S = 5.0
+"""Longest time between two looks at the registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A version that a server has committed as it joined, and that was verified."""
+
+    version: int
+    digest: Digest
+
+
+class Members(Protocol):
+    """The pool in which servers take requests, and the way in which one that joins gets weights."""
+
+    @property
+    def version(self) -> int | None:
+        """Version that is live; None before the first, which all servers get that are there then."""
+        ...
+
+    @property
+    def num_others(self) -> int:
+        """Generators that are no servers: on slots of the run."""
+        ...
+
+    async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
+        """Bring the live version to the server, from a donor that has it, or from the trainer, or from disk. None: a
+        newer one is on its way, and this is to be asked again. Raises a Failure."""
+        ...
+
+    async def add(self, server: TopologyMember) -> None:
+        """The server takes requests from now on."""
+        ...
+
+    def put_aside(self, server: InstanceId, why: str) -> None:
+        """The server takes no more requests, until `take_back`; those that it has go to others."""
+        ...
+
+    def take_back(self, server: InstanceId) -> None: ...
+
+    async def drain(self, server: InstanceId) -> None:
+        """The server takes no more requests. Returns when it has finished those that it has."""
+        ...
+
+    async def remove(self, server: InstanceId, why: str) -> None:
+        """The server has left. Requests that it still has go to others, with the tokens that they have."""
+        ...
+
+
+class FleetKeeper:
+    """Nothing runs before `start` or after `stop`."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        members: Members,
+        addresses: Iterable[str] = (),
+        registry: Registry | None = None,
+        authority: Authority | None = None,
+        probe: Probe | None = None,
+        patience_s: float = 600.0,
+        tell: Callable[[str], None] = lambda sentence: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """As `ductile.fleet.elastic_fleet.ElasticFleet`."""
+        self.on_change = Listeners[[ServerHealth | None, ServerHealth, int]]()
+        self.roster = SharedRoster()
+        self.discovery = Discovery(config, registry or StaticServers(()), addresses, tell, clock)
+        self.rules = HealthRules(
+            failure_threshold=config.health_check_failure_threshold,
+            progress_timeout_s=config.progress_timeout_seconds,
+            bucket_timeout_s=config.update_bucket_timeout_seconds,
+        )
+        self.model = ""
+        """Fingerprint of the model that servers must have; "" while it is not known."""
+        self.changed = ChangeSignal()
+        """Told in the event loop, after each change of the roster."""
+        self.changed_at = clock()
+        """When those that serve last changed."""
+        self.fenced = ""
+        """Why the fleet is another one's, a sentence; "" while it is ours."""
+        self.own_fault = ""
+        """Why no server can be asked, where the fault is on our side, a sentence."""
+        self._config, self._members, self._authority = config, members, authority
+        self._patience_s, self._tell, self._clock = patience_s, tell, clock
+        self._loop = asyncio.get_running_loop()
+        self._own_probe = HttpProbe(config.probe_timeout_seconds) if probe is None else None
+        self._monitor = Monitor(probe or self._own_probe or _no_probe, self._watched, self._found, config, tell)
+        self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
+        """Join, drain or removal of a server that is under way."""
+        self._added: set[InstanceId] = set()
+        """Servers that `members` have been told of."""
+        self._ruler: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.roster.on_change.add(lambda before, after: self.soon(self._follow, before, after))
+
+    # -- Life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Rule the fleet, and look at its servers once. Raises Late when another controller rules it for `patience_s`,
+        RegistryDown when nobody can say who does."""
+        if self._ruler is None:
+            await self._begin_rule()
+            await self.look_once()
+            self._ruler = asyncio.create_task(self._rule())
+        if self._config.enable_health_monitor:
+            self._monitor.start()
+
+    async def stop(self) -> None:
+        """Returns when nothing of the fleet runs; `start` goes on."""
+        await self._monitor.stop()
+        tasks = [*self._tasks.values(), *([self._ruler] if self._ruler else [])]
+        self._ruler = None
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.stop()
+        await self.discovery.close()
+        if self._own_probe is not None:
+            await self._own_probe.close()
+        if self._authority is not None:
+            await self._authority.close()
+
+    def soon(self, work: Callable[..., object], *args: object) -> None:
+        """Call `work` in the fleet's event loop, from any thread. Nothing happens when the loop has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work, *args)
+
+    async def look_once(self) -> None:
+        """Look once at the registry and at every server, and begin what follows."""
+        await self._poll()
+        await self._monitor.sweep()
+        await asyncio.sleep(0)
+        self._reconcile()
+
+    def look(self) -> None:
+        """Where to look has changed. From any thread."""
+        self.soon(self._monitor.look)
+        if not self._config.enable_health_monitor:
+            self.soon(lambda: asyncio.ensure_future(self.look_once()))
+
+    def hurry(self, server: InstanceId) -> None:
+        """Probe the server at once. From any thread."""
+        if (found := self.roster.now.servers.get(server)) is not None:
+            self.soon(self._monitor.hurry, found.address)
+
+    def expect_model(self, fingerprint: str) -> None:
+        """Servers with another model cannot join from now on."""
+        self.model = fingerprint
+
+    def judge(self, server: InstanceId, change: Callable[[ServerHealth], ServerHealth]) -> bool:
+        """Change what is known of one server. False: the change is refused, such as of one that is gone."""
+        try:
+            self.roster.change(lambda roster: roster.changed(change(roster.of(server))))
+        except TransitionRefused:
+            return False
+        return True
+
+    async def settled(self) -> None:
+        """Wait for the joins and removals that are under way now."""
+        await asyncio.sleep(0)
+        while self._tasks:
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.sleep(0)
+
+    # -- What is found ----------------------------------------------------------------------------------------------
+
+    def _watched(self) -> frozenset[str]:
+        if self.fenced:
+            return frozenset()
+        return self.discovery.wanted.union(server.address for server in self.roster.now.living)
+
+    def _found(self, address: str, finding: Finding) -> None:
+        now, server = self._clock(), self.roster.now.at(address)
+        if finding.kind == "answered" and finding.state is not None:
+            self._answered(address, finding.state, now)
+        elif finding.kind == "unasked":
+            self._blame_ourselves(finding.reason)
+        elif finding.kind == "denied":
+            self.discovery.reject(address, server.incarnation if server else "", finding.reason)
+            self._tell(f"{finding.reason}; it is not asked again")
+        if server is not None:
+            match finding.kind:
+                case "closed" if server.status == "draining":
+                    self.judge(server.instance, lambda each: each.moved("remove", "it has left", now))
+                case "closed" | "denied":
+                    self.judge(server.instance, lambda each: each.moved("die", finding.reason, now))
+                case "silent" | "odd":
+                    replied = finding.kind == "odd"
+                    self.judge(server.instance, lambda each: each.unanswered(finding.reason, now, replied))
+                case _:
+                    pass
+        self._condemn(now)
+        self._reconcile()
+
+    def _answered(self, address: str, state: ServerState, now: float) -> None:
+        self.own_fault = ""
+        answer = _answer_of(state)
+        server = self.roster.now.at(address)
+        if server is not None:
+            if server.is_serving and server.incarnation == state.incarnation and state.epoch > self.roster.now.epoch:
+                self._fence(f"{server.instance} has seen epoch {state.epoch}, which another controller has made")
+            self.judge(server.instance, lambda each: each.answered(answer, now, self.rules))
+        elif self.model and state.model and state.model != self.model:
+            why = f"{address} has another model ({state.model}) than the run ({self.model})"
+            self.discovery.reject(address, state.incarnation, why)
+            self._tell(why)
+        elif not self.discovery.why_not(address, state.incarnation) and not self.fenced:
+            self.roster.change(lambda roster: roster.above(answer.epoch).joined(address, answer, now))
+
+    def _condemn(self, now: float) -> None:
+        """Take out the servers that are to blame for what was found."""
+        living = self.roster.now.living
+        verdict = blame(living, self.rules)
+        if verdict.verdict == "self":
+            self._blame_ourselves(verdict.reason)
+        else:
+            for instance in verdict.instances:
+                self.judge(instance, lambda each: each.moved("die", verdict.reason, now))
+        for instance, why in wedged_receivers(living, now, self.rules).items():
+            self.judge(instance, lambda each, why=why: each.moved("die", why, now))
+
+    def _blame_ourselves(self, why: str) -> None:
+        if not self.own_fault:
+            self._tell(why)
+        self.own_fault = why
+
+    # -- What follows -----------------------------------------------------------------------------------------------
+
+    def _follow(self, before: Roster, after: Roster) -> None:
+        if before.membership != after.membership:
+            self.changed_at = self._clock()
+        for server in after.servers.values():
+            was = before.servers.get(server.instance)
+            if was is None or was.status != server.status:
+                self._act(was, server)
+                self.on_change(was, server, after.epoch)
+        for was in before.servers.values():  # another process has its address, and its place
+            if was.is_living and was.instance not in after.servers:
+                gone = was.moved("die", "another process has its address", self._clock())
+                self._act(was, gone)
+                self.on_change(was, gone, after.epoch)
+        self._monitor.look()
+        self.changed.notify_all()
+
+    def _act(self, was: ServerHealth | None, server: ServerHealth) -> None:
+        id, member = server.instance, TopologyMember.of(server)
+        match server.status:
+            case "dead" | "gone":
+                if server.status == "dead" and was is not None and was.status in LIVING:
+                    self.discovery.lost(server.address)
+                self._begin(id, self._remove(id, server.reason), instead=True)
+            case "stale":
+                if id in self._added:
+                    self._members.put_aside(id, server.reason)
+            case "draining":
+                self._begin(id, self._drain(id), instead=True)
+            case "ready" | "suspect" if id not in self._added:
+                self._added.add(id)
+                self._begin(id, self._members.add(member))
+            case "ready" | "suspect" if was is not None and was.status in ("stale", "warming"):
+                self._members.take_back(id)
+            case _:
+                pass
+
+    def _reconcile(self) -> None:
+        """Begin the joins that are due. What is not due is seen again: nothing is noted down and forgotten."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.fenced or self._members.version is None:
+            return
+        roster, now = self.roster.now, self._clock()
+        waiting = {
+            server.instance: server.since
+            for server in roster.living
+            if server.status in ("joining", "stale")
+            and server.offered is None
+            and server.instance not in self._tasks
+            and not server.probe_failures
+            and not self.discovery.why_not(server.address, server.incarnation)
+        }
+        joins = joins_due(waiting, now, self._config.topology_change_cooldown_seconds, len(roster.serving))
+        for instance in joins.now:
+            self._begin(instance, self._join(instance))
+        if joins.wait_s is not None:
+            self._timer = self._loop.call_later(joins.wait_s, self._reconcile)
+
+    def _begin(self, server: InstanceId, work: Coroutine[Any, Any, None], instead: bool = False) -> None:
+        """Begin a server's work, after that which is under way. instead: and end that."""
+        before = self._tasks.get(server)
+
+        async def do() -> None:
+            if before is not None:
+                if instead:
+                    before.cancel()
+                await asyncio.gather(before, return_exceptions=True)
+            try:
+                await work
+            except Exception as error:
+                self._tell(f"{server}: {error_text(error)}")
+
+        task = asyncio.create_task(do())
+        self._tasks[server] = task
+        task.add_done_callback(lambda _: self._end(server, task, work))
+
+    def _end(self, server: InstanceId, task: "asyncio.Task[None]", work: Coroutine[Any, Any, None]) -> None:
+        work.close()  # it has not begun where the task was cancelled before
+        if self._tasks.get(server) is task:
+            del self._tasks[server]
+
+    async def _join(self, id: InstanceId) -> None:
+        """Give the server the live version, and again while a newer one has come meanwhile."""
+        if not self.judge(id, lambda each: each.moved("warm", "it is given weights", self._clock())):
+            return
+        server = self.roster.now.of(id)
+        why = "no version stayed the newest for long enough"
+        deadline_s = 2 * self._config.update_max_attempts * self._config.update_total_timeout_seconds
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.roster.now.of(id).status == "warming":
+                    version = self._members.version
+                    donors = () if version is None else self.roster.now.holders(version)
+                    warmed = await self._members.warm(TopologyMember.of(server), tuple(map(TopologyMember.of, donors)))
+                    if warmed is not None and warmed.version >= (self._members.version or 0):
+                        self._commit(id, warmed)
+                        return
+                    if warmed is None:
+                        await self._next_change()
+                return
+        except TransitionRefused:
+            return  # it is gone
+        except TimeoutError:
+            pass
+        except (Failure, OSError) as error:
+            why = str(error)
+        self.discovery.lost(server.address)
+        self._tell(f"{id} could not be given weights: {why}")
+        self.judge(id, lambda each: each.update_failed(why, self._clock(), keeps_old=False))
+
+    async def _next_change(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await self.changed.wait()
+
+    def _commit(self, id: InstanceId, warmed: Warmed) -> None:
+        now = self._clock()
+        self.judge(id, lambda each: each.sent(warmed.version, now).committed(warmed.version, warmed.digest, now))
+
+    async def _drain(self, id: InstanceId) -> None:
+        with suppress(TimeoutError):
+            if id in self._added:
+                async with asyncio.timeout(self._config.drain_timeout_seconds):
+                    await self._members.drain(id)
+        self.judge(id, lambda each: each.moved("remove", "it has left as it was told", self._clock()))
+
+    async def _remove(self, id: InstanceId, why: str) -> None:
+        if id in self._added:
+            self._added.discard(id)
+            await self._members.remove(id, why)
+
+    # -- Registry and rule ------------------------------------------------------------------------------------------
+
+    async def _poll(self) -> None:
+        for address in await self.discovery.poll():
+            server = self.roster.now.at(address)
+            if (
+                server is not None
+                and server.status != "draining"
+                and self.discovery.why_not(address, server.incarnation)
+            ):
+                self.judge(
+                    server.instance, lambda each: each.moved("drain", "it says that it is leaving", self._clock())
+                )
+
+    async def _begin_rule(self) -> None:
+        if self._authority is None:
+            return
+        until = self._clock() + self._patience_s
+        while (token := await self._authority.claim()) is None:
+            if self._clock() >= until:
+                raise Late(f"another controller has ruled this fleet for {self._patience_s:g} s")
+            await asyncio.sleep(min(1.0, self._patience_s))
+        self.roster.change(lambda roster: roster.above(first_epoch(token) - 1))
+
+    async def _rule(self) -> None:
+        """Renew the rule and look at the registry, until another one rules."""
+        match self._config.registry:
+            case FileRegistry(ttl_seconds=ttl_s) | HttpRegistry(ttl_seconds=ttl_s):
+                interval_s = min(ttl_s / 3, POLL_S)
+            case _:
+                interval_s = POLL_S
+        while not self.fenced:
+            await asyncio.sleep(interval_s)
+            try:
+                if self._authority is not None and await self._authority.claim() is None:
+                    self._fence("another controller rules the fleet of this registry")
+                await self._poll()
+                self._monitor.look()
+            except RegistryDown:
+                pass  # nobody else can claim it, either
+            except Exception as error:
+                self._tell(f"the registry could not be read: {error_text(error)}")
+
+    def _fence(self, why: str) -> None:
+        if not self.fenced:
+            self._tell(f"{why}: this one makes no more decisions")
+        self.fenced = why
+        self.changed.notify_all()
+
+
+async def _no_probe(address: str) -> Finding:
+    return Finding("unasked", f"nobody asks {address}")
+
+
+def _answer_of(state: ServerState) -> Answer:
+    update = state.update
+    is_receiving = update is not None and update.phase in ("prepared", "receiving")
+    return Answer(
+        incarnation=state.incarnation,
+        version=state.version,
+        digest=state.digest,
+        model=state.model,
+        epoch=state.epoch,
+        workers=state.workers,
+        num_running=state.num_running,
+        is_paused=state.paused,
+        num_sampled=state.num_sampled,
+        update_id=update.update_id if update is not None and is_receiving else "",
+        num_buckets=update.num_buckets if update is not None else 0,
+    )

@@ -1,0 +1,209 @@
+"""Probes of all servers, side by side: each has its own rhythm, so one that is slow delays no other.
+
+A probe asks for `/fleet/state` and has one deadline for all of it: a stopped process still takes connections. What
+comes of it is one of six findings, since only some of them speak against the server.
+"""
+
+import asyncio
+import errno
+import random
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
+import httpx
+import msgspec
+
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
+from ductile.config.schema.fleet import FleetConfig
+from ductile.error_text import error_text
+from ductile.messages.updates import ServerState
+
+MOST_PROBES = 64
+"""Probes under way at a time."""
+MOST_BYTES = 1 << 20
+"""Largest state that is read."""
+JITTER = 0.1
+"""Largest share of an interval by which a probe is early. It is never late, so the bound on detection holds."""
+OWN_FAULTS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.EPERM}
+)
+"""Errors that keep us from asking anybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one probe found. answered: the state is there. closed: nobody listens at the address. silent: no reply in
+    time. odd: a reply that is no state. denied: the server wants another key. unasked: the fault is on our side."""
+
+    kind: Literal["answered", "closed", "silent", "odd", "denied", "unasked"]
+    reason: str = ""
+    """A sentence about what is wrong; "" where nothing is."""
+    state: ServerState | None = None
+
+
+class Probe(Protocol):
+    async def __call__(self, address: str) -> Finding: ...
+
+
+class HttpProbe:
+    """Asks a server for its state. One for an event loop; `close` it there."""
+
+    def __init__(self, timeout_s: float, key_of: Callable[[str], str | None] = lambda address: None) -> None:
+        """timeout_s: for a whole probe. key_of: the server's API key, by address."""
+        self._timeout_s, self._key_of = timeout_s, key_of
+        self._client = httpx.AsyncClient(
+            timeout=timeout_s, limits=httpx.Limits(max_connections=None, keepalive_expiry=60.0), trust_env=False
+        )
+
+    async def __call__(self, address: str) -> Finding:
+        key = self._key_of(address)
+        url = f"{address}/fleet/state"
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
+                return await _read(url, response)
+        except (TimeoutError, httpx.TimeoutException):
+            return Finding("silent", f"{url} did not answer within {said(self._timeout_s)}")
+        except (httpx.HTTPError, OSError) as error:
+            numbers = {*_error_numbers(error)}
+            why = f"{url}: {error_text(error)}"
+            if errno.ECONNREFUSED in numbers:
+                return Finding("closed", f"nobody listens at {address}")
+            return Finding("unasked" if numbers & OWN_FAULTS else "silent", why)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+class Monitor:
+    """Probes what is watched, and tells of each finding. Nothing runs before `start` or after `stop`."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        watched: Callable[[], Collection[str]],
+        tell: Callable[[str, Finding], None],
+        config: FleetConfig,
+        on_error: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        """watched: the addresses, asked for anew all the time. on_error: hears of what `probe` or `tell` raised; the
+        monitor goes on."""
+        self._probe, self._watched, self._tell, self._on_error = probe, watched, tell, on_error
+        self._interval_s = config.health_check_interval_seconds
+        self._room = asyncio.Semaphore(MOST_PROBES)
+        self._rhythms: dict[str, asyncio.Task[None]] = {}
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._hurried: dict[str, asyncio.Event] = {}
+        self._changed = ChangeSignal()
+        self._keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Nothing happens when it has started."""
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Returns when nothing runs any more."""
+        tasks = [*self._rhythms.values(), *self._under_way.values(), *([self._keeper] if self._keeper else [])]
+        self._keeper = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._rhythms.clear()
+        self._under_way.clear()
+        self._hurried.clear()
+
+    def look(self) -> None:
+        """What is watched has changed."""
+        self._changed.notify_all()
+
+    def hurry(self, address: str) -> None:
+        """Probe the address at once: a request has lost its connection."""
+        if event := self._hurried.get(address):
+            event.set()
+
+    async def sweep(self) -> None:
+        """Probe everything that is watched once. Returns when all findings have been told."""
+        await asyncio.gather(*map(self._once, [*self._watched()]))
+
+    async def _keep(self) -> None:
+        """Give each address that is watched a rhythm, and take it from the others."""
+        while True:
+            try:
+                watched = {*self._watched()}
+            except Exception as error:
+                self._on_error(f"the monitor could not learn what to probe: {error_text(error)}")
+                watched = {*self._rhythms}
+            for address in self._rhythms.keys() - watched:
+                self._rhythms.pop(address).cancel()
+                self._hurried.pop(address, None)
+            for address in watched - self._rhythms.keys():
+                self._hurried[address] = asyncio.Event()
+                self._rhythms[address] = asyncio.create_task(self._beat(address, self._hurried[address]))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._changed.wait()
+
+    async def _beat(self, address: str, hurried: asyncio.Event) -> None:
+        while True:
+            next_at = time.monotonic() + self._interval_s * (1 - JITTER * random.random())
+            await self._once(address)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(next_at - time.monotonic()):
+                    await hurried.wait()
+            hurried.clear()
+
+    async def _once(self, address: str) -> None:
+        """A probe of a server that is being probed is that one."""
+        if (task := self._under_way.get(address)) is None:
+            task = self._under_way[address] = asyncio.create_task(self._asked(address))
+            task.add_done_callback(lambda _: self._under_way.pop(address, None))
+        with suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+            return
+        if not task.cancelled():
+            raise asyncio.CancelledError
+
+    async def _asked(self, address: str) -> None:
+        try:
+            async with self._room:
+                finding = await self._probe(address)
+            self._tell(address, finding)
+        except Exception as error:
+            self._on_error(f"the probe of {address} failed: {error_text(error)}")
+
+
+async def _read(url: str, response: httpx.Response) -> Finding:
+    if response.status_code in (401, 403):
+        return Finding("denied", f"{url} refused our key with {response.status_code}")
+    content = b""
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MOST_BYTES:
+            return Finding("odd", f"{url} sent more than {MOST_BYTES} bytes")
+    if response.status_code != 200:
+        return Finding("odd", f"{url} responded with {response.status_code}")
+    try:
+        return Finding("answered", state=msgspec.json.decode(content, type=ServerState))
+    except (msgspec.DecodeError, ValueError) as error:
+        return Finding("odd", f"{url} sent no state of a server: {error}")
+
+
+def _error_numbers(error: BaseException | None) -> Iterator[int]:
+    """Return the numbers of the system's errors behind an error of a client's."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, OSError) and one.errno is not None:
+            yield one.errno
+        if isinstance(one, BaseExceptionGroup):
+            pending.extend(cast("BaseExceptionGroup[BaseException]", one).exceptions)
+        pending.extend((one.__cause__, one.__context__))

@@ -1,0 +1,138 @@
+"""Servers of a run in its pool of generators: how they come, get weights and leave. Follows `fleet_keeper.Members`.
+
+    ElasticFleet  decides who is a member             ServerMembers  does it
+                                                          ├ pool     who gets requests
+                                                          └ updates  who gets weights
+"""
+
+from collections.abc import Callable, Sequence
+
+from ductile.concurrency.listeners import Listeners
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.topology import TopologyMember
+from ductile.fleet.donor import Donor
+from ductile.fleet.elastic_fleet import ElasticFleet
+from ductile.fleet.fleet_keeper import Warmed
+from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.server_port import ServerPort
+from ductile.fleet.weight_update import Member, Senders, UpdateResult, WeightUpdates
+from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
+
+
+class ServerMembers:
+    """`follow` the fleet before its first server comes."""
+
+    def __init__(
+        self,
+        pool: RemoteGenerators,
+        updates: WeightUpdates,
+        trainer: Senders,
+        open_port: Callable[[TopologyMember], Member[ServerPort]],
+    ) -> None:
+        """open_port: a server as a member, whose control is a port that is not open yet. Raises Refused where its
+        control token is not known."""
+        self.on_updated = Listeners[[UpdateResult]]()
+        """Told of every version that has gone to servers, and of what has become of it at each."""
+        self._pool, self._updates, self._trainer, self._open_port = pool, updates, trainer, open_port
+        self._servers: dict[InstanceId, Member[ServerPort]] = {}
+        self._fleet: ElasticFleet | None = None
+
+    def follow(self, fleet: ElasticFleet) -> None:
+        """Tell this fleet what becomes of versions and requests."""
+        self._fleet = fleet
+        self._pool.on_ended.add(self._on_ended)
+
+    @property
+    def under_way(self) -> str:
+        """The version or the join that is under way; "" when there is none."""
+        return self._updates.under_way
+
+    def num_unfinished(self, server: InstanceId) -> int:
+        """Requests of the run that the server has."""
+        return sum(request.instance == server for request in self._pool.unfinished())
+
+    async def update(self, version: int) -> None:
+        """Bring the trainer's weights, which are this version, to all servers of the pool. Those that do not take it
+        are left behind when it goes live."""
+        fleet, there = self._fleet, {each.id for each in self._pool.all_instances}
+        present = fleet.update_began(version, there & self._servers.keys()) if fleet else ()
+        if fleet is None or not present:
+            return
+        names = [each.instance for each in present]
+        try:
+            result = await self._updates.update(version, [self._servers[name] for name in names])
+        except BaseException:
+            fleet.update_aborted(names)
+            raise
+        fleet.update_ended(version, result.digest, result.outcomes)
+        self.on_updated(result)
+
+    # -- as `Members` has it
+
+    async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
+        version = self._pool.version
+        if version is None:
+            return None  # the run has none yet
+        if server.instance not in self._servers:
+            self._servers[server.instance] = await self._opened(server)
+        member = self._servers[server.instance]
+        leases = [
+            Donor(self._servers[donor.instance].control, version)
+            for donor in donors
+            if donor.instance in self._servers
+        ]
+        sources: list[Senders] = [*leases, self._trainer]
+        try:
+            result = await self._updates.warm(member, version, sources)
+        except Refused as error:
+            if self._pool.version != version:
+                return None
+            raise Late(str(error)) from error  # the next version may find it well
+        if result is None or version != self._pool.version:
+            return None
+        [outcome] = result.outcomes
+        match outcome.outcome:
+            case "dead":
+                raise SlotLost(outcome.reason)
+            case "stale":
+                raise Late(outcome.reason)
+            case "committed":
+                return Warmed(version, result.digest)
+
+    async def add(self, server: TopologyMember) -> None:
+        await self._pool.add_server(self._servers[server.instance].control)
+
+    def put_aside(self, server: InstanceId, why: str) -> None:
+        self._pool.put_aside(server, why)
+
+    def take_back(self, server: InstanceId) -> None:
+        self._pool.readmit(server)
+
+    async def drain(self, server: InstanceId) -> None:
+        await self._pool.dismiss(self._servers[server].control.instance)
+
+    async def remove(self, server: InstanceId, why: str) -> None:
+        await self._pool.remove_server(server, why)
+        if member := self._servers.pop(server, None):
+            await member.control.release()
+
+    async def _opened(self, server: TopologyMember) -> Member[ServerPort]:
+        member = self._open_port(server)
+        try:
+            state = await member.control.open()
+            if state is None:
+                raise Refused(f"{server.address} is a server that takes no weights: `ductile inference` starts one")
+            if state.incarnation != server.incarnation:
+                raise SlotLost(f"{server.address} was started anew")
+        except Failure:
+            await member.control.release()
+            raise
+        return member
+
+    def _on_ended(self, instance: InstanceId, failure: Failure | None) -> None:
+        if self._fleet is None or instance not in self._servers:
+            return
+        if failure is None:
+            self._fleet.generated(instance)
+        elif isinstance(failure, SlotLost | Interrupted):
+            self._fleet.request_failed(instance, str(failure))

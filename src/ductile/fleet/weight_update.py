@@ -1,0 +1,553 @@
+"""The transaction by which servers get a version of the weights: one at a time, and all or nothing at each of them.
+
+    look      every server's state: incarnation, host, carriers      (who is not there is out before it begins)
+    begin     the trainer's ranks say what they will send            BeginUpdate -> offers
+    prepare   every server stages it beside the weights that it has  PrepareUpdate
+    send      the bytes go from ranks to servers                     until all ranks have reported, servers watched
+    verify    a server's digest is the sum of the ranks' parts
+    commit    pause, change over, resume: each server by itself      a reply that is lost is asked for, not sent again
+    finish    the ranks may change the weights again; who has not committed is told to abort
+
+The live set is an input, decided while nothing is under way. What failed is looked at before it is judged
+(`core.instances.update_outcomes`): those that are not at fault are sent it again, in a new epoch and from bucket 0.
+Nothing here waits without an end, and nobody waits for a server that is gone.
+
+A server that joins between two versions gets the committed one by the same steps (`warm`). A version that is to be
+published meanwhile goes first, and the joiner gets that.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Generic, Literal, Protocol, TypeVar
+from uuid import uuid4
+
+from ductile.concurrency.background import finish
+from ductile.concurrency.structured import gather_all
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.update_outcomes import InstanceOutcome, Shortfall, next_attempt
+from ductile.messages.updates import (
+    Digest,
+    EndUpdate,
+    Offer,
+    PauseServer,
+    PrepareUpdate,
+    Receiver,
+    ResumeServer,
+    SendReport,
+    ServerState,
+    UpdateProgress,
+    UpdateProof,
+    WeightCarrier,
+    WeightUpdate,
+)
+from ductile.roles import Failure, Late, Refused, SlotLost
+
+T = TypeVar("T")
+
+WATCH_S = 0.2
+"""Seconds between two looks at servers while bytes go to them."""
+NUM_ASKED = 3
+"""Times that a server is asked what has become of a commit whose reply was lost."""
+
+
+class Senders(Protocol):
+    """Those who have the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
+    weights to one that joins (`ductile.fleet.donor`)."""
+
+    @property
+    def carrier(self) -> WeightCarrier | None:
+        """The only way by which they send; None: whichever suits a receiver."""
+        ...
+
+    def keeping(self, version: int) -> AbstractContextManager[None]:
+        """Their weights stay this version meanwhile. Raises Refused when they have gone on from it."""
+        ...
+
+    async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
+        """Raises Refused when they cannot send it; what else is raised ends the update."""
+        ...
+
+    async def sent(self, update_id: str) -> Sequence[SendReport]:
+        """Wait until all are through, also with failures."""
+        ...
+
+    async def finish_update(self, update_id: str, aborted: bool) -> None: ...
+
+
+class ServerControl(Protocol):
+    """Control routes of one server (`ductile.fleet.server_port`). Each raises SlotLost, Late or Refused."""
+
+    async def state(self) -> ServerState: ...
+
+    async def prepare(self, prepare: PrepareUpdate) -> UpdateProgress: ...
+
+    async def verify(self, end: EndUpdate) -> UpdateProgress: ...
+
+    async def commit(self, end: EndUpdate) -> UpdateProgress: ...
+
+    async def abort(self, end: EndUpdate) -> UpdateProgress: ...
+
+    async def pause(self, pause: PauseServer) -> object: ...
+
+    async def resume(self, resume: ResumeServer) -> object: ...
+
+
+Control = TypeVar("Control", bound=ServerControl, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Member(Generic[Control]):
+    """A server that is to get a version."""
+
+    id: InstanceId
+    control: Control
+    url: str = ""
+    """Root of its routes, without /v1."""
+    token: str = field(default="", repr=False)
+    incarnation: str = ""
+    """Process that it was last known to be; "": not known yet."""
+
+
+AnyMember = Member[ServerControl]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """How versions go to servers; the keys are those of [inference]."""
+
+    bucket_bytes: int = 16 << 20
+    num_slots: int = 2
+    bucket_timeout_s: float = 10.0
+    total_timeout_s: float = 300.0
+    max_attempts: int = 3
+    verify: UpdateProof = "sum"
+    pause_mode: Literal["abort", "keep", "drain"] = "keep"
+    pause_lease_s: float = 30.0
+    probe_timeout_s: float = 2.0
+    carrier: WeightCarrier | None = None
+    """The only carrier; None: the best that a server and the ranks have in common."""
+    folder: str = ""
+    """Folder that ranks and servers see, for carrier "disk"."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What has become of a version at the servers."""
+
+    version: int
+    digest: Digest
+    """The version's; "" where nobody staged it."""
+    outcomes: tuple[InstanceOutcome, ...]
+    attempts: int
+    seconds: float
+    pause_s: float
+    """The longest that a server answered nobody."""
+    num_bytes: int
+    carriers: Mapping[InstanceId, WeightCarrier]
+
+    @property
+    def committed(self) -> tuple[InstanceId, ...]:
+        return tuple(InstanceId(each.instance) for each in self.outcomes if each.outcome == "committed")
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What is known of one attempt so far."""
+
+    update: WeightUpdate
+    members: Mapping[InstanceId, AnyMember]
+    states: Mapping[InstanceId, ServerState]
+    short: dict[InstanceId, Shortfall] = field(default_factory=dict[InstanceId, Shortfall])
+    prepared: list[InstanceId] = field(default_factory=list[InstanceId])
+    committed: list[InstanceId] = field(default_factory=list[InstanceId])
+    digest: Digest = ""
+    num_bytes: int = 0
+    pause_s: float = 0.0
+
+    @property
+    def left(self) -> list[InstanceId]:
+        """Servers that have not failed."""
+        return [name for name in self.members if name not in self.short]
+
+    def fail(self, name: InstanceId, error: Failure | str) -> None:
+        self.short.setdefault(name, shortfall(error))
+
+    @property
+    def is_broken(self) -> bool:
+        """Nobody is left, or one has failed on whom the others depend: a process group lacks it."""
+        groups = {receiver.instance for receiver in self.update.receivers if receiver.carrier == "point_to_point"}
+        return not self.left or not groups.isdisjoint(self.short)
+
+    def end(self, version: int = 0) -> EndUpdate:
+        return EndUpdate(self.update.update_id, self.update.epoch, version or self.update.version, self.digest)
+
+
+def shortfall(error: Failure | str) -> Shortfall:
+    """Return what a failed call says of the server that was asked."""
+    match error:
+        case SlotLost():
+            return Shortfall("gone", str(error))
+        case Late():
+            return Shortfall("silent", str(error))
+        case Refused():
+            return Shortfall("refused", str(error))
+        case _:
+            return Shortfall("undone", str(error))
+
+
+def summed(parts: Iterable[Digest]) -> Digest:
+    """Return the digest of a version of which each part is one sender's."""
+    return f"{sum(int(part or '0', 16) for part in parts) % 2**64:016x}"
+
+
+class WeightUpdates:
+    """The updates of a run, one at a time."""
+
+    def __init__(
+        self,
+        trainer: Senders,
+        options: UpdateOptions,
+        choose: Callable[[ServerState], WeightCarrier],
+        next_epoch: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        open_rendezvous: Callable[[], str] = lambda: "",
+    ) -> None:
+        """choose: the carrier for a server. next_epoch: of the fleet's membership, larger than any before.
+        open_rendezvous: host:port at which a process group may be made, another one each time."""
+        self.version: int | None = None
+        """Version that was committed last; None before the first."""
+        self.digest: Digest = ""
+        """The digest of that version."""
+        self.under_way = ""
+        """What is done at the moment: "version 3", "server-1 joins"; "" when nothing is."""
+        self._trainer, self._options, self._choose = trainer, options, choose
+        self._next_epoch, self._clock, self._open_rendezvous = next_epoch, clock, open_rendezvous
+        self._turn = asyncio.Lock()
+        self._warming: asyncio.Task[UpdateResult] | None = None
+
+    async def update(self, version: int, members: Sequence[AnyMember]) -> UpdateResult:
+        """Bring the trainer's weights, which are this version, to all members. One outcome for each. Raises what the
+        trainer's ranks raise: then the servers have what they had, and have been told to abort.
+
+        A joiner that is being given the version before is left to the caller, who makes it a member of this one."""
+        if self._warming is not None:
+            self._warming.cancel()
+        async with self._turn:
+            self.under_way = f"version {version}"
+            try:
+                result = await self._transaction(self._trainer, version, members, self._options.max_attempts)
+            finally:
+                self.under_way = ""
+            self.version, self.digest = version, result.digest or self.digest
+            return result
+
+    async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
+        """Bring the live version to a server that joins, from the first source that can give it. It has committed when
+        its digest is that of the version. None when a version is published meanwhile: it is to be asked again. Raises
+        Refused when no source can give it.
+        """
+        async with self._turn:
+            self.under_way = f"{member.id} joins"
+            self._warming = asyncio.create_task(self._warm(member, version, sources))
+            try:
+                await asyncio.wait([self._warming])
+                return None if self._warming.cancelled() else self._warming.result()
+            finally:
+                self._warming.cancel()
+                await asyncio.gather(self._warming, return_exceptions=True)
+                self._warming, self.under_way = None, ""
+
+    async def _warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult:
+        expected = self.digest if self.version == version else ""
+        failures = list[str]()
+        for source in sources:
+            try:
+                result = await self._transaction(source, version, [member], 1)
+            except Refused as error:
+                failures.append(str(error))
+                continue
+            if result.committed and expected and result.digest != expected:
+                failures.append(f"it was given {result.digest}, and version {version} is {expected}")
+                continue
+            if result.committed:
+                self.version, self.digest = version, result.digest
+                return result
+            failures.append(result.outcomes[0].reason)
+            if result.outcomes[0].outcome == "dead":
+                return result
+        raise Refused(f"{member.id} cannot be given version {version}: {'; '.join(failures)}")
+
+    async def _transaction(
+        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
+    ) -> UpdateResult:
+        with senders.keeping(version):
+            return await self._attempts(senders, version, members, max_attempts)
+
+    async def _attempts(
+        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
+    ) -> UpdateResult:
+        began_s, number = self._clock(), 0
+        outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
+        digest, num_bytes, pause_s = "", 0, 0.0
+        left = {member.id: member for member in members}
+        while left:
+            number += 1
+            attempt = await self._attempt(senders, version, left)
+            carriers |= {InstanceId(each.instance): each.carrier for each in attempt.update.receivers}
+            digest, num_bytes = attempt.digest or digest, num_bytes + attempt.num_bytes
+            pause_s = max(pause_s, attempt.pause_s)
+            decision = next_attempt(tuple(attempt.committed), attempt.short, number, max_attempts)
+            outcomes += decision.ended
+            left = {name: replace(left[name], incarnation=attempt.states[name].incarnation) for name in decision.again}
+        seconds = self._clock() - began_s
+        return UpdateResult(version, digest, tuple(outcomes), number, seconds, pause_s, num_bytes, carriers)
+
+    async def _attempt(self, senders: Senders, version: int, members: Mapping[InstanceId, AnyMember]) -> _Attempt:
+        """Send the version to all members once. What has become of each is in the attempt."""
+        states, absent = await self._look(members)
+        attempt = _Attempt(self._decide(senders, version, members, states), members, states, short=absent)
+        update, is_begun = attempt.update, False
+        try:
+            if attempt.left:
+                try:
+                    is_begun = True
+                    async with asyncio.timeout(self._options.total_timeout_s):
+                        offers = await senders.begin_update(update)
+                        await self._prepare(attempt, offers)
+                        await self._send(attempt, senders)
+                        await self._verify(attempt)
+                except TimeoutError:
+                    for name in attempt.left:
+                        attempt.fail(name, f"the update was not through after {self._options.total_timeout_s:g} s")
+                except Refused as error:
+                    for name in attempt.left:
+                        attempt.fail(name, f"the weights could not be sent: {error}")
+                await finish(self._commit_all(attempt))
+        finally:
+            await finish(self._end(attempt, senders, is_begun))
+        await self._judge(attempt)
+        return attempt
+
+    async def _look(
+        self, members: Mapping[InstanceId, AnyMember]
+    ) -> tuple[dict[InstanceId, ServerState], dict[InstanceId, Shortfall]]:
+        """Ask all for their state. Those that are not what they were are absent."""
+        states, absent = dict[InstanceId, ServerState](), dict[InstanceId, Shortfall]()
+        replies = await gather_all(*(_outcome(member.control.state()) for member in members.values()))
+        for member, reply in zip(members.values(), replies, strict=True):
+            if isinstance(reply, Failure):
+                absent[member.id] = shortfall(reply)
+            elif why := _restarted(member, reply):
+                absent[member.id] = why
+            else:
+                states[member.id] = reply
+        return states, absent
+
+    def _decide(
+        self,
+        senders: Senders,
+        version: int,
+        members: Mapping[InstanceId, AnyMember],
+        states: Mapping[InstanceId, ServerState],
+    ) -> WeightUpdate:
+        """The decision that all ranks and servers get."""
+        options, update_id = self._options, uuid4().hex
+        carrier = senders.carrier or options.carrier
+        receivers = tuple(
+            Receiver(name, carrier or self._choose(state), members[name].url, members[name].token)
+            for name, state in states.items()
+        )
+        by_group = any(each.carrier == "point_to_point" for each in receivers)
+        newest = max((state.epoch for state in states.values()), default=0)
+        epoch = self._next_epoch()
+        while epoch <= newest:  # a server may have been in the fleet of a run that has ended
+            epoch = self._next_epoch()
+        return WeightUpdate(
+            update_id=update_id,
+            epoch=epoch,
+            version=version,
+            receivers=receivers,
+            bucket_bytes=options.bucket_bytes,
+            num_slots=options.num_slots,
+            bucket_timeout_s=options.bucket_timeout_s,
+            total_timeout_s=options.total_timeout_s,
+            verify=options.verify,
+            rendezvous=self._open_rendezvous() if by_group else "",
+            folder=options.folder,
+        )
+
+    async def _prepare(self, attempt: _Attempt, offers: Sequence[Offer]) -> None:
+        carriers = {InstanceId(each.instance): each.carrier for each in attempt.update.receivers}
+
+        async def ask(name: InstanceId) -> None:
+            attempt.prepared.append(name)  # also one whose reply is lost has something to abort
+            prepare = PrepareUpdate(attempt.update, carriers[name], tuple(offers), instance=name)
+            _note(attempt, name, await _outcome(attempt.members[name].control.prepare(prepare)))
+
+        await gather_all(*map(ask, attempt.left))
+
+    async def _send(self, attempt: _Attempt, senders: Senders) -> None:
+        """Wait for the ranks and watch the servers; what fails first counts, and nobody waits for the rest."""
+        if attempt.is_broken:
+            return self._break(attempt)
+        sending = asyncio.create_task(_awaited(senders.sent(attempt.update.update_id)))
+        watching = asyncio.create_task(self._watch(attempt))
+        try:
+            await asyncio.wait([sending, watching], return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
+                return self._break(attempt)
+            reports = sending.result()
+        finally:
+            for task in (sending, watching):
+                task.cancel()
+            await asyncio.gather(sending, watching, return_exceptions=True)
+        attempt.num_bytes = sum(report.num_bytes for report in reports)
+        for report in reports:
+            for name, why in report.failed.items():
+                attempt.fail(InstanceId(name), f"{report.sender}: {why}")
+        if attempt.update.verify != "none":
+            attempt.digest = summed(report.digest for report in reports)
+
+    def _break(self, attempt: _Attempt) -> None:
+        """One is missing that the others cannot do without: they are not at fault."""
+        missing = ", ".join(attempt.short)
+        for name in attempt.left:
+            attempt.short[name] = Shortfall("held_up", f"the update was broken off, as {missing} failed")
+
+    async def _watch(self, attempt: _Attempt) -> None:
+        """Returns when it is of no use to go on sending."""
+        while not attempt.is_broken:
+            await asyncio.sleep(WATCH_S)
+
+            async def look(name: InstanceId) -> None:
+                reply = await _outcome(attempt.members[name].control.state())
+                if isinstance(reply, SlotLost):
+                    attempt.fail(name, reply)
+                elif isinstance(reply, ServerState):
+                    if reply.incarnation != attempt.states[name].incarnation:
+                        attempt.short.setdefault(name, _other_process(name))
+                    elif (progress := reply.update) and progress.update_id == attempt.update.update_id:
+                        _note(attempt, name, progress)
+
+            await gather_all(*map(look, attempt.left))
+
+    async def _verify(self, attempt: _Attempt) -> None:
+        end = attempt.end()
+
+        async def ask(name: InstanceId) -> None:
+            _note(attempt, name, await _outcome(attempt.members[name].control.verify(end)))
+
+        await gather_all(*map(ask, attempt.left))
+
+    async def _commit_all(self, attempt: _Attempt) -> None:
+        await gather_all(*(self._commit(attempt, name) for name in attempt.left))
+
+    async def _commit(self, attempt: _Attempt, name: InstanceId) -> None:
+        """Change a server over while nothing is sampled there, by any client. It goes on only when it has committed;
+        else its lease ends the pause, and nothing is asked of it by then."""
+        options, control = self._options, attempt.members[name].control
+        pause = PauseServer(attempt.update.epoch, options.pause_mode, options.pause_lease_s)
+        began_s = self._clock()
+        try:
+            await control.pause(pause)
+            reply = await _outcome(control.commit(attempt.end()))
+            if isinstance(reply, SlotLost | Late):
+                reply = await self._ask_what_came_of(attempt, name, reply)
+            _note(attempt, name, reply)
+            if name not in attempt.short:
+                attempt.committed.append(name)
+        except Failure as error:
+            attempt.fail(name, error)
+        finally:
+            if name in attempt.committed:
+                with suppress(Failure):  # the lease ends it then
+                    await control.resume(ResumeServer(pause.epoch))
+                attempt.pause_s = max(attempt.pause_s, self._clock() - began_s)
+
+    async def _ask_what_came_of(self, attempt: _Attempt, name: InstanceId, lost: Failure) -> "UpdateProgress | Failure":
+        """The reply to a commit was lost: the server's state says whether it was done. Only when it says that it was
+        not is the commit sent once more."""
+        control, state = attempt.members[name].control, None
+        for _ in range(NUM_ASKED):
+            state = await _outcome(control.state())
+            if not isinstance(state, Late):
+                break
+        if not isinstance(state, ServerState):
+            return state or lost
+        if state.incarnation != attempt.states[name].incarnation:
+            return SlotLost(_other_process(name).reason)
+        if state.version == attempt.update.version and attempt.digest in ("", state.digest):
+            return UpdateProgress(attempt.update.update_id, "committed", digest=state.digest)
+        return await _outcome(control.commit(attempt.end()))
+
+    async def _end(self, attempt: _Attempt, senders: Senders, is_begun: bool) -> None:
+        """Have those abort that have not committed, and the ranks go on."""
+        aborted = [name for name in attempt.prepared if name not in attempt.committed]
+        gone = {name for name, why in attempt.short.items() if why.fault in ("gone", "restarted")}
+
+        async def abort(name: InstanceId) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._options.probe_timeout_s):
+                    await _outcome(attempt.members[name].control.abort(attempt.end()))
+
+        aborting = [abort(name) for name in aborted if name not in gone]
+        if is_begun:
+            ending = senders.finish_update(attempt.update.update_id, not attempt.committed)
+            aborting.append(_awaited(ending))
+        await gather_all(*aborting)
+
+    async def _judge(self, attempt: _Attempt) -> None:
+        """Look at those that failed without being at fault as far as is known: they may be gone, hang, or be others. Of
+        those in a group, which all fail together, it is the ones with the fewest buckets that have held the others up.
+        """
+        unclear = [name for name, why in attempt.short.items() if why.fault in ("undone", "refused")]
+        states, absent = await self._look(
+            {
+                name: replace(attempt.members[name], incarnation=attempt.states[name].incarnation)
+                for name in unclear
+                if name in attempt.states
+            }
+        )
+        for name, why in absent.items():
+            attempt.short[name] = Shortfall(why.fault, f"{attempt.short[name].reason}; {why.reason}")
+        by_group = {each.instance for each in attempt.update.receivers if each.carrier == "point_to_point"}
+        loaded = {
+            name: progress.num_buckets
+            for name, state in states.items()
+            if name in by_group
+            and attempt.short[name].fault == "undone"
+            and (progress := state.update)
+            and progress.update_id == attempt.update.update_id
+        }
+        for name, num_buckets in loaded.items():
+            if num_buckets > min(loaded.values()) or by_group.intersection(absent):
+                attempt.short[name] = Shortfall("held_up", attempt.short[name].reason)
+
+
+def _note(attempt: _Attempt, name: InstanceId, reply: "UpdateProgress | Failure") -> None:
+    if isinstance(reply, Failure):
+        attempt.fail(name, reply)
+    elif reply.phase in ("failed", "aborted"):
+        attempt.fail(name, reply.reason or f"the update has {reply.phase}")
+
+
+def _restarted(member: AnyMember, state: ServerState) -> Shortfall | None:
+    return _other_process(member.id) if member.incarnation not in ("", state.incarnation) else None
+
+
+def _other_process(name: InstanceId) -> Shortfall:
+    return Shortfall("restarted", f"{name} was started anew: another process answers at its address")
+
+
+async def _outcome(call: Awaitable[T]) -> T | Failure:
+    try:
+        return await call
+    except Failure as error:
+        return error
+
+
+async def _awaited(call: Awaitable[T]) -> T:
+    return await call

@@ -1,0 +1,65 @@
+"""The token of a server's control routes, in a file that only its user can read, for as long as the server lives.
+
+$XDG_RUNTIME_DIR/ductile/servers/<host>-<port>.json, or below ~/.cache
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ductile.disk import DiskError, write_whole
+
+
+@dataclass(frozen=True, slots=True)
+class ControlToken:
+    """A secret that whoever gives a server weights must know. It is shown nowhere but in its file."""
+
+    text: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    file: Path | None = None
+
+
+class UnsafeFolder(ValueError):
+    """The folder for tokens is not the user's alone. The text is a sentence with its path."""
+
+
+def token_file(host: str, port: int) -> Path:
+    """Return where the server that listens there keeps its token."""
+    root = os.environ.get("XDG_RUNTIME_DIR") or str(Path.home() / ".cache")
+    return Path(root) / "ductile" / "servers" / f"{host.replace(':', '_')}-{port}.json"
+
+
+@contextmanager
+def control_token(host: str, port: int) -> Iterator[ControlToken]:
+    """A new token, which is in the file until the end. Raises `UnsafeFolder`."""
+    file = token_file(host, port)
+    token = ControlToken(file=file)
+    content = json.dumps({"host": host, "port": port, "pid": os.getpid(), "token": token.text})
+    try:
+        for folder in (file.parent.parent, file.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                raise UnsafeFolder(
+                    f"{folder} can be written by others, who could put tokens of their own there: chmod 700 {folder}"
+                )
+        write_whole(file, f"{content}\n", mode=0o600)
+    except (OSError, DiskError) as why:
+        raise UnsafeFolder(f"{file} cannot be written: {why}; set XDG_RUNTIME_DIR to a folder of your own") from None
+    try:
+        yield token
+    finally:
+        with suppress(OSError):
+            if token.text in file.read_text("utf-8"):  # a later server on the same port has written its own
+                file.unlink()
+
+
+def read_token(host: str, port: int) -> str | None:
+    """Return the token of a server of this user on this machine; None where there is none."""
+    try:
+        return json.loads(token_file(host, port).read_text("utf-8"))["token"]
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,84 @@
+"""What a server is to its fleet: which process it is, which weights it has, and who may pause it."""
+
+import asyncio
+import secrets
+from contextlib import ExitStack
+
+from ductile.fabric.process import host
+from ductile.generator.engine.limits import Overloaded
+from ductile.generator.server.faults import Faults
+from ductile.generator.server.pause_gate import PauseGate
+from ductile.generator.server.runner import EngineRunner
+from ductile.generator.server.update_machine import UpdateMachine
+from ductile.generator.server.weight_donor import WeightDonor
+from ductile.generator.server.weight_receiver import WeightReceiver
+from ductile.messages.updates import LiveDigest, PauseServer, ResumeServer, ServerState, model_fingerprint
+from ductile.weights.live_weights import LiveWeights, VersionTensors
+
+
+class FleetMember:
+    """Made in the loop that serves; `close` at the end."""
+
+    def __init__(self, runner: EngineRunner, live: LiveWeights, stage_weights: bool) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self.faults = Faults.of_environment()
+        self.gate = PauseGate(runner)
+        self._runner = runner
+        self._live = live
+        self._model = model_fingerprint(live.current.specs())
+        self._machine = UpdateMachine()
+        self.receiver = WeightReceiver(runner, live, self._machine, self.faults, self.gate, not stage_weights)
+        self.donor = WeightDonor(live, can_keep=stage_weights)
+
+    def state(self) -> ServerState:
+        engine, last = self._runner.engine, self._machine.last
+        stats = engine.stats()
+        return ServerState(
+            self.incarnation,
+            self._model,
+            engine.version,
+            self._runner.digest,
+            self._machine.epoch,
+            paused=self.gate.paused,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            max_num_seqs=engine.config.max_num_seqs,
+            max_model_len=engine.limits.max_model_len,
+            host=host(),
+            serving=not self.gate.torn,
+            num_sampled=stats.num_tokens,
+            update=last.progress() if last else None,
+        )
+
+    def refuse_torn(self) -> None:
+        """Raise `Overloaded` where there are no weights to generate with, and none are on their way."""
+        last = self._machine.last
+        if self.gate.torn and last is not None and not last.under_way:
+            raise Overloaded(f"this server has the weights of no version, until it is given some: {last.reason}")
+
+    async def pause(self, message: PauseServer) -> ServerState:
+        self._machine.see(message.epoch)
+        await self.gate.pause(message)
+        return self.state()
+
+    def resume(self, message: ResumeServer) -> ServerState:
+        if message.epoch:
+            self._machine.see(message.epoch)
+        self.gate.resume()
+        return self.state()
+
+    async def live_digest(self) -> LiveDigest:
+        """Read the weights that are sampled from."""
+        with ExitStack() as pin:
+
+            def look() -> VersionTensors:
+                held, engine = pin.enter_context(self._live.pinned()), self._runner.engine
+                tensors = {name: each.data for name, each in engine.weights()}
+                return VersionTensors(engine.version, tensors, held.dtypes)
+
+            found = await self._runner.between_steps(look)
+            return LiveDigest(found.version, await asyncio.to_thread(found.digest))
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.donor.close()

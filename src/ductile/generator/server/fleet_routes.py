@@ -1,0 +1,143 @@
+"""The routes by which a fleet sees a server and gives it weights (`ductile.messages.updates`).
+
+| route | what it is |
+|---|---|
+| GET /fleet/state | `ServerState` |
+| POST /weights/prepare, /weights/verify, /weights/commit, /weights/abort | a `WeightUpdate`, step by step |
+| POST /weights/buckets/{update_id}/{sender}/{index} | a bucket's bytes (`X-Ductile-Epoch`, `X-Ductile-Checksum`) |
+| POST /weights/lease, GET /weights/buckets/{lease}/{index} | this server's version, for another one that joins |
+| GET /weights/digest | `LiveDigest`: read from what is sampled from |
+| POST /pause, /resume | the gate before the engine, for all clients; both reply `ServerState` |
+
+Refusals: 401 without the control token; 409 for what is over or too early; 422 for what does not fit this model.
+"""
+
+import asyncio
+from typing import Annotated, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from ductile.generator.server.faults import Dropped, Point
+from ductile.generator.server.fleet_member import FleetMember
+from ductile.generator.server.request_body import BadBody
+from ductile.generator.server.responses import error
+from ductile.generator.server.update_machine import Fenced, Unusable
+from ductile.generator.server.weight_receiver import checksum_of
+from ductile.messages.updates import EndUpdate, LeaseVersion, PauseServer, PrepareUpdate, ResumeServer
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+fleet_routes = APIRouter()
+
+
+async def _member(http: Request) -> FleetMember:
+    return http.app.state.service.member
+
+
+Member = Annotated[FleetMember, Depends(_member)]
+
+
+@fleet_routes.get("/fleet/state")
+async def state(member: Member) -> Response:
+    await _meet(member, "state")
+    return _json(member.state())
+
+
+@fleet_routes.post("/weights/prepare")
+async def prepare(member: Member, http: Request) -> Response:
+    await _meet(member, "prepare")
+    return _json(await member.receiver.prepare(_read(PrepareUpdate, http)))
+
+
+@fleet_routes.post("/weights/buckets/{update_id}/{sender}/{index}")
+async def take_bucket(update_id: str, sender: str, index: int, member: Member, http: Request) -> Response:
+    try:
+        epoch = int(http.headers["X-Ductile-Epoch"])
+    except (KeyError, ValueError):
+        raise BadBody("the header X-Ductile-Epoch must have the update's epoch") from None
+    content, checksum = http.scope["state"].pop("body"), http.headers.get("X-Ductile-Checksum", "")
+    return _json(await member.receiver.take(update_id, epoch, sender, index, checksum, content))
+
+
+@fleet_routes.post("/weights/verify")
+async def verify(member: Member, http: Request) -> Response:
+    await _meet(member, "verify")
+    return _json(await member.receiver.verify(_read(EndUpdate, http)))
+
+
+@fleet_routes.post("/weights/commit")
+async def commit(member: Member, http: Request) -> Response:
+    await _meet(member, "commit")
+    progress = await member.receiver.commit(_read(EndUpdate, http))
+    await _meet(member, "commit-reply")
+    return _json(progress)
+
+
+@fleet_routes.post("/weights/abort")
+async def abort(member: Member, http: Request) -> Response:
+    return _json(await member.receiver.abort(_read(EndUpdate, http)))
+
+
+@fleet_routes.post("/weights/lease")
+async def lease(member: Member, http: Request) -> Response:
+    url = str(http.base_url).rstrip("/")
+    return _json(await member.donor.lease(_read(LeaseVersion, http), member.incarnation, url))
+
+
+@fleet_routes.get("/weights/buckets/{lease}/{index}")
+async def give_bucket(lease: str, index: int, member: Member) -> Response:
+    content = await member.donor.bucket(lease, index)
+    checksum = {"X-Ductile-Checksum": checksum_of(content)}
+    return Response(content, media_type="application/octet-stream", headers=checksum)
+
+
+@fleet_routes.get("/weights/digest")
+async def live_digest(member: Member) -> Response:
+    return _json(await member.live_digest())
+
+
+@fleet_routes.post("/pause")
+async def pause(member: Member, http: Request) -> Response:
+    return _json(await member.pause(_read(PauseServer, http)))
+
+
+@fleet_routes.post("/resume")
+async def resume(member: Member, http: Request) -> Response:
+    await _meet(member, "resume")
+    return _json(member.resume(_read(ResumeServer, http)))
+
+
+def _read(kind: type[M], http: Request) -> M:
+    try:
+        return msgspec.json.decode(http.scope["state"].pop("body") or b"{}", type=kind)
+    except msgspec.DecodeError as problem:
+        raise BadBody(f"the body is no {kind.__name__}: {problem}") from None
+
+
+def _json(said: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(said), media_type="application/json")
+
+
+async def _meet(member: FleetMember, point: Point) -> None:
+    if member.faults.folder is not None:
+        await asyncio.to_thread(member.faults.meet, point)
+
+
+def translate_fleet_errors(app: FastAPI) -> None:
+    """Have refusals said in OpenAI's form."""
+
+    @app.exception_handler(Fenced)
+    async def _(http: Request, problem: Fenced) -> JSONResponse:
+        return JSONResponse(error(str(problem), code="fenced"), 409)
+
+    @app.exception_handler(Unusable)
+    async def _(http: Request, problem: Unusable) -> JSONResponse:
+        return JSONResponse(error(str(problem), code="unusable"), 422)
+
+    @app.exception_handler(Dropped)
+    async def _(http: Request, problem: Dropped) -> Response:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        return Response(status_code=499)

@@ -1,0 +1,52 @@
+"""The gate before the engine, which is shut for all clients at once: by `/pause`, for a lease, and by an update that is
+loaded in place, until it is committed."""
+
+import asyncio
+
+from ductile.generator.server.runner import EngineRunner
+from ductile.messages.updates import PauseServer
+
+
+class PauseGate:
+    """Made in the loop that serves."""
+
+    def __init__(self, runner: EngineRunner) -> None:
+        self._runner = runner
+        self._loop = asyncio.get_running_loop()
+        self._lease: asyncio.TimerHandle | None = None
+        self.torn = False
+        """Whether the live tensors are of no version, since one that is loaded in place is not committed."""
+
+    @property
+    def paused(self) -> bool:
+        return self._lease is not None
+
+    async def pause(self, message: PauseServer) -> None:
+        """Return when nothing runs any more. A pause of one that is paused begins its lease anew. Where a drain takes
+        longer than the lease, the pause has never been."""
+        self._end_lease()
+        self._lease = self._loop.call_later(message.lease_s, self.resume)
+        try:
+            await self._runner.pause(message.mode, message.lease_s)
+        except TimeoutError:
+            self.resume()
+
+    def resume(self) -> None:
+        self._end_lease()
+        if not self.torn:
+            self._runner.resume()
+
+    async def close_for_loading(self, deadline_s: float) -> None:
+        self.torn = True
+        await self._runner.pause("keep", deadline_s)
+
+    def open_after_loading(self) -> None:
+        if self.torn:
+            self.torn = False
+            if not self.paused:
+                self._runner.resume()
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = None

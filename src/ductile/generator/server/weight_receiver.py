@@ -1,0 +1,281 @@
+"""The receiving end of weight updates in a server: what `UpdateMachine` decides is done here, to tensors and threads.
+
+Buckets come by POST, one route call each, or by a carrier that a thread of this server reads (`carriers.receive`), or
+from another server's lease, which a thread asks for them. All of them go through `_load`. The engine goes on
+generating; it notices the commit alone, between two steps.
+"""
+
+import asyncio
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+import httpx
+import torch
+from torch import Tensor
+
+from ductile.error_text import error_text
+from ductile.generator.server.faults import Faults, bucket_point
+from ductile.generator.server.pause_gate import PauseGate
+from ductile.generator.server.runner import EngineRunner
+from ductile.generator.server.update_machine import Fenced, Unusable, Update, UpdateMachine
+from ductile.messages.updates import Bucket, EndUpdate, Offer, PrepareUpdate, UpdateProgress
+from ductile.weights.live_weights import LiveWeights
+from ductile.weights.staged_weights import StagedWeights
+
+LOADERS = 4
+"""Buckets that are loaded at a time."""
+
+
+class WeightReceiver:
+    """Made in the loop that serves; `close` at the end. Raises `Fenced`, `Unusable`."""
+
+    def __init__(
+        self,
+        runner: EngineRunner,
+        live: LiveWeights,
+        machine: UpdateMachine,
+        faults: Faults,
+        gate: PauseGate,
+        in_place: bool,
+    ) -> None:
+        """in_place: as `StagedWeights` has it."""
+        self._runner, self._live, self._machine, self._faults = runner, live, machine, faults
+        self._in_place, self._gate = in_place, gate
+        self._loop = asyncio.get_running_loop()
+        self._moved = asyncio.Event()
+        """Set whenever a bucket has been loaded, or the update ended."""
+        self._loaders = ThreadPoolExecutor(LOADERS, "weights")
+        self._busy: set[tuple[str, str, int]] = set()
+        """Buckets that are being loaded."""
+        self._changed = threading.Condition()
+        """Held for each look at the machine; told when a bucket is not busy any more."""
+        self._staged: StagedWeights | None = None
+        self._stopped = threading.Event()
+        """Tells the threads of the update that is under way to end."""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._ending = asyncio.Lock()
+        """Held by one prepare, verify, commit or abort at a time."""
+
+    @property
+    def most_bucket_bytes(self) -> int:
+        """The largest bucket of the last update; 0 before any."""
+        last = self._machine.last
+        return max((bucket.num_bytes for bucket in last.buckets.values()), default=0) if last else 0
+
+    async def prepare(self, message: PrepareUpdate) -> UpdateProgress:
+        async with self._ending:
+            with self._changed:
+                update = self._machine.prepare(message)
+                if update is None:
+                    return self.progress(message.update.update_id)
+                self._drop()
+                staged = self._staged = StagedWeights(self._live, update.version, self._in_place)
+            try:
+                if self._in_place:
+                    await self._gate.close_for_loading(message.update.total_timeout_s)
+                await asyncio.to_thread(stage, staged, message)
+            except ValueError as why:
+                self._fail(update, f"version {update.version}: {why}")
+                raise Unusable(update.reason) from None
+            except (RuntimeError, MemoryError) as why:
+                self._fail(update, f"there is no room to stage version {update.version}: {error_text(why)}")
+                return self.progress(update.update_id)
+            late = f"version {update.version} was not committed within {message.update.total_timeout_s:g} s"
+            self._deadline = self._loop.call_later(message.update.total_timeout_s, lambda: self._fail(update, late))
+            self._start_threads(message, update, staged)
+        return self.progress(update.update_id)
+
+    async def take(
+        self, update_id: str, epoch: int, sender: str, index: int, checksum: str, content: bytearray
+    ) -> UpdateProgress:
+        """Load a bucket that came by POST. Returns once it is loaded."""
+        with self._changed:
+            bucket = self._machine.expects(update_id, epoch, sender, index)
+            update, staged = self._machine.last, self._staged
+        if bucket is not None and update is not None and staged is not None:
+            check_content(bucket, content, checksum)
+            try:
+                await self._loop.run_in_executor(
+                    self._loaders, lambda: self._load(update, staged, sender, bucket, as_tensor(content))
+                )
+            except ValueError as why:
+                raise Fenced(str(why)) from None
+        return self.progress(update_id)
+
+    async def verify(self, message: EndUpdate) -> UpdateProgress:
+        with self._changed:
+            update = self._machine.check_end(message)
+        await self._until_staged(update)
+        async with self._ending:
+            staged = self._staged
+            if update.phase == "staged" and staged is not None:
+                found = "" if update.verify == "none" else await asyncio.to_thread(staged.digest)
+                with self._changed:
+                    self._machine.verified(update, found, message.digest)
+                self._drop_if_over()
+        return self.progress(update.update_id)
+
+    async def commit(self, message: EndUpdate) -> UpdateProgress:
+        async with self._ending:
+            with self._changed:
+                update, staged = self._machine.may_commit(message), self._staged
+            if update is not None and staged is not None:
+                await self._runner.between_steps(lambda: self._swap(update, staged), fatal=True)
+            self._drop_if_over()
+        return self.progress(message.update_id)
+
+    async def abort(self, message: EndUpdate) -> UpdateProgress:
+        async with self._ending:
+            with self._changed:
+                progress = self._machine.abort(message)
+            self._drop_if_over()
+        return progress
+
+    def progress(self, update_id: str) -> UpdateProgress:
+        progress = self._machine.progress(update_id)
+        if progress is None:
+            raise Fenced(f"update {update_id[:80]} was never prepared here")
+        return progress
+
+    def close(self) -> None:
+        self._drop()
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+
+    def _swap(self, update: Update, staged: StagedWeights) -> None:
+        """Commit, in the engine's thread, unless the update has failed a moment ago."""
+        with self._changed:
+            if update.under_way:
+                swap = self._runner.engine.swap_weights
+                self._runner.change_over(update.version, update.digest, lambda: staged.commit(swap))
+                self._machine.end("committed")
+
+    def _drop_if_over(self) -> None:
+        with self._changed:
+            if self._machine.last is not None and not self._machine.last.under_way:
+                self._drop()
+                if self._machine.last.phase == "committed":
+                    self._gate.open_after_loading()
+
+    def _drop(self) -> None:
+        """Let go of what an update that is over has here."""
+        self._stopped.set()
+        self._stopped = threading.Event()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._staged is not None:
+            self._staged.abort()
+        self._staged = None
+        self._moved.set()
+
+    def _fail(self, update: Update, reason: str) -> None:
+        with self._changed:
+            if self._machine.last is update and update.under_way:
+                self._machine.end("failed", reason)
+                self._drop()
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(call)
+
+    async def _until_staged(self, update: Update) -> None:
+        """Return when all buckets are there, or the update is over. Where none comes for too long it fails."""
+        while update.phase in ("prepared", "receiving"):
+            self._moved.clear()
+            try:
+                await asyncio.wait_for(self._moved.wait(), update.bucket_timeout_s)
+            except TimeoutError:
+                there = f"{len(update.loaded)} of {len(update.buckets)} buckets are there"
+                self._fail(update, f"no bucket came for {update.bucket_timeout_s:g} s: {there}")
+
+    def _load(self, update: Update, staged: StagedWeights, sender: str, bucket: Bucket, buffer: Tensor) -> None:
+        """Load a bucket, in any thread; a second one of the same place waits for the first. Raises `Fenced`."""
+        place = (update.update_id, sender, bucket.index)
+        with self._changed:
+            if not self._changed.wait_for(lambda: place not in self._busy, update.bucket_timeout_s):
+                raise Fenced(f"bucket {bucket.index} of {sender} is being loaded, and does not come to an end")
+            if self._machine.expects(update.update_id, update.epoch, sender, bucket.index) is None:
+                return
+            self._busy.add(place)
+            point = bucket_point(len(update.loaded), len(update.buckets))
+        try:
+            if point is not None:
+                self._faults.meet(point)
+            staged.load(bucket, buffer)
+            with self._changed:
+                self._machine.loaded(update, sender, bucket.index)
+        finally:
+            with self._changed:
+                self._busy.discard(place)
+                self._changed.notify_all()
+            self._tell(self._moved.set)
+
+    def _start_threads(self, message: PrepareUpdate, update: Update, staged: StagedWeights) -> None:
+        """Start what fetches the buckets that nobody posts."""
+        stopped = self._stopped
+
+        def sink(offer: Offer, bucket: Bucket, buffer: Tensor) -> None:
+            if stopped.is_set():
+                raise Fenced(f"update {update.update_id} is {update.phase}")
+            self._load(update, staged, offer.sender, bucket, buffer)
+
+        def run(fetch: Callable[[], None]) -> None:
+            try:
+                fetch()
+            except Exception as why:
+                reason = f"version {update.version} did not come: {error_text(why)}"
+                self._tell(lambda: self._fail(update, reason))
+
+        if message.carrier == "http":
+            fetches = [
+                partial(pull, offer, sink, stopped, update.bucket_timeout_s)
+                for offer in message.offers
+                if offer.location
+            ]
+        else:
+            from ductile.weights.carriers import receive
+
+            fetches = [partial(receive, message, sink, stopped)]
+        for fetch in fetches:
+            threading.Thread(target=run, args=(fetch,), name=f"weights-{update.version}", daemon=True).start()
+
+
+def stage(staged: StagedWeights, message: PrepareUpdate) -> None:
+    tensors = {tensor.name: tensor for offer in message.offers for tensor in offer.tensors}
+    if any(tensors[tensor.name] != tensor for offer in message.offers for tensor in offer.tensors):
+        raise ValueError("two senders offer the same tensor with another shape or dtype")
+    boxes = [box for offer in message.offers for bucket in offer.buckets for box in bucket.boxes]
+    staged.prepare(list(tensors.values()), boxes, message.update.base_version)
+
+
+def pull(
+    offer: Offer, sink: Callable[[Offer, Bucket, Tensor], None], stopped: threading.Event, timeout_s: float
+) -> None:
+    """Ask another server for the buckets of its lease, one after the other. Raises `httpx.HTTPError`, `Unusable`."""
+    with httpx.Client(timeout=timeout_s, trust_env=False) as client:
+        for bucket in offer.buckets:
+            if stopped.is_set():
+                return
+            reply = client.get(f"{offer.location}/{bucket.index}").raise_for_status()
+            content = bytearray(reply.content)
+            check_content(bucket, content, reply.headers.get("X-Ductile-Checksum", ""))
+            sink(offer, bucket, as_tensor(content))
+
+
+def check_content(bucket: Bucket, content: bytearray, checksum: str) -> None:
+    """Raise `Unusable` for bytes that are not the bucket's. checksum: CRC-32 in hexadecimal; "": none was sent."""
+    if len(content) != bucket.num_bytes:
+        raise Unusable(f"bucket {bucket.index} came with {len(content)} bytes, and has {bucket.num_bytes}")
+    if checksum and checksum != (found := checksum_of(content)):
+        raise Unusable(f"bucket {bucket.index} came with checksum {found}, and {checksum[:16]} was announced")
+
+
+def checksum_of(content: bytes | bytearray) -> str:
+    return f"{zlib.crc32(content):08x}"
+
+
+def as_tensor(content: bytearray) -> Tensor:
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,243 @@
+"""A rank's end of weight updates: its own boxes of the weights go out from where they lie, beside training.
+
+    begin(update)  ->  offer     a thread fills bucket after bucket and sends it (`ductile.weights.sender`)
+    fence()                      before the weights change or move: until no thread reads them any more
+    finish(update_id, aborted)   when the servers have changed over, or not
+
+Nothing is gathered and nothing is copied but one bucket at a time, so an update costs a rank the sender's slots. No
+rank waits for another here, and none decides anything: all get the same commands.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from time import monotonic
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ductile.core.layout.model.parameters import parameters
+from ductile.messages.updates import Bucket, Offer, SendReport, TensorBox, WeightUpdate
+from ductile.parallel.parts import SlotParts
+from ductile.trainer.state import MODEL
+from ductile.trainer.trainer import Trainer
+from ductile.weights.buckets import OwnedTensor, num_bytes_of, offer_of, only
+from ductile.weights.digest import box_digest, from_text, to_text
+from ductile.weights.sender import WeightSender
+
+PIECE_BYTES = 1 << 18
+"""Bytes that are copied and summed up at a time: they are still in a core's second cache when they are read again."""
+FINISH_S = 5.0
+"""Seconds that a sender which is through, or was told to end, has to free what it holds."""
+
+BoxKey = tuple[str, tuple[int, ...]]
+"""Name and start of a box: in one manifest no two have the same."""
+
+
+class UpdateStopped(Exception):
+    """The weights may not be read any more. The text is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """This rank's weights in one layout."""
+
+    parts: SlotParts
+    local: Mapping[str, Tensor]
+    """This rank's part of each parameter, flat, as the optimizer has it."""
+    dtype: torch.dtype
+    """Dtype that is published."""
+
+    def view(self, box: TensorBox) -> Tensor:
+        return self.parts.view(box.name, self.local[box.name], (box.start, box.stop))
+
+    def copy(self, box: TensorBox, target: Tensor) -> int:
+        """Copy a box into its bytes in a bucket, and return its digest."""
+        view = self.view(box)
+        into = target.view(self.dtype).view(view.shape)
+        return sum(
+            box_digest(box.name, piece.copy_(part), (first, *box.start[1:]))
+            for first, piece, part in _pieces(box, self.dtype.itemsize, into, view)
+        )
+
+    def digest(self, box: TensorBox) -> int:
+        view = self.view(box)
+        return sum(
+            box_digest(box.name, piece.to(self.dtype), (first, *box.start[1:]))
+            for first, piece, _ in _pieces(box, self.dtype.itemsize, view, view)
+        )
+
+
+def _pieces(box: TensorBox, item_bytes: int, one: Tensor, other: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """Rows of two tensors of a box's shape, so many at a time, and the index in the whole tensor of the first one. What
+    comes from a GPU is in one piece."""
+    num_rows = len(one) if other.is_cuda else max(1, PIECE_BYTES * len(one) // (one.numel() * item_bytes))
+    starts = range(box.start[0], box.stop[0], num_rows)
+    return list(zip(starts, one.split(num_rows), other.split(num_rows), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Digests of a version's boxes, as this rank has sent them: all that is kept of the version."""
+
+    version: int
+    manifest: Offer
+    digests: Mapping[BoxKey, int]
+
+
+@dataclass(slots=True)
+class _Sending:
+    """An update under way."""
+
+    update: WeightUpdate
+    source: _Source
+    manifest: Offer
+    ends_at_s: float
+    digests: dict[BoxKey, int] = field(default_factory=dict[BoxKey, int])
+    """Digests of the boxes that were filled, or did not change."""
+    offer: Offer | None = None
+    sender: WeightSender | None = None
+    reading: Lock = field(default_factory=Lock)
+    """Held by the sender's thread while it reads a bucket's boxes."""
+    stopped: str = ""
+    """Why nothing may be read any more, a sentence."""
+    through: Event = field(default_factory=Event)
+
+    def fill(self, bucket: Bucket, buffer: Tensor) -> int:
+        """Copy a bucket's boxes and return their digest. Raises UpdateStopped."""
+        with self.reading:
+            if self.stopped:
+                raise UpdateStopped(self.stopped)
+            for box in bucket.boxes:
+                part = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes]
+                self.digests[_key(box)] = self.source.copy(box, part)
+        return sum(self.digests[_key(box)] for box in bucket.boxes)
+
+    def stop(self, reason: str) -> None:
+        """Have the weights not be read any more from now on: what is not sent yet never will be."""
+        self.stopped = self.stopped or reason  # before the lock: a thread that fills one bucket after another has it
+        with self.reading:
+            pass
+        if self.sender is not None:
+            self.sender.abort()
+
+    @property
+    def is_complete(self) -> bool:
+        return all(_key(box) in self.digests for bucket in self.manifest.buckets for box in bucket.boxes)
+
+
+class OutgoingWeights:
+    """The updates of one train role, one at a time."""
+
+    def __init__(self, slot: int, longest_fence_s: float, tell: Callable[[SendReport], None]) -> None:
+        """longest_fence_s: seconds that the others may be kept waiting for this rank in a collective.
+
+        tell: called by a thread of its own, once for each update."""
+        self._slot, self._longest_fence_s, self._tell = slot, longest_fence_s, tell
+        self._lock = Lock()
+        """Held where an update begins or ends; `finish` comes from a thread beside."""
+        self._sending: _Sending | None = None
+        self._finished = ""
+        """The latest update that is over: a finish may come before its begin."""
+        self._manifest: tuple[SlotParts, int, Offer] | None = None
+        self._committed: _Sent | None = None
+
+    def begin(self, update: WeightUpdate, trainer: Trainer, state: Mapping[str, Tensor]) -> Offer:
+        """Send the weights as they are; `state` is this rank's part of the trainer's (`trainer.state`).
+
+        An earlier update that was not finished is aborted. Raises ValueError for one that was finished before.
+        """
+        with self._lock:
+            if update.update_id == self._finished:
+                raise ValueError(f"update {update.update_id} was finished before this slot had begun it")
+            sending = self._sending
+            if sending is not None and sending.update.update_id == update.update_id and sending.offer is not None:
+                return sending.offer
+            self._end(f"update {update.update_id} began")
+            sending = self._prepared(update, trainer, state)
+            base = self._base(sending)
+            offer = sending.manifest if base is None else self._changed(sending, base)
+            unchanged = sum(sending.digests.values())
+            left_out = num_bytes_of(sending.manifest) - num_bytes_of(offer)
+
+            def tell(report: SendReport) -> None:
+                sending.through.set()
+                digest = to_text(from_text(report.digest or "0") + unchanged)
+                self._tell(msgspec.structs.replace(report, digest=digest, num_bytes_unchanged=left_out))
+
+            sending.sender = WeightSender(update, offer, sending.fill, tell)
+            sending.offer = sending.sender.start()
+            self._sending = sending
+            return sending.offer
+
+    def fence(self, action: str) -> None:
+        """Wait until the weights are not read any more: the optimizer's next step, say, may change them. A sender that
+        takes longer than its update may is aborted.
+
+        action: what waits, such as "OptimStep"."""
+        sending = self._sending
+        if sending is None:
+            return
+        left_s = min(self._longest_fence_s, sending.ends_at_s - monotonic())
+        if not sending.through.wait(max(0.0, left_s)):
+            sending.stop(
+                f"{action} waited for {sending.manifest.sender} to send its weights until the update's deadline"
+            )
+
+    def finish(self, update_id: str, aborted: bool) -> None:
+        """Free what an update holds. One that is not under way is over already."""
+        with self._lock:
+            self._finished = update_id
+            sending = self._sending
+            if sending is None or sending.update.update_id != update_id:
+                return
+            if not aborted and not sending.stopped and sending.is_complete:
+                self._committed = _Sent(sending.update.version, sending.manifest, sending.digests)
+            self._end("the update was aborted" if aborted else "the update was finished")
+
+    def close(self) -> None:
+        self.fence("the role's end")
+        with self._lock:
+            self._end("the role ended")
+
+    def _end(self, reason: str) -> None:
+        sending = self._sending
+        if sending is None or sending.sender is None:
+            return
+        if not sending.through.is_set():
+            sending.stop(reason)
+        self._sending = None  # not before: a fence that finds none lets the weights change
+        sending.sender.finish(FINISH_S)
+
+    def _prepared(self, update: WeightUpdate, trainer: Trainer, state: Mapping[str, Tensor]) -> _Sending:
+        local = {name.removeprefix(MODEL): flat for name, flat in state.items() if name.startswith(MODEL)}
+        source = _Source(trainer.parts, local, trainer.precision.compute)
+        known = self._manifest
+        if known is None or known[0] is not trainer.parts or known[1] != update.bucket_bytes:
+            tensors = [
+                OwnedTensor(each.name, source.dtype, each.shape, source.parts.shared(each.name))
+                for each in parameters(trainer.spec)
+            ]
+            manifest = offer_of(f"slot-{self._slot}", tensors, update.bucket_bytes)
+            known = self._manifest = source.parts, update.bucket_bytes, manifest
+        return _Sending(update, source, known[2], monotonic() + update.total_timeout_s)
+
+    def _base(self, sending: _Sending) -> _Sent | None:
+        """The version that the update builds on, where this rank has sent it in the same boxes."""
+        base = self._committed
+        if base is None or base.version != sending.update.base_version or base.manifest is not sending.manifest:
+            return None
+        return base
+
+    @staticmethod
+    def _changed(sending: _Sending, base: _Sent) -> Offer:
+        """The boxes that are not as they were in `base`; the digests of the others are known."""
+        manifest = sending.manifest
+        now = {_key(box): sending.source.digest(box) for bucket in manifest.buckets for box in bucket.boxes}
+        sending.digests.update({key: digest for key, digest in now.items() if base.digests[key] == digest})
+        return only(manifest, sending.update.bucket_bytes, lambda box: _key(box) not in sending.digests)
+
+
+def _key(box: TensorBox) -> BoxKey:
+    return box.name, box.start

@@ -1,0 +1,58 @@
+"""What all carriers of buckets have in common."""
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import xxhash
+from torch import Tensor
+
+from ductile.messages.updates import Bucket, Offer
+
+Sink = Callable[[Offer, Bucket, Tensor], None]
+"""Loads a bucket into the version that is staged. The tensor is the bucket's bytes (uint8), often a view of memory that
+the sender fills anew: the sink has copied them when it returns, and returning is the acknowledgement."""
+
+
+class UpdateFailed(Exception):
+    """A receiver does not get the version. The text is a sentence."""
+
+
+class BucketSender(Protocol):
+    """A sender's end of one carrier, for all receivers that chose it. `send` and `wait` are called by a thread each,
+    in the order of the buckets; a receiver that fails is dropped and does not hold up the others."""
+
+    @property
+    def live(self) -> bool:
+        """Whether anybody is left to send to."""
+        ...
+
+    def send(self, bucket: Bucket, slot: int, content: Tensor, checksum: str) -> None:
+        """Begin to transfer a bucket that lies in a slot of the ring; `content` is its bytes there."""
+        ...
+
+    def wait(self, bucket: Bucket) -> None:
+        """Return once each receiver has loaded the bucket, or has failed."""
+        ...
+
+    def close(self, reason: str = "") -> dict[str, str]:
+        """Let go of what is under way, and return the receivers that failed, with a sentence. With a reason, all that
+        are left fail of it."""
+        ...
+
+
+def checksum(content: Tensor) -> str:
+    """The checksum of a bucket's bytes (xxh3), which lie on the CPU."""
+    return xxhash.xxh3_64_hexdigest(content.numpy().data)
+
+
+def refuse_damaged(offer: Offer, bucket: Bucket, content: Tensor, expected: str) -> None:
+    """Raises `UpdateFailed` where a bucket's bytes are not those that were sent. "" is no expectation."""
+    if expected and (found := checksum(content)) != expected:
+        raise UpdateFailed(
+            f"bucket {bucket.index} of {offer.sender} is damaged: its checksum is {found}, and {expected} was sent"
+        )
+
+
+def aligned(num_bytes: int, alignment_bytes: int = 4096) -> int:
+    return math.ceil(num_bytes / alignment_bytes) * alignment_bytes

@@ -1,0 +1,58 @@
+"""The digest of a version: 64 bits that whoever has all of its tensors finds alike.
+
+    sum over tensors    factor of the name * weighted sum over elements (`ductile.fabric.fingerprint`)
+
+modulo 2^64, of the bits that are published, whatever the dtype in which the optimizer has them. A box adds what its
+elements add to the whole tensor's, so it does not matter how tensors were cut, or who has which part. It guards
+against accidents, not against an attacker who wants two versions to collide.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from ductile.fabric.fingerprint import MODULUS, weighted_sum
+from ductile.messages.updates import Digest
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype as which an element's bits are read, by its bytes."""
+
+
+def box_digest(name: str, box: Tensor, start: tuple[int, ...]) -> int:
+    """Return the part of a box of the tensor `name` that begins at index `start`, 0 to 2^64 - 1."""
+    bits = box.detach().view(_INTEGERS[box.element_size()])
+    if not bits.dim():
+        bits, start = bits.reshape(1), (0,)
+    return _name_factor(name) * weighted_sum(bits, start) % MODULUS
+
+
+def whole_digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:
+    """Return the digest of a version from its whole tensors, by name."""
+    return total(box_digest(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors)
+
+
+def total(parts: Iterable[int]) -> Digest:
+    """Return the digest of boxes that have these parts."""
+    return to_text(sum(parts))
+
+
+def total_of(digests: Iterable[Digest]) -> Digest:
+    """Return the digest of what several senders have between them."""
+    return total(map(from_text, digests))
+
+
+def to_text(value: int) -> Digest:
+    return f"{value % MODULUS:016x}"
+
+
+def from_text(digest: Digest) -> int:
+    """Return the number that `to_text` has written. Raises ValueError for another text."""
+    return int(digest, 16)
+
+
+@lru_cache(maxsize=1 << 16)
+def _name_factor(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") | 1

@@ -1,0 +1,137 @@
+"""A version beside the live one: its boxes are copied in while the engine generates, and a commit changes over to it
+between two steps, by swapping the tensors' storage."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ductile.messages.updates import Bucket, Digest, TensorBox, TensorSpec
+from ductile.weights.live_weights import LiveWeights, VersionTensors
+from ductile.weights.overwrite import overwrite
+
+Swap = Callable[[Mapping[str, Tensor], int], None]
+"""Has an engine sample from these tensors, of this version, from its next step on."""
+
+
+class StagedWeights:
+    """One version's tensors, from `prepare` until `commit` or `abort`. `load` may be called from any thread."""
+
+    def __init__(self, live: LiveWeights, version: int, in_place: bool = False) -> None:
+        """in_place: boxes overwrite the live tensors, which takes no memory: until the commit nothing may be sampled,
+        and an abort leaves weights that are of no version."""
+        self.version, self.in_place = version, in_place
+        self._live = live
+        self._new: VersionTensors | None = None
+        self._made: dict[str, Tensor] = {}
+        """Tensors that were made for this version: all but those that it has in common with the live one."""
+
+    def prepare(
+        self, tensors: Sequence[TensorSpec], boxes: Sequence[TensorBox], base_version: int | None = None
+    ) -> None:
+        """Make room for boxes that together are each tensor exactly once; with `base_version` what they leave out is
+        the live version's. Raises `ValueError`, with a sentence, where they are not this model's."""
+        current = self._live.current
+        if base_version is not None and base_version != current.version:
+            raise ValueError(
+                f"version {self.version} says what changed since {base_version}, and {current.version} is live here"
+            )
+        dtypes = _dtypes(tensors, current, whole=base_version is None)
+        of_name: dict[str, list[TensorBox]] = {name: [] for name in current.tensors}
+        for box in boxes:
+            if box.name not in dtypes:
+                raise ValueError(f"a bucket has a box of {box.name}, which is not among the tensors")
+            of_name[box.name].append(box)
+        for name, live in current.tensors.items():
+            _check_boxes(name, tuple(live.shape), dtypes.get(name), of_name[name], whole=base_version is None)
+        for name, live in current.tensors.items():
+            if of_name[name] and not self.in_place:
+                self._made[name] = self._live.room(name)
+                if base_version is not None and _volume(of_name[name]) < live.numel():
+                    self._made[name].copy_(live)
+        kept = {name: part for name, part in current.parts.items() if not of_name[name]}
+        self._new = VersionTensors(
+            self.version, {**current.tensors, **self._made}, {**current.dtypes, **dtypes}, parts=kept
+        )
+
+    def load(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Copy a bucket's boxes in. buffer: uint8, at least `bucket.num_bytes`; it may be used again afterwards."""
+        new = self._new  # an abort meanwhile leaves its memory to this call
+        if new is None:
+            raise ValueError(f"version {self.version} is not staged any more")
+        for box in bucket.boxes:
+            values, dtype = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes], new.dtypes[box.name]
+            if values.storage_offset() % dtype.itemsize:
+                values = values.clone()
+            shape = [stop - start for start, stop in zip(box.start, box.stop, strict=True)]
+            place = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+            overwrite(new.tensors[box.name][place], values.view(dtype).view(shape))
+
+    def digest(self) -> Digest:
+        """The digest of what is staged, which is read for it."""
+        assert self._new is not None
+        return self._new.digest()
+
+    def commit(self, swap: Swap) -> None:
+        """Make the version live. To be called between two steps of the engine."""
+        assert self._new is not None
+        swap(self._new.tensors, self.version)
+        self._live.replace(self._new)
+        self._made, self._new = {}, None
+
+    def abort(self) -> None:
+        """Free what was staged; the live version goes on. What is under way in `load` ends, and more is refused."""
+        self._live.free()
+        self._made, self._new = {}, None
+
+
+def _dtypes(tensors: Sequence[TensorSpec], current: VersionTensors, whole: bool) -> dict[str, torch.dtype]:
+    """The dtypes that tensors are published in. Raises `ValueError` where the tensors are not this model's."""
+    ours = current.tensors
+    named = {tensor.name: tensor for tensor in tensors}
+    wrong = named.keys() ^ ours.keys() if whole else named.keys() - ours.keys()
+    if wrong:
+        raise ValueError(f"it is of another model: {', '.join(sorted(wrong)[:5])} on one side only")
+    dtypes: dict[str, torch.dtype] = {}
+    for name, tensor in named.items():
+        if tensor.shape != tuple(ours[name].shape):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, and {list(ours[name].shape)} in this model")
+        dtype = vars(torch).get(tensor.dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} has the unknown dtype {tensor.dtype!r}")
+        if torch.promote_types(dtype, ours[name].dtype) != ours[name].dtype:
+            raise ValueError(
+                f"{name} comes in {tensor.dtype}, and this server holds it in {ours[name].dtype}, which cannot take "
+                f'all its values: start the server with model.dtype = "{tensor.dtype}", or publish what it holds'
+            )
+        dtypes[name] = dtype
+    return dtypes
+
+
+def _check_boxes(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype | None, boxes: Sequence[TensorBox], whole: bool
+) -> None:
+    """Raise `ValueError` unless the boxes lie in the tensor, do not overlap and, where they are to be the whole tensor,
+    leave nothing out."""
+    for box in boxes:
+        assert dtype is not None
+        if not (len(box.start) == len(box.stop) == len(shape)) or not all(
+            0 <= start <= stop <= size for start, stop, size in zip(box.start, box.stop, shape, strict=True)
+        ):
+            raise ValueError(f"a box of {name} is {list(box.start)} to {list(box.stop)}, and its shape {list(shape)}")
+        if box.num_bytes != _volume([box]) * dtype.itemsize or box.offset_bytes < 0:
+            raise ValueError(f"a box of {name} has {box.num_bytes} bytes, and its shape {_volume([box])} elements")
+    filled = sorted((box for box in boxes if _volume([box])), key=lambda box: box.start)
+    for index, box in enumerate(filled):
+        for other in filled[index + 1 :]:
+            if shape and other.start[0] >= box.stop[0]:
+                break
+            if all(a < d and c < b for a, b, c, d in zip(box.start, box.stop, other.start, other.stop, strict=True)):
+                raise ValueError(f"two boxes of {name} overlap at {list(other.start)}")
+    if whole and _volume(filled) != prod(shape):
+        raise ValueError(f"boxes of {name} have {_volume(filled)} of its {prod(shape)} elements: some are missing")
+
+
+def _volume(boxes: Sequence[TensorBox]) -> int:
+    return sum(prod(b - a for a, b in zip(box.start, box.stop, strict=True)) for box in boxes)

@@ -1,0 +1,450 @@
+"""A version goes to servers, and everything that can happen to it on the way does. In memory and in virtual time."""
+
+import asyncio
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from ductile.core.instances.instances import InstanceId
+from ductile.fleet.weight_update import Member, UpdateOptions, WeightUpdates, summed
+from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress
+from ductile.roles import Late, Refused, SlotLost, TrainerLost
+from tests.orchestrator.doubles import clock, run
+
+PARTS = ("ffffffffffffffff", "0000000000000003")
+DIGEST = "0000000000000002"
+LATE_S = 1.0
+OPTIONS = UpdateOptions(bucket_timeout_s=2.0, total_timeout_s=20.0, probe_timeout_s=LATE_S)
+
+
+def test_parts_add_up_modulo_2_to_the_64():
+    assert summed(PARTS) == DIGEST
+    assert summed([]) == "0" * 16
+
+
+@dataclass
+class Server:
+    """A server in memory. faults: what happens at a point, `times` times: "exit", "hang", "refuse", "fail", "restart",
+    "drop" (it is done, and the reply is lost) or "drop_before" (it is not done, either)."""
+
+    name: str
+    faults: dict[str, str] = field(default_factory=dict)
+    times: int = 99
+    version: int = 1
+    digest: str = "old"
+    incarnation: str = "first"
+    epoch: int = 0
+    paused: bool = False
+    alive: bool = True
+    hangs: bool = False
+    progress: UpdateProgress | None = None
+    staged: str = ""
+    said: list[str] = field(default_factory=list)
+    served: list[int] = field(default_factory=list)
+
+    async def _at(self, point, request=None):
+        self.said.append(point)
+        await asyncio.sleep(0.01)
+        fault = self.faults.get(point)
+        if fault and self.times > 0:
+            self.times -= 1
+            if fault == "exit":
+                self.alive = False
+            elif fault == "hang":
+                self.hangs = True
+            elif fault == "restart":
+                self.incarnation, self.version, self.digest, self.progress = "second", 0, "folder's", None
+                if point != "prepare":
+                    raise Refused("no such update")
+            elif fault == "refuse":
+                raise Refused(f"{self.name} says no")
+            elif fault == "drop_before":
+                await asyncio.sleep(LATE_S)
+                raise Late(f"{self.name} did not reply")
+            elif fault == "fail":
+                self.progress = UpdateProgress(request.update_id, "failed", reason="the disk is full")
+        if not self.alive:
+            raise SlotLost(f"{self.name} cannot be reached")
+        if self.hangs:
+            await asyncio.sleep(LATE_S)
+            raise Late(f"{self.name} did not reply")
+        if request is not None and getattr(request, "epoch", None) is not None:
+            if request.epoch < self.epoch:
+                raise Refused("an older epoch")
+            self.epoch = request.epoch
+
+    async def _dropped(self, point):
+        if self.faults.get(point) == "drop":
+            await asyncio.sleep(LATE_S)
+            raise Late(f"{self.name} did not reply")
+
+    async def state(self):
+        await self._at("state")
+        return ServerState(
+            self.incarnation, "m", self.version, self.digest, self.epoch, self.paused, update=self.progress
+        )
+
+    async def prepare(self, prepare):
+        await self._at("prepare", prepare.update)
+        if self.progress is None or self.progress.update_id != prepare.update.update_id:
+            self.progress = UpdateProgress(prepare.update.update_id, "prepared")
+        await self._dropped("prepare")
+        return self.progress
+
+    async def verify(self, end: EndUpdate):
+        await self._at("verify", end)
+        mine = "bad" if self.faults.get("digest") and self.times > 0 else end.digest
+        if mine == "bad":
+            self.times -= 1
+            return UpdateProgress(end.update_id, "failed", reason="it has other bytes")
+        self.staged = mine
+        return UpdateProgress(end.update_id, "verified", digest=mine)
+
+    async def commit(self, end: EndUpdate):
+        await self._at("commit", end)
+        assert self.paused, "nothing may be sampled while it changes over"
+        assert self.staged, "nothing was verified"
+        self.version, self.digest = end.version, self.staged
+        await self._dropped("commit")
+        return UpdateProgress(end.update_id, "committed")
+
+    async def abort(self, end: EndUpdate):
+        await self._at("abort")
+        self.staged = ""
+        return UpdateProgress(end.update_id, "aborted")
+
+    async def pause(self, pause):
+        await self._at("pause", pause)
+        self.paused = True
+        await self._dropped("pause")
+
+    async def resume(self, resume):
+        await self._at("resume")
+        self.paused = False
+
+    @property
+    def member(self):
+        return Member(InstanceId(self.name), self, f"http://{self.name}", "secret", "first")
+
+
+@dataclass
+class Ranks:
+    """The trainer's ranks. takes_s: seconds of a transfer. report: failed receivers by attempt."""
+
+    servers: dict
+    takes_s: float = 0.5
+    begin: BaseException | None = None
+    reported: list[dict[str, str]] = field(default_factory=list)
+    breaks: bool = False
+    """A receiver that is gone keeps them until the operation's deadline."""
+    carrier: str | None = None
+    updates: list = field(default_factory=list)
+    finished: list = field(default_factory=list)
+    kept: list = field(default_factory=list)
+
+    @contextmanager
+    def keeping(self, version):
+        self.kept.append(version)
+        yield
+        assert self.kept.pop() == version
+
+    async def begin_update(self, update):
+        assert self.kept, "the trainer may change its weights"
+        if self.begin:
+            raise self.begin
+        self.updates.append(update)
+        return [Offer("slot-0", (), ()), Offer("slot-1", (), ())]
+
+    async def sent(self, update_id):
+        await asyncio.sleep(self.takes_s)
+        names = [each.instance for each in self.updates[-1].receivers]
+        gone = [name for name in names if not self.servers[name].alive]
+        failed = self.reported.pop(0) if self.reported else dict.fromkeys(gone, "closed the connection")
+        if self.breaks and gone:
+            await asyncio.sleep(OPTIONS.bucket_timeout_s)
+            failed = dict.fromkeys(names, "the group is broken")
+        return [SendReport(update_id, f"slot-{rank}", part, 8, 0.1, failed) for rank, part in enumerate(PARTS)]
+
+    async def finish_update(self, update_id, aborted):
+        self.finished.append((update_id, aborted))
+
+
+@dataclass
+class Scene:
+    servers: dict
+    ranks: Ranks
+    updates: WeightUpdates
+    carrier: str = "shared_memory"
+
+    async def publish(self, version=2, **takes):
+        return await self.updates.update(version, [server.member for server in self.servers.values()])
+
+    def check(self):
+        """What holds however it ended."""
+        epochs = [update.epoch for update in self.ranks.updates]
+        assert epochs == sorted(set(epochs)), "an epoch came twice, or went back"
+        ids = [update.update_id for update in self.ranks.updates]
+        assert len({*ids}) == len(ids)
+        assert [each for each, _ in self.ranks.finished] == ids, "the ranks may not change the weights any more"
+        for server in self.servers.values():
+            assert (server.version, server.digest) != (2, "bad")
+
+
+def scene(*servers, carrier="shared_memory", options=OPTIONS, **ranks):
+    named = {server.name: server for server in servers}
+    doubles = Ranks(named, **ranks)
+    epochs = iter(range(1, 99))
+    updates = WeightUpdates(doubles, options, lambda state: carrier, lambda: next(epochs), clock)
+    return Scene(named, doubles, updates, carrier)
+
+
+def outcomes(result):
+    return {each.instance: each.outcome for each in result.outcomes}
+
+
+def test_all_servers_commit_and_go_on():
+    async def story():
+        it = scene(Server("a"), Server("b"))
+        result = await it.publish()
+        assert outcomes(result) == {"a": "committed", "b": "committed"}
+        assert (result.attempts, result.digest, it.updates.version, it.updates.digest) == (1, DIGEST, 2, DIGEST)
+        for server in it.servers.values():
+            assert (server.version, server.digest, server.paused) == (2, DIGEST, False)
+            assert [said for said in server.said if said != "state"] == [
+                "prepare",
+                "verify",
+                "pause",
+                "commit",
+                "resume",
+            ]
+        assert it.ranks.finished[0][1] is False
+        assert result.pause_s < 0.1
+        it.check()
+
+    run(story())
+
+
+FAULTS = [
+    # point, fault, what becomes of it, attempts
+    ("state", "exit", "dead", 1),
+    ("state", "hang", "stale", 1),
+    ("prepare", "exit", "dead", 1),
+    ("prepare", "hang", "stale", 1),
+    ("prepare", "refuse", "stale", 1),
+    ("prepare", "fail", "stale", 3),
+    ("prepare", "restart", "dead", 1),
+    ("prepare", "drop", "stale", 1),
+    ("verify", "exit", "dead", 1),
+    ("verify", "hang", "stale", 1),
+    ("verify", "refuse", "stale", 1),
+    ("digest", "bad", "stale", 3),
+    ("pause", "exit", "dead", 1),
+    ("pause", "hang", "stale", 1),
+    ("pause", "drop", "stale", 1),
+    ("commit", "exit", "dead", 1),
+    ("commit", "hang", "stale", 1),
+    ("commit", "refuse", "stale", 1),
+    ("commit", "restart", "dead", 1),
+    ("commit", "drop", "committed", 1),
+    ("resume", "exit", "committed", 1),
+    ("resume", "drop_before", "committed", 1),
+]
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point"])
+@pytest.mark.parametrize(("point", "fault", "outcome", "attempts"), FAULTS)
+def test_a_server_that_fails_does_not_stop_the_version(point, fault, outcome, attempts, carrier):
+    async def story():
+        victim, other = Server("victim", {point: fault}), Server("other")
+        it = scene(victim, other, carrier=carrier)
+        result = await it.publish()
+        assert outcomes(result) == {"victim": outcome, "other": "committed"}
+        assert (other.version, other.digest, other.paused) == (2, DIGEST, False)
+        if outcome != "committed":
+            assert next(each.reason for each in result.outcomes if each.instance == "victim")
+            assert victim.version != 2
+        if carrier == "shared_memory":
+            assert result.attempts == attempts
+        assert victim.said.count("commit") <= 1, "a commit was sent again although it was done, or nobody knew"
+        assert clock() < 15
+        it.check()
+
+    run(story())
+
+
+def test_a_commit_that_did_not_arrive_is_sent_again_once_the_server_has_said_so():
+    async def story():
+        victim = Server("victim", {"commit": "drop_before"}, times=1)
+        result = await scene(victim).publish()
+        assert outcomes(result) == {"victim": "committed"}
+        assert victim.said.count("commit") == 2
+        assert victim.said[victim.said.index("commit") + 1] == "state"
+
+    run(story())
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point"])
+def test_death_in_the_middle_of_the_transfer_leaves_the_others_consistent(carrier):
+    async def story():
+        victim, other = Server("victim"), Server("other")
+        it = scene(victim, other, carrier=carrier, takes_s=1.0, breaks=carrier == "point_to_point")
+        asyncio.get_running_loop().call_later(0.5, lambda: setattr(victim, "alive", False))
+        began_s = clock()
+        result = await it.publish()
+        assert outcomes(result) == {"victim": "dead", "other": "committed"}
+        assert clock() - began_s < 2.5, "it waited for the operation's deadline"
+        assert result.attempts == (2 if carrier == "point_to_point" else 1)
+        assert [len(update.receivers) for update in it.ranks.updates][-1] == (1 if result.attempts == 2 else 2)
+        it.check()
+
+    run(story())
+
+
+def test_what_the_sender_could_not_bring_is_sent_again_to_that_server_alone():
+    async def story():
+        a, b = Server("a"), Server("b")
+        it = scene(a, b, reported=[{"b": "bucket 3 was not acknowledged"}, {}])
+        result = await it.publish()
+        assert outcomes(result) == {"a": "committed", "b": "committed"}
+        assert [[each.instance for each in update.receivers] for update in it.ranks.updates] == [["a", "b"], ["b"]]
+        assert a.said.count("commit") == 1
+        it.check()
+
+    run(story())
+
+
+def test_of_a_group_that_fails_together_the_one_with_the_fewest_buckets_has_held_the_others_up():
+    async def story():
+        wedged, other = Server("wedged"), Server("other")
+        it = scene(wedged, other, carrier="point_to_point", reported=[{"wedged": "broken", "other": "broken"}] * 2)
+        for server, num in ((wedged, 3), (other, 8)):
+            it.servers[server.name].prepare = progressed(server, num)
+        result = await it.publish()
+        assert outcomes(result) == {"wedged": "stale", "other": "committed"}
+        assert [len(update.receivers) for update in it.ranks.updates] == [2, 2, 1]
+
+    def progressed(server, num):
+        async def prepare(prepare):
+            server.progress = UpdateProgress(prepare.update.update_id, "receiving", num_buckets=num)
+            return server.progress
+
+        return prepare
+
+    run(story())
+
+
+def test_ranks_that_cannot_send_leave_all_servers_with_what_they_have():
+    async def story():
+        it = scene(Server("a"), Server("b"), begin=Refused("no space left on device"))
+        result = await it.publish()
+        assert outcomes(result) == {"a": "stale", "b": "stale"}
+        assert all("no space left" in each.reason for each in result.outcomes)
+        assert result.attempts == 3
+        assert all("commit" not in server.said for server in it.servers.values())
+
+    run(story())
+
+
+def test_a_trainer_that_is_lost_ends_the_update_and_servers_abort():
+    async def story():
+        it = scene(Server("a"))
+
+        async def sent(update_id):
+            raise TrainerLost("slot 0 was killed")
+
+        it.ranks.sent = sent
+        with pytest.raises(TrainerLost):
+            await it.publish()
+        assert it.servers["a"].said[-1] == "abort"
+        assert (it.servers["a"].version, it.updates.version) == (1, None)
+        it.check()
+
+    run(story())
+
+
+def test_ranks_that_say_nothing_do_not_hold_the_run_up():
+    async def story():
+        it = scene(Server("a"), takes_s=1e6)
+        result = await it.publish()
+        assert outcomes(result) == {"a": "stale"}
+        assert clock() < 3 * OPTIONS.total_timeout_s + 5
+
+    run(story())
+
+
+def test_a_server_of_a_run_that_has_ended_is_met_with_a_newer_epoch():
+    async def story():
+        it = scene(Server("a", epoch=41))
+        assert outcomes(await it.publish()) == {"a": "committed"}
+        assert it.ranks.updates[0].epoch == 42
+
+    run(story())
+
+
+def test_no_server_at_all_is_no_error():
+    async def story():
+        result = await scene().publish()
+        assert (result.outcomes, result.attempts) == ((), 0)
+
+    run(story())
+
+
+def test_a_joiner_gets_the_committed_version_and_no_other():
+    async def story():
+        it = scene(Server("a"))
+        await it.publish()
+        joiner = Server("j", version=0, digest="folder's")
+        it.servers["j"] = joiner
+        result = await it.updates.warm(joiner.member, 2, [it.ranks])
+        assert outcomes(result) == {"j": "committed"}
+        assert (joiner.version, joiner.digest) == (2, DIGEST)
+        it.check()
+
+    run(story())
+
+
+def test_a_joiner_asks_the_next_source_when_the_first_has_not_got_it_or_dies():
+    async def story():
+        it = scene(Server("a"))
+        await it.publish()
+        joiner = Server("j")
+        it.servers["j"] = joiner
+        donor = Ranks(it.servers, begin=Refused("a is gone"))
+        assert outcomes(await it.updates.warm(joiner.member, 2, [donor, it.ranks])) == {"j": "committed"}
+        with pytest.raises(Refused, match="a is gone"):
+            await it.updates.warm(Server("k").member, 2, [donor])
+
+    run(story())
+
+
+def test_a_version_that_is_published_meanwhile_goes_before_a_joiner():
+    async def story():
+        it = scene(Server("a"))
+        await it.publish()
+        joiner = Server("j")
+        it.servers["j"] = joiner
+        it.ranks.takes_s = 5.0
+        warming = asyncio.create_task(it.updates.warm(joiner.member, 2, [it.ranks]))
+        await asyncio.sleep(1)
+        it.ranks.takes_s = 0.5
+        began_s = clock()
+        result = await it.publish(3)
+        assert outcomes(result) == {"a": "committed", "j": "committed"}
+        assert clock() - began_s < 2
+        assert await warming is None, "it would be the version before"
+        assert (joiner.version, it.servers["a"].version) == (3, 3)
+
+    run(story())
+
+
+def test_a_joiner_that_dies_is_dead_and_holds_nobody_up():
+    async def story():
+        it = scene(Server("a"))
+        await it.publish()
+        joiner = Server("j", {"prepare": "exit"})
+        it.servers["j"] = joiner
+        assert outcomes(await it.updates.warm(joiner.member, 2, [it.ranks])) == {"j": "dead"}
+        assert outcomes(await it.updates.update(3, [it.servers["a"].member])) == {"a": "committed"}
+
+    run(story())

@@ -1,0 +1,134 @@
+"""A version has one digest however it is cut, and no other version has it."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ductile.fabric import boxes
+from ductile.fabric.fingerprint import MODULUS, plain_weighted_sum, weighted_sum
+from ductile.weights.digest import box_digest, from_text, to_text, total, total_of, whole_digest
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.float64)
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def made(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+@st.composite
+def versions(draw: st.DrawFn) -> dict[str, Tensor]:
+    shapes = st.lists(st.integers(1, 9), max_size=3).map(tuple)
+    found = draw(st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=4))
+    return {f"layers.{place}.weight": made(*each, seed=place) for place, each in enumerate(found)}
+
+
+def cut(draw: st.DrawFn, start: tuple[int, ...], stop: tuple[int, ...]) -> Iterator[Box]:
+    """A box, cut at random until nothing is left to cut or chance ends it."""
+    longest = [dim for dim, (low, high) in enumerate(zip(start, stop, strict=True)) if high - low > 1]
+    if not longest or not draw(st.booleans()):
+        yield start, stop
+        return
+    dim = draw(st.sampled_from(longest))
+    at = draw(st.integers(start[dim] + 1, stop[dim] - 1))
+    yield from cut(draw, start, (*stop[:dim], at, *stop[dim + 1 :]))
+    yield from cut(draw, (*start[:dim], at, *start[dim + 1 :]), stop)
+
+
+@given(versions(), st.data())
+def test_any_cut_has_the_digest_of_the_whole(tensors: dict[str, Tensor], data: st.DataObject) -> None:
+    parts = [
+        box_digest(name, tensor[tuple(map(slice, start, stop))], start)
+        for name, tensor in tensors.items()
+        for start, stop in data.draw(st.composite(lambda draw, t=tensor: list(cut(draw, (0,) * t.dim(), t.shape)))())
+    ]
+    ranks = [parts[place::3] for place in range(3)]
+    assert total(parts) == total_of(map(total, ranks)) == whole_digest(tensors.items())
+
+
+def row(tensor: Tensor, index: int) -> Tensor:
+    return tensor.view(torch.uint8).view(len(tensor), -1)[index]
+
+
+def swapped_rows(tensors: dict[str, Tensor]) -> None:
+    table = tensors["embed.weight"]
+    table[[1, 2]] = table[[2, 1]]
+
+
+def missing_rows(tensors: dict[str, Tensor]) -> None:
+    tensors["embed.weight"] = tensors["embed.weight"][:-1]
+
+
+def repeated_row(tensors: dict[str, Tensor]) -> None:
+    tensors["embed.weight"][3] = tensors["embed.weight"][2]
+
+
+def flipped_bit(tensors: dict[str, Tensor]) -> None:
+    row(tensors["embed.weight"], 4)[5] ^= 1
+
+
+def two_flipped_signs(tensors: dict[str, Tensor]) -> None:
+    table = tensors["embed.weight"]
+    table[0, :2] = -table[0, :2]
+
+
+def each_others_names(tensors: dict[str, Tensor]) -> None:
+    tensors["layers.0.norm.weight"], tensors["layers.1.norm.weight"] = (
+        tensors["layers.1.norm.weight"], tensors["layers.0.norm.weight"],
+    )  # fmt: skip
+
+
+def another_dtype(tensors: dict[str, Tensor]) -> None:
+    tensors["embed.weight"] = tensors["embed.weight"].to(torch.float64)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [swapped_rows, missing_rows, repeated_row, flipped_bit, two_flipped_signs, each_others_names, another_dtype],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_wrong_shows(wrong: object, dtype: torch.dtype) -> None:
+    def version() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        names = {"embed.weight": (9, 6), "layers.0.norm.weight": (6,), "layers.1.norm.weight": (6,)}
+        return {name: torch.randn(shape).to(dtype) for name, shape in names.items()}
+
+    tensors = version()
+    wrong(tensors)  # pyright: ignore[reportCallIssue]
+    assert whole_digest(tensors.items()) != whole_digest(version().items())
+
+
+def test_a_digest_is_sixteen_digits_either_way() -> None:
+    assert to_text(-1) == "f" * 16
+    assert from_text(to_text(255 + MODULUS)) == 255
+    assert total([]) == "0" * 16
+
+
+@pytest.mark.skipif(not boxes.built(), reason="ductile.fabric._boxes was not built: no C compiler")
+@given(
+    st.sampled_from((torch.uint8, torch.int16, torch.int32)),
+    st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.integers(0, 1 << 20),
+)
+def test_the_compiled_sum_is_that_of_torch(dtype: torch.dtype, shape: list[int], margin: int, first: int) -> None:
+    whole = made(dtype, tuple(length + margin for length in shape), seed=first)
+    box = whole[tuple(slice(margin, None) for _ in shape)]
+    start = (first,) * len(shape)
+    assert weighted_sum(box, start) % MODULUS == plain_weighted_sum(box, start) % MODULUS
+
+
+@pytest.mark.skipif(not boxes.built(), reason="ductile.fabric._boxes was not built: no C compiler")
+def test_the_compiled_sum_refuses_what_it_would_read_beside() -> None:
+    box, weights = np.ones((4, 8), dtype="i2"), (np.ones(4, dtype="i8"), np.ones(8, dtype="i8"))
+    for wrong in ((box, weights[:1]), (box, weights[::-1]), (box.astype("f4"), weights), (box[:, ::2], weights)):
+        with pytest.raises(ValueError, match="a box is summed up whose items"):
+            boxes._boxes.weighted_sum(*wrong)
+    assert boxes._boxes.weighted_sum(box, weights) == 32
