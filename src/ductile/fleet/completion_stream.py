@@ -1,0 +1,156 @@
+"""One request as an OpenAI-compatible server takes it (`/v1/completions` with token ids as the prompt and
+`return_token_ids`, as vLLM and `ductile inference` offer them), and the pieces that its response comes in.
+
+Text would have to be tokenised again, and then log-probs would not be the tokens'.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, get_args
+
+import msgspec
+
+from ductile.columns import Floats, TokenIds, Versions
+from ductile.messages.updates import Digest
+from ductile.records import FinishReason, GenerateRequest, Generation
+from ductile.roles import Interrupted
+
+ROUTE = "/v1/completions"
+
+
+def completion_body(request: GenerateRequest, model: str, num_likeliest: int) -> dict[str, Any]:
+    """All of sampling is said, or a server may take what the model's generation_config.json says. num_likeliest: 0, or
+    1 for a server that gives no log-probs otherwise."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(request.prompt + request.generated),
+        "max_tokens": sampling.max_tokens - len(request.generated),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "logprobs": num_likeliest,
+        "return_token_ids": True,
+    }
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    if request.priority:
+        body["priority"] = -request.priority  # vLLM's: the lower goes first
+    return body
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Weights that so many tokens in a row were sampled from."""
+
+    version: int
+    digest: Digest
+    count: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    token_logprobs: list[float] = []
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+    incarnation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens that have come. spans: empty where the server does not say which weights they are from."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[Span]
+    finish_reason: FinishReason | None
+    incarnation: str
+
+
+def read_piece(event: Mapping[str, Any], url: str) -> Piece:
+    """Raises Interrupted where the event says that the server failed, or cannot be read."""
+    if "error" in event:
+        raise Interrupted(f"{url} failed at a request: {str(event['error'])[:500]}")
+    try:
+        chunk = msgspec.convert(event, _Chunk)
+    except msgspec.ValidationError as error:
+        raise Interrupted(f"{url} sent an event that is none of a completion: {error}") from None
+    choice = chunk.choices[0] if chunk.choices else _Choice(token_ids=[])
+    token_ids, logprobs = choice.token_ids, choice.logprobs.token_logprobs if choice.logprobs else []
+    spans = choice.weight_versions or []
+    if token_ids is None and choice.finish_reason and not logprobs:
+        token_ids = []  # a last chunk may have no more than the reason
+    known = sum(span.count for span in spans)
+    if token_ids is None or len(token_ids) != len(logprobs) or (spans and known != len(token_ids)):
+        raise Interrupted(
+            f"{url} gave no token ids with log-probs; the server must understand `return_token_ids` and `logprobs`"
+        )
+    reason = next((each for each in get_args(FinishReason) if each == choice.finish_reason), None)
+    if choice.finish_reason and reason is None:
+        raise Interrupted(f"{url} ended a completion for a reason that nobody knows: {choice.finish_reason[:80]!r}")
+    return Piece(token_ids, logprobs, spans, reason, chunk.incarnation)
+
+
+@dataclass(slots=True, eq=False)
+class PartialCompletion:
+    """A request, and what has come of its completion."""
+
+    request: GenerateRequest
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+
+    def __len__(self) -> int:
+        """Tokens of the completion, those that the request began with included."""
+        return len(self.request.generated) + len(self.token_ids)
+
+    @property
+    def reason_to_end(self) -> FinishReason | None:
+        """Why nothing is left to be sampled, though no server has said so; None where something is."""
+        sampling = self.request.sampling
+        if self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self) >= sampling.max_tokens else None
+
+    def add(self, piece: Piece, version: int, url: str) -> None:
+        """version: of the tokens that the piece does not say the version of. Raises Interrupted for tokens that
+        are none."""
+        if len(self) + len(piece.token_ids) > self.request.sampling.max_tokens:
+            raise Interrupted(f"{url} sent more than the {self.request.sampling.max_tokens} tokens it was asked for")
+        try:
+            _ = TokenIds(piece.token_ids), Floats(piece.logprobs)
+        except ValueError as error:
+            raise Interrupted(f"{url} sent tokens that are none: {error}") from None
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        for span in piece.spans or [Span(version, "", len(piece.token_ids))]:
+            self.versions += [span.version] * span.count
+
+    def so_far(self) -> GenerateRequest:
+        """The request as another instance can go on with it."""
+        request = self.request
+        return replace(
+            request,
+            generated=request.generated + TokenIds(self.token_ids),
+            logprobs=request.logprobs + Floats(self.logprobs),
+            versions=request.versions + Versions(self.versions),
+        )
+
+    def ended(self, reason: FinishReason) -> Generation:
+        whole = self.so_far()
+        return Generation(whole.id, whole.generated, whole.logprobs, whole.versions, reason)
