@@ -47,6 +47,7 @@ WARM = frozenset(
         "tests.end_to_end.watched",
         "tests.generator.faulty_server",
         "tests.warm_echo",
+        "tests.weights.member",
     }
 )
 """Modules that are not executed anew. Graders are: their limits and namespaces are of a small process."""
@@ -66,6 +67,7 @@ IMPORTED = (
     "ductile.slot.store",
     "ductile.slot.worker",
     "ductile.trainer.train_role",
+    "ductile.weights.sender",
     "tests.slot.echo",
     "torch.distributed.tensor.debug",
     "torch.nn.attention.bias",

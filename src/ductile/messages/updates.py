@@ -12,6 +12,7 @@ Over HTTP all of this is JSON, and a bucket is its raw bytes.
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from secrets import token_hex
 from typing import Annotated, Literal
 
 import msgspec
@@ -70,8 +71,8 @@ class Offer(msgspec.Struct, frozen=True):
     """Tensors of which a box is in the buckets."""
     buckets: tuple[Bucket, ...]
     location: str = ""
-    """Address of the sender's control socket (shared_memory, point_to_point), its folder (disk), or the URL of a
-    server's lease (http): then the receiver asks that server for each bucket, at `<location>/<index>`."""
+    """host:port of the sender's control socket (shared_memory, point_to_point); "" where nobody connects to it; or the
+    URL of a server's lease (http): then the receiver asks that server for each bucket, at `<location>/<index>`."""
 
 
 class Receiver(msgspec.Struct, frozen=True):
@@ -108,9 +109,15 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     base_version: int | None = None
     """Version that every receiver has committed, where boxes that did not change since then are left out."""
     rendezvous: str = ""
-    """host:port of the store where a process group is made (point_to_point)."""
+    """host:port of the store where a process group is made (point_to_point). "": each sender hosts one of its own. Its
+    host says where senders are found: those of an update that stays on this machine listen on loopback."""
     folder: str = ""
     """Folder that sender and receiver see (disk)."""
+    secret: str = msgspec.field(default_factory=token_hex)
+    """Proof that senders and receivers are of this update, which they ask of each other. It is shown nowhere."""
+
+    def __repr__(self) -> str:
+        return f"WeightUpdate({self.update_id!r}, epoch={self.epoch}, version={self.version}, {self.receivers!r})"
 
 
 UpdatePhase = Literal["prepared", "receiving", "staged", "verified", "committed", "aborted", "failed"]

@@ -1,34 +1,170 @@
 """A rank's end of one weight update: fills bucket after bucket from its own parameters, and sends each to all receivers.
 
-sender = WeightSender(update, offer, fill, tell)
-offer = sender.start()          goes to the servers: it says where the sender is found
-...                             a thread sends; `tell(report)` when it is through, once
-sender.finish(timeout_s)        when the update has been committed or aborted
+    sender = WeightSender(update, offer, fill, tell)
+    offer = sender.start()          goes to the servers: it says where the sender is found
+    ...                             a thread sends; `tell(report)` when it is through, once
+    sender.finish(timeout_s)        when the update has been committed or aborted
+
+A bucket is filled once, in memory that all carriers send from. A receiver that dies, hangs or refuses is dropped, with
+a sentence, and the others go on. The memory is `num_slots + 1` buckets, and is there only while the thread sends.
 """
 
+import time
 from collections.abc import Callable
+from threading import Event, Thread
 
+import msgspec
 from torch import Tensor
 
-from ductile.messages.updates import Bucket, Offer, SendReport, WeightUpdate
+from ductile.error_text import error_text
+from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
+from ductile.weights.carriers.carrier import BucketSender, checksum
+from ductile.weights.carriers.control import Audience, Listener
+from ductile.weights.carriers.http import HttpSender
+from ductile.weights.carriers.shared_memory import SharedMemorySender, SlotRing
+from ductile.weights.pipeline import Pipeline, Span, Stage
 
 Fill = Callable[[Bucket, Tensor], int]
 """Copies a bucket's boxes into the buffer (uint8, of the bucket's bytes), and returns their part of the digest."""
+
+CONNECTED = ("shared_memory", "point_to_point")
+"""Carriers whose receivers connect to the sender."""
+
+
+class SendingEnded(Exception):
+    """Nobody is left to send to, or the update has been ended. The text is a sentence."""
 
 
 class WeightSender:
     def __init__(self, update: WeightUpdate, offer: Offer, fill: Fill, tell: Callable[[SendReport], None]) -> None:
         """tell: called by the sender's thread with the report, once, also when everything failed."""
+        self._update, self._offer, self._fill, self._tell = update, offer, fill, tell
+        self._thread = Thread(target=self._run, name=f"weights of {offer.sender}", daemon=True)
+        self._failed: dict[str, str] = {}
+        self._left_out: dict[str, str] = {}
+        self._aborted = Event()
+        self._listener: Listener | None = None
+        self._audiences: list[Audience] = []
+        self._carriers: list[BucketSender] = []
+        self._digest = 0
+        self._num_bytes = 0
+        self.trace: list[Span] = []
+        """When each stage had each bucket."""
 
     def start(self) -> Offer:
-        """Begin. Returns the offer with `location`: where receivers find this sender."""
-        raise NotImplementedError
+        """Begin. Returns the offer with `location`: where receivers find this sender. Raises OSError."""
+        if any(receiver.carrier in CONNECTED for receiver in self._update.receivers):
+            self._listener = Listener(self._update.rendezvous)
+        self._deadline = time.monotonic() + self._update.total_timeout_s
+        self._thread.start()
+        return msgspec.structs.replace(self._offer, location=self._listener.location if self._listener else "")
 
     def leave_out(self, instance: str, reason: str) -> None:
         """Do not wait for a receiver that will not come, such as one that refused to prepare. From any thread."""
+        self._left_out[instance] = reason
+        for carrier in self._carriers:
+            carrier.leave_out(instance)
 
     def abort(self) -> None:
         """End soon: the receivers that are not through fail. From any thread; `finish` waits for it."""
+        self._aborted.set()
+        for receiver in self._update.receivers:
+            self.leave_out(receiver.instance, "the update was aborted")
 
     def finish(self, timeout_s: float) -> None:
         """Wait until the thread has ended and free what the update still has. Raises `TimeoutError` after so long."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the thread that sends update {self._update.update_id} is still at work")
+
+    # -- In the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        began, reason = time.monotonic(), ""
+        try:
+            self._send()
+        except SendingEnded as ended:
+            reason = str(ended)
+        except BaseException as error:
+            reason = f"{self._offer.sender} could not go on: {error_text(error)}"
+        for carrier in self._carriers:
+            self._failed |= carrier.close(reason)
+        if self._listener:
+            self._listener.close()
+        for receiver in self._update.receivers if reason else ():
+            self._failed.setdefault(receiver.instance, f"{receiver.instance} has not got everything: {reason}")
+        for instance in self._failed.keys() & self._left_out.keys():
+            self._failed[instance] = f"{instance} was left out: {self._left_out[instance]}"
+        seconds = time.monotonic() - began
+        digest = f"{self._digest % (1 << 64):016x}"
+        update_id, sender = self._update.update_id, self._offer.sender
+        self._tell(SendReport(update_id, sender, digest, self._num_bytes, seconds, self._failed))
+
+    def _send(self) -> None:
+        buckets = self._offer.buckets
+        slot_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
+        num_slots = min(self._update.num_slots, max(1, len(buckets)))
+        ring = SlotRing(f"ductile-weights-{self._update.version}", num_slots + 1, slot_bytes)
+        try:
+            self._gather(ring)
+            checksums: dict[int, str] = {}
+
+            def fill(bucket: Bucket, slot: int) -> None:
+                self._go_on()
+                content = ring.slot(slot, bucket.num_bytes)
+                self._digest += self._fill(bucket, content)
+                checksums[bucket.index] = checksum(content) if self._update.verify == "crc" else ""
+
+            def transfer(bucket: Bucket, slot: int) -> None:
+                content = ring.slot(slot, bucket.num_bytes)
+                for carrier in self._carriers:
+                    carrier.send(bucket, slot, content, checksums[bucket.index])
+
+            def load(bucket: Bucket, slot: int) -> None:
+                for carrier in self._carriers:
+                    carrier.wait(bucket)
+                self._num_bytes += bucket.num_bytes
+                self._go_on()
+
+            stages = [Stage("fill", fill), Stage("transfer", transfer), Stage("load", load, settles=True)]
+            pipeline = Pipeline(stages, num_slots)
+            self.trace = pipeline.trace
+            pipeline.run(buckets)
+        finally:
+            ring.close()
+
+    def _gather(self, ring: SlotRing) -> None:
+        """Make the carriers, with the receivers that come in time."""
+        update = self._update
+        expected = {
+            receiver.instance: receiver.carrier for receiver in update.receivers if receiver.carrier in CONNECTED
+        }
+        if by_http := [receiver for receiver in update.receivers if receiver.carrier == "http"]:
+            self._carriers.append(HttpSender(update, self._offer.sender, by_http))
+        if self._listener is not None:
+            self._take_in(self._listener, expected, ring)
+        for instance in list(self._left_out):
+            for carrier in self._carriers:
+                carrier.leave_out(instance)
+
+    def _take_in(self, listener: Listener, expected: dict[str, WeightCarrier], ring: SlotRing) -> None:
+        """Wait for the receivers that connect to this sender."""
+        update = self._update
+        arrived = listener.gather(
+            update.secret, expected, update.bucket_timeout_s, lambda instance: instance not in self._left_out
+        )
+        for instance in expected.keys() - arrived.keys():
+            self._failed[instance] = f"{instance} did not connect within {update.bucket_timeout_s:g} s"
+        for carrier in CONNECTED:
+            channels = {instance: channel for instance, channel in arrived.items() if expected[instance] == carrier}
+            if channels:
+                self._carriers.append(SharedMemorySender(Audience(channels, update.bucket_timeout_s), ring))
+
+    def _go_on(self) -> None:
+        """Raises `SendingEnded`."""
+        if self._aborted.is_set():
+            raise SendingEnded("the update was aborted")
+        if time.monotonic() > self._deadline:
+            raise SendingEnded(f"the update took more than {self._update.total_timeout_s:g} s")
+        if not any(carrier.live for carrier in self._carriers):
+            raise SendingEnded("no receiver is left")

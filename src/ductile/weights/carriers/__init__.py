@@ -1,4 +1,98 @@
 """The ways that a weight update's buckets take from a rank to a server: `ductile.messages.updates.WeightCarrier`.
 
-`ductile.weights.sender.WeightSender` is the rank's end of all of them; `ductile.weights.receiver.receive` the server's.
+`ductile.weights.sender.WeightSender` is the rank's end of all of them, `receive` the server's.
 """
+
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from threading import Event, Lock
+
+from torch import Tensor
+
+from ductile.error_text import error_text
+from ductile.messages.updates import Bucket, Offer, PrepareUpdate
+from ductile.weights.carriers import control, shared_memory
+from ductile.weights.carriers.carrier import Sink, UpdateFailed, refuse_damaged
+
+__all__ = ["Sink", "UpdateFailed", "receive"]
+
+SILENT_BUCKETS = 3
+"""A sender may be silent for as many bucket timeouts: while it waits for other receivers to connect, to come to a
+group, and to acknowledge."""
+
+
+def receive(prepare: PrepareUpdate, sink: Sink, stopped: Event) -> None:
+    """Give every bucket of every sender to `sink`, one at a time, and return when all senders know that it has them.
+
+    For all carriers but "http", where the server's own route takes the buckets. It blocks until then, at most the
+    update's `total_timeout_s`. Raises `UpdateFailed`, with a sentence, when a sender ends or falls silent, when the sink
+    raises, or soon after `stopped` is set; the senders learn it at once.
+    """
+    if not prepare.offers:
+        return
+    receiver = _Receiver(prepare, sink)
+    deadline = time.monotonic() + prepare.update.total_timeout_s
+    with ThreadPoolExecutor(len(prepare.offers), "weights from") as pool:
+        pending = {pool.submit(receiver.take, offer) for offer in prepare.offers}
+        while pending:
+            done, pending = wait(pending, control.TICK_S, FIRST_EXCEPTION)
+            if stopped.is_set():
+                receiver.end("the update was stopped")
+            elif time.monotonic() > deadline:
+                receiver.end(f"the update took more than {prepare.update.total_timeout_s:g} s")
+            elif any(future.exception() for future in done):
+                receiver.end("another sender failed")
+    if receiver.reason:
+        raise UpdateFailed(receiver.reason)
+
+
+class _Receiver:
+    """What the threads of one update's senders share."""
+
+    def __init__(self, prepare: PrepareUpdate, sink: Sink) -> None:
+        self._update, self._carrier, self._sink = prepare.update, prepare.carrier, sink
+        self._instance = _own_instance(prepare)
+        self._loading = Lock()
+        self._ended = Event()
+        self._sources: list[control.Source] = []
+        self.reason = ""
+        """Why the update failed, as the first thread saw it."""
+
+    def take(self, offer: Offer) -> None:
+        """Receive from one sender."""
+        try:
+            self._take(offer)
+        except BaseException as error:
+            self.end(str(error) if isinstance(error, UpdateFailed) else error_text(error))
+            raise
+
+    def _take(self, offer: Offer) -> None:
+        def load(bucket: Bucket, content: Tensor, checksum: str) -> None:
+            with self._loading:
+                refuse_damaged(offer, bucket, content, checksum)
+                self._sink(offer, bucket, content)
+
+        silence_s = SILENT_BUCKETS * self._update.bucket_timeout_s
+        secret, instance, carrier = self._update.secret, self._instance, self._carrier
+        source = control.connect(offer.location, offer.sender, instance, carrier, secret, silence_s, self._ended)
+        self._sources.append(source)
+        try:
+            shared_memory.receive(source, offer, load)
+        except BaseException as error:
+            source.fail(self.reason or (str(error) if isinstance(error, UpdateFailed) else error_text(error)))
+            raise
+        finally:
+            source.close()
+
+    def end(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self._ended.set()
+
+
+def _own_instance(prepare: PrepareUpdate) -> str:
+    if prepare.instance:
+        return prepare.instance
+    named = [receiver.instance for receiver in prepare.update.receivers if receiver.carrier == prepare.carrier]
+    if len(named) != 1:
+        raise UpdateFailed(f"{len(named)} receivers have the carrier {prepare.carrier}, and `instance` says not which")
+    return named[0]

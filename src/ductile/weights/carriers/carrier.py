@@ -35,6 +35,10 @@ class BucketSender(Protocol):
         """Return once each receiver has loaded the bucket, or has failed."""
         ...
 
+    def leave_out(self, instance: str) -> None:
+        """Have `wait` return soon: this receiver fails. From any thread."""
+        ...
+
     def close(self, reason: str = "") -> dict[str, str]:
         """Let go of what is under way, and return the receivers that failed, with a sentence. With a reason, all that
         are left fail of it."""

@@ -1,0 +1,166 @@
+"""Buckets as bodies of POST requests to the servers: the slow way that always works. The response is the
+acknowledgement.
+
+    POST /weights/buckets/{update_id}/{sender}/{index}      X-Ductile-Epoch, X-Ductile-Checksum; the bucket's bytes
+
+A sender is told by nobody when a server has been prepared, so it asks for the server's state first.
+"""
+
+import http.client
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from threading import Event
+from urllib.parse import quote, urlsplit
+
+import msgspec
+from torch import Tensor
+
+from ductile.error_text import error_text
+from ductile.messages.updates import Bucket, Receiver, ServerState, WeightUpdate
+from ductile.weights.carriers.carrier import UpdateFailed
+from ductile.weights.carriers.control import TICK_S
+
+ASK_AGAIN_S = 0.02
+_LOST = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, http.client.CannotSendRequest)
+
+
+class HttpSender:
+    """One thread and one connection a receiver."""
+
+    def __init__(self, update: WeightUpdate, sender: str, receivers: Sequence[Receiver]) -> None:
+        self._timeout_s = update.bucket_timeout_s
+        self._posts = {receiver.instance: _Poster(update, sender, receiver) for receiver in receivers}
+        self._failed: dict[str, str] = {}
+
+    @property
+    def live(self) -> bool:
+        return bool(self._posts.keys() - self._failed.keys())
+
+    def send(self, bucket: Bucket, slot: int, content: Tensor, checksum: str) -> None:
+        for instance, poster in self._posts.items():
+            if instance not in self._failed:
+                poster.begin(bucket, content, checksum)
+
+    def wait(self, bucket: Bucket) -> None:
+        for instance, poster in self._posts.items():
+            if instance not in self._failed and (reason := poster.wait(bucket.index)):
+                self._failed[instance] = reason
+
+    def leave_out(self, instance: str) -> None:
+        if poster := self._posts.get(instance):
+            poster.end()
+
+    def close(self, reason: str = "") -> dict[str, str]:
+        if reason:
+            for instance in self._posts.keys() - self._failed.keys():
+                self._failed[instance] = f"{instance} has not got everything: {reason}"
+        for poster in self._posts.values():
+            poster.close()
+        return self._failed
+
+
+class _Poster:
+    """One receiver's requests, in order, in a thread of their own."""
+
+    def __init__(self, update: WeightUpdate, sender: str, receiver: Receiver) -> None:
+        self._instance, self._timeout_s = receiver.instance, update.bucket_timeout_s
+        self._update_id = update.update_id
+        self._token = receiver.token
+        self._headers = {"Content-Type": "application/octet-stream", "X-Ductile-Epoch": str(update.epoch)}
+        if receiver.token:
+            self._headers["Authorization"] = f"Bearer {receiver.token}"
+        root = urlsplit(receiver.url)
+        connect = http.client.HTTPSConnection if root.scheme == "https" else http.client.HTTPConnection
+        self._connection = connect(root.netloc, timeout=update.bucket_timeout_s)
+        self._state_path = f"{root.path.rstrip('/')}/fleet/state"
+        self._path = f"{root.path.rstrip('/')}/weights/buckets/{quote(update.update_id, '')}/{quote(sender, '')}"
+        self._ended = Event()
+        self._thread = ThreadPoolExecutor(1, f"weights to {receiver.instance}")
+        self._requests: dict[int, Future[None]] = {}
+        self._progress_at = time.monotonic()
+        self._prepared = False
+
+    def begin(self, bucket: Bucket, content: Tensor, checksum: str) -> None:
+        if not self._requests:
+            self._progress_at = time.monotonic()
+        self._requests[bucket.index] = self._thread.submit(self._post, bucket, content, checksum)
+
+    def wait(self, index: int) -> str:
+        """Why the receiver did not take the bucket; "" if it did."""
+        request = self._requests[index]
+        while not request.done() and time.monotonic() - self._progress_at <= self._timeout_s:
+            wait_for([request], TICK_S)
+        self._progress_at = time.monotonic()
+        error = request.exception() if request.done() else TimeoutError()
+        if error is None:
+            del self._requests[index]
+            return ""
+        self.end()
+        if isinstance(error, TimeoutError):
+            what = f"did not acknowledge bucket {index} within {self._timeout_s:g} s"
+        else:
+            what = str(error) if isinstance(error, UpdateFailed) else f"cannot be reached: {error_text(error)}"
+        return f"{self._instance} {what}"
+
+    def end(self) -> None:
+        """Let the thread come to its end, whatever it waits for. From any thread."""
+        self._ended.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if connected := self._connection.sock:
+            try:
+                connected.shutdown(2)
+            except OSError:
+                pass  # it has ended already
+
+    def close(self) -> None:
+        self.end()
+        self._thread.shutdown()
+        self._connection.close()
+        self._requests.clear()  # what failed keeps the memory that it was sent from
+
+    def _post(self, bucket: Bucket, content: Tensor, checksum: str) -> None:
+        self._wait_until_prepared()
+        headers = {**self._headers, "Content-Length": str(bucket.num_bytes)}
+        if checksum:
+            headers["X-Ductile-Checksum"] = checksum
+        status, reply = self._ask("POST", f"{self._path}/{bucket.index}", content.numpy().data, headers)
+        if status != 200:
+            raise UpdateFailed(f"refused bucket {bucket.index}: HTTP {status}: {self._shown(reply)}")
+
+    def _wait_until_prepared(self) -> None:
+        while not self._prepared:
+            status, reply = self._ask("GET", self._state_path, None, {})
+            if status != 200:
+                raise UpdateFailed(f"does not say its state: HTTP {status}: {self._shown(reply)}")
+            try:
+                progress = msgspec.json.decode(reply, type=ServerState).update
+            except msgspec.MsgspecError as error:
+                raise UpdateFailed(f"says a state that is none: {error}") from error
+            if progress is None or progress.update_id != self._update_id:
+                if self._ended.wait(ASK_AGAIN_S):
+                    raise UpdateFailed("was left out")
+            elif progress.phase in ("prepared", "receiving"):
+                self._prepared = True
+            else:
+                raise UpdateFailed(f"is not receiving the update but {progress.phase}: {progress.reason}")
+
+    def _ask(self, method: str, path: str, body: memoryview | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        """Status and body of the reply. A connection that the server has closed meanwhile is made anew once."""
+        kept = self._connection.sock is not None
+        while not self._ended.is_set():
+            try:
+                self._connection.request(method, path, body, headers)
+                response = self._connection.getresponse()
+                return response.status, response.read()
+            except _LOST:
+                self._connection.close()
+                if not kept:
+                    raise
+                kept = False
+        raise UpdateFailed("was left out")
+
+    def _shown(self, reply: bytes) -> str:
+        text = reply[:300].decode("utf-8", "replace").strip()
+        return text.replace(self._token, "***") if self._token else text

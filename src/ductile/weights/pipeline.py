@@ -1,0 +1,119 @@
+"""Buckets through stages that overlap: while one is loaded, the next one is transferred, and the one after it filled.
+
+    stages        0 fill          1 transfer       2 load
+    threads       the caller's    one more         one more
+    bucket k      --------->      --------->       ---------> its buffer is free again
+
+1. Every stage takes the buckets one by one and in order.
+2. There are `num_slots + 1` buffers: as many buckets are under way as there are slots while the next one is filled.
+   With one slot the bucket that is sent is waited for only when the one after it has been filled and sent.
+3. When a stage fails for a bucket, no bucket goes any further, but for stages that settle what the one before them
+   began: all that was begun comes to its end. Then the first error is raised.
+
+Whatever happens, no thread is left and all buffers are back when `run` returns. A stage that waits needs a deadline of
+its own.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+from threading import Thread
+from typing import Generic, NamedTuple, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Stage(NamedTuple, Generic[Item]):
+    name: str
+    work: Callable[[Item, int], object]
+    """Called with a bucket and the number of its buffer."""
+    settles: bool = False
+    """Whether a bucket that has been through the stage before needs this one even after an error: it waits for what
+    that began."""
+
+
+class Span(NamedTuple):
+    stage: str
+    position: int
+    """Place of the bucket in the order, from 0."""
+    begin: float
+    end: float
+    """Seconds of the pipeline's clock."""
+
+
+class _Way(NamedTuple, Generic[Item]):
+    """A bucket on its way."""
+
+    position: int
+    item: Item
+    buffer: int
+
+
+class Pipeline(Generic[Item]):
+    def __init__(
+        self, stages: Sequence[Stage[Item]], num_slots: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError(f"a pipeline has at least one slot, not {num_slots}")
+        self._stages = stages
+        self.num_buffers = num_slots + 1
+        self._clock = clock
+        self.trace: list[Span] = []
+        self._error: BaseException | None = None
+
+    def run(self, items: Iterable[Item]) -> None:
+        """Take all items through all stages. Raises the first error of a stage, or of `items`."""
+        free: SimpleQueue[int] = SimpleQueue()
+        for buffer in range(self.num_buffers):
+            free.put(buffer)
+        queues: list[SimpleQueue[_Way[Item] | None]] = [SimpleQueue() for _ in self._stages]
+        threads = [
+            Thread(target=self._serve, args=(index, queues, free), name=f"weights: {stage.name}", daemon=True)
+            for index, stage in enumerate(self._stages)
+            if index
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for position, item in enumerate(items):
+                buffer = free.get()
+                if self._error is not None:
+                    free.put(buffer)
+                    break
+                self._step(0, _Way(position, item, buffer), queues, free)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            if threads:
+                queues[1].put(None)
+            for thread in threads:
+                thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self, index: int, queues: "list[SimpleQueue[_Way[Item] | None]]", free: SimpleQueue[int]) -> None:
+        while (way := queues[index].get()) is not None:
+            self._step(index, way, queues, free)
+        if index + 1 < len(queues):
+            queues[index + 1].put(None)
+
+    def _step(
+        self, index: int, way: _Way[Item], queues: "list[SimpleQueue[_Way[Item] | None]]", free: SimpleQueue[int]
+    ) -> None:
+        stage = self._stages[index]
+        if self._error is None or stage.settles:
+            begin = self._clock()
+            try:
+                stage.work(way.item, way.buffer)
+            except BaseException as error:
+                self._fail(error)
+            else:
+                self.trace.append(Span(stage.name, way.position, begin, self._clock()))
+                if index + 1 < len(queues):
+                    queues[index + 1].put(way)
+                    return
+        free.put(way.buffer)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error

@@ -1,0 +1,256 @@
+"""Every way that buckets travel, with receivers (and senders) that are processes, which die, hang and refuse."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import msgspec
+import pytest
+
+from ductile.messages.updates import Offer, PrepareUpdate, Receiver, SendReport, WeightCarrier, WeightUpdate
+from ductile.weights.sender import WeightSender
+from tests.weights.member import TOKEN, Task, content, fill, fingerprint, offer_of
+
+CARRIERS: list[WeightCarrier] = ["shared_memory", "http"]
+ENDS: list[WeightCarrier] = ["shared_memory"]
+"""Carriers whose receivers see the sender's end themselves. With the others the orchestrator aborts the update."""
+SIZES = (1, 4095, 4096, 70_001, 3, 300_000, 8)
+WAIT_S = 20.0
+
+
+class Member:
+    """A process of `tests.weights.member`."""
+
+    def __init__(self, folder: Path, name: str, task: Task) -> None:
+        file = folder / f"{name}.json"
+        file.write_bytes(msgspec.json.encode(task))
+        command = [sys.executable, "-m", "tests.weights.member", str(file)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._lines: Queue[tuple[str, str]] = Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            word, _, rest = line.strip().partition(" ")
+            self._lines.put((word, rest))
+        self._lines.put(("end", ""))
+
+    def until(self, word: str, rest: str | None = None) -> str:
+        """What it says after the word, the first time from now on."""
+        while True:
+            found = self._lines.get(timeout=WAIT_S)
+            if found[0] == word and rest in (None, found[1]):
+                return found[1]
+            assert found[0] in ("bucket", "url"), f"it said {found} instead of {word} {rest or ''}"
+
+    def send_signal(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Fleet:
+    """One update: senders in this process or in others, receivers in others."""
+
+    def __init__(self, folder: Path, carrier: WeightCarrier) -> None:
+        self._folder, self._carrier = folder, carrier
+        self.servers: dict[str, Member] = {}
+        self.receivers: list[Receiver] = []
+        self._tasks: dict[str, Task] = {}
+        self.senders: list[WeightSender] = []
+        self.reports: Queue[SendReport] = Queue()
+
+    def receiver(self, name: str, carrier: WeightCarrier | None = None, **task: Any) -> str:
+        carrier = carrier or self._carrier
+        self._tasks[name] = Task(**task)
+        url = ""
+        if carrier == "http":
+            self.servers[name] = Member(self._folder, name, self._tasks[name])
+            url = self.servers[name].until("url")
+        self.receivers.append(Receiver(name, carrier, url, TOKEN if url else ""))
+        return name
+
+    def update(self, **given: Any) -> WeightUpdate:
+        folder = str(self._folder) if any(each.carrier == "disk" for each in self.receivers) else ""
+        given = {"bucket_timeout_s": 10.0, "folder": folder, **given}
+        return WeightUpdate("run-1.7", 3, 7, tuple(self.receivers), **given)
+
+    def send(self, update: WeightUpdate, *sizes: Sequence[int]) -> tuple[Offer, ...]:
+        offers: list[Offer] = []
+        for rank, of_rank in enumerate(sizes):
+            offer = offer_of(f"rank-{rank}", tuple(of_rank))
+            sender = WeightSender(update, offer, partial(fill, sender=offer.sender), self.reports.put)
+            self.senders.append(sender)
+            offers.append(sender.start())
+        return tuple(offers)
+
+    def prepare(self, update: WeightUpdate, offers: tuple[Offer, ...]) -> None:
+        for receiver in self.receivers:
+            prepare = PrepareUpdate(update, receiver.carrier, offers, receiver.instance)
+            if receiver.carrier == "http":
+                headers = {"Authorization": f"Bearer {TOKEN}"}
+                body = msgspec.json.encode(prepare)
+                request = urllib.request.Request(f"{receiver.url}/weights/prepare", body, headers)
+                urllib.request.urlopen(request, timeout=WAIT_S).close()
+            else:
+                self._tasks[receiver.instance].prepare = prepare
+                self.servers[receiver.instance] = Member(
+                    self._folder, receiver.instance, self._tasks[receiver.instance]
+                )
+
+    def report(self) -> SendReport:
+        return self.reports.get(timeout=WAIT_S)
+
+    def end(self) -> None:
+        for sender in self.senders:
+            sender.abort()
+            sender.finish(WAIT_S)
+        for server in self.servers.values():
+            server.end()
+
+
+def expected(*sizes: Sequence[int]) -> str:
+    return fingerprint(
+        {
+            (f"rank-{rank}", index): content(f"rank-{rank}", index, size)
+            for rank, of_rank in enumerate(sizes)
+            for index, size in enumerate(of_rank)
+        }
+    )
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Callable[[WeightCarrier], Fleet]]:
+    """Makes a fleet; afterwards nothing of it is left in this process."""
+    made: list[Fleet] = []
+
+    def make(carrier: WeightCarrier) -> Fleet:
+        made.append(Fleet(tmp_path, carrier))
+        return made[-1]
+
+    threads, fds = {*threading.enumerate()}, _open_files()
+    yield make
+    for each in made:
+        each.end()
+    left = [thread for thread in threading.enumerate() if thread not in threads]
+    assert not left
+    assert _open_files() == fds
+    assert not list(tmp_path.glob("*ductile*"))
+
+
+def _open_files() -> dict[str, int]:
+    """How many descriptors of each kind this process has, without those of the tests' template."""
+    counts: dict[str, int] = defaultdict(int)
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            counts[os.readlink(f"/proc/self/fd/{name}").split(":")[0]] += 1
+        except OSError:
+            pass
+    return dict(counts)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm() -> None:
+    """The template of processes, which keeps a socket of its own, is there before anything is counted."""
+    subprocess.run([sys.executable, "-m", "tests.warm_echo"], stdout=subprocess.DEVNULL, check=True)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize(("num_slots", "verify"), [(1, "crc"), (3, "sum")])
+def test_all_receivers_get_every_byte_of_all_senders(
+    fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier, num_slots: int, verify: str
+) -> None:
+    made = fleet(carrier)
+    names = [made.receiver("a"), made.receiver("b")]
+    update = made.update(num_slots=num_slots, verify=verify)
+    sizes = (SIZES, SIZES[:3], ())
+    made.prepare(update, made.send(update, *sizes))
+    for name in names:
+        assert made.servers[name].until("staged") == expected(*sizes)
+    for report in (made.report() for _ in sizes):
+        of_rank = sizes[int(report.sender[-1])]
+        assert (report.failed, report.num_bytes) == ({}, sum(of_rank))
+        assert int(report.digest, 16) == sum(range(1, len(of_rank) + 1))
+
+
+def test_one_rank_sends_by_all_carriers_at_once(fleet: Callable[[WeightCarrier], Fleet]) -> None:
+    made = fleet("http")
+    for carrier in CARRIERS:
+        made.receiver(carrier, carrier)
+    update = made.update()
+    made.prepare(update, made.send(update, SIZES))
+    for server in made.servers.values():
+        assert server.until("staged") == expected(SIZES)
+    assert made.report().failed == {}
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("at", [0, 3, len(SIZES) - 1])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_receiver_that_dies_or_hangs_is_dropped_and_the_others_get_everything(
+    fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier, at: int, signum: int
+) -> None:
+    made = fleet(carrier)
+    lost, *others = made.receiver("lost", hold_at=at), made.receiver("b"), made.receiver("c")
+    update = made.update(bucket_timeout_s=1.0 if signum == signal.SIGSTOP else 60.0)
+    made.prepare(update, made.send(update, SIZES))
+    made.servers[lost].until("bucket", str(at))
+    made.servers[lost].send_signal(signum)
+    for name in others:
+        assert made.servers[name].until("staged") == expected(SIZES)
+    report = made.report()
+    assert report.failed.keys() == {lost}
+    assert report.failed[lost].startswith("lost ")
+    if signum == signal.SIGSTOP:
+        assert f"did not acknowledge bucket {at} within 1 s" in report.failed[lost]
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_receiver_that_refuses_a_bucket_says_why(
+    fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier
+) -> None:
+    made = fleet(carrier)
+    full, other = made.receiver("full", fail_at=2), made.receiver("b")
+    update = made.update(bucket_timeout_s=60.0)
+    made.prepare(update, made.send(update, SIZES))
+    assert made.servers[other].until("staged") == expected(SIZES)
+    assert "no room" in made.servers[full].until("failed")
+    (failed,) = made.report().failed.items()
+    assert failed[0] == "full"
+    assert "no room" in failed[1]
+
+
+@pytest.mark.parametrize("carrier", ENDS)
+@pytest.mark.parametrize("at", [0, 3, len(SIZES) - 1])
+def test_the_death_of_a_sender_fails_its_receivers_at_once(
+    fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier, at: int, tmp_path: Path
+) -> None:
+    made = fleet(carrier)
+    made.receiver("a"), made.receiver("b")
+    update = made.update(bucket_timeout_s=60.0)
+    sender = Member(tmp_path, "sender", Task(hold_at=at, send=update, sizes=SIZES))
+    location = sender.until("location")
+    made.prepare(update, (msgspec.structs.replace(offer_of("rank-0", SIZES), location=location),))
+    sender.until("bucket", str(at))
+    for server in made.servers.values():
+        if at:
+            server.until("bucket", str(at - 1))
+    sender.end()
+    for server in made.servers.values():
+        assert server.until("failed").startswith("rank-0 ")
