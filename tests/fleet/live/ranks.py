@@ -68,8 +68,12 @@ class LoggedTrainer(TrainRole):
     def handle(self, command: Any) -> Any:
         name = type(command).__name__
         self._write(name)
-        self._fail_if_armed(name)
-        return super().handle(command)
+        began_s = time.monotonic()
+        try:
+            self._fail_if_armed(name)
+            return super().handle(command)
+        finally:
+            self._write(f"took {name} {time.monotonic() - began_s:.3f}")
 
     def _write(self, what: str) -> None:
         self._log.write(f"{what}\n")

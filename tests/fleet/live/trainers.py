@@ -11,6 +11,7 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fleet.assign_role import assign_role
 from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.messages.workers import ReleaseRole
 from ductile.transport.deadlines import Deadlines
 from tests.fleet.live import ranks
 from tests.fleet.train_slots import sample
@@ -37,6 +38,8 @@ class Trainers:
         self.settings = config.model_dump(mode="json")
         self.layout = ParallelLayout.of(slots)
         self.num_steps = 0
+        self.is_broken = False
+        """A test has made a rank fail, so that the role has to be assigned anew."""
         self._exports = itertools.count()
         self._traced = dict.fromkeys(slots, 0)
 
@@ -53,11 +56,26 @@ class Trainers:
     async def begin(self) -> None:
         """Have a trainer that is as good as new."""
         mailbox = self.cluster.mailbox
+        for slot in self.slots:
+            if slot not in mailbox.lost and "train" in mailbox.roles(slot):
+                await mailbox.ask(slot, ReleaseRole("train"), COMMAND_S)
         await self.cluster.add([slot for slot in self.slots if slot in mailbox.lost])
         mailbox.epoch += 1
+        self.is_broken = False
         await assign_role(mailbox, "train", self.settings, [self.layout], COMMAND_S, self.cluster.rendezvous)
-        self.remote = RemoteTrainer(mailbox, self.layout, Deadlines.same(COMMAND_S))
+        self.new_remote()
         self.skip_trace()
+
+    def new_remote(self) -> RemoteTrainer:
+        """A client of the ranks that knows nothing of what was before."""
+        deadlines = Deadlines.same(COMMAND_S)
+        self.remote = RemoteTrainer(self.cluster.mailbox, self.layout, deadlines, receivers="servers")
+        return self.remote
+
+    @property
+    def is_lost(self) -> bool:
+        """A rank is gone, or has failed in a collective."""
+        return self.is_broken or any(slot in self.cluster.mailbox.lost for slot in self.slots)
 
     async def stop(self) -> None:
         await self.cluster.stop()
@@ -90,5 +108,17 @@ class Trainers:
         self._traced = {slot: len(ranks.trace(self.points, slot)) for slot in self.slots}
 
     def traces(self) -> dict[int, list[str]]:
-        """Lines of each rank since `skip_trace`."""
-        return {slot: ranks.trace(self.points, slot)[begun:] for slot, begun in self._traced.items()}
+        """What each rank has done since `skip_trace`."""
+        return {
+            slot: [line for line in ranks.trace(self.points, slot)[begun:] if not line.startswith("took ")]
+            for slot, begun in self._traced.items()
+        }
+
+    def durations(self) -> list[tuple[int, str, float]]:
+        """Slot, command and seconds of each command since `skip_trace`."""
+        return [
+            (slot, line.split()[1], float(line.split()[2]))
+            for slot, begun in self._traced.items()
+            for line in ranks.trace(self.points, slot)[begun:]
+            if line.startswith("took ")
+        ]
