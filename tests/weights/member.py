@@ -21,7 +21,7 @@ import xxhash
 
 from ductile.messages.updates import Bucket, Offer, PrepareUpdate, SendReport, ServerState, UpdateProgress, WeightUpdate
 from ductile.weights.carriers import UpdateFailed, receive
-from ductile.weights.carriers.carrier import checksum
+from ductile.weights.carriers.carrier import checksum_of
 from ductile.weights.sender import WeightSender
 
 TOKEN = "a-token-that-is-shown-nowhere"
@@ -107,11 +107,12 @@ def serve(task: Task) -> None:
 
         def _load(self, body: bytes) -> None:
             _, _, _, update_id, sender, index = self.path.split("/")
-            assert task.prepare and update_id == task.prepare.update.update_id
+            assert task.prepare
+            assert update_id == task.prepare.update.update_id
             offer = next(offer for offer in task.prepare.offers if offer.sender == sender)
             buffer = torch.frombuffer(bytearray(body), dtype=torch.uint8)
             if task.prepare.update.verify == "crc":
-                assert self.headers["X-Ductile-Checksum"] == checksum(buffer)
+                assert self.headers["X-Ductile-Checksum"] == checksum_of(buffer)
             try:
                 with lock:
                     staging.load(offer, offer.buckets[int(index)], buffer)

@@ -127,8 +127,10 @@ def test_the_compiled_sum_is_that_of_torch(dtype: torch.dtype, shape: list[int],
 
 @pytest.mark.skipif(not boxes.built(), reason="ductile.fabric._boxes was not built: no C compiler")
 def test_the_compiled_sum_refuses_what_it_would_read_beside() -> None:
-    box, weights = np.ones((4, 8), dtype="i2"), (np.ones(4, dtype="i8"), np.ones(8, dtype="i8"))
-    for wrong in ((box, weights[:1]), (box, weights[::-1]), (box.astype("f4"), weights), (box[:, ::2], weights)):
+    box = np.ones((4, 8), dtype="i2")
+    for wrong in ((box, (0,)), (box, (0, 0, 0)), (box.astype("f4"), (0, 0)), (box[:, ::2], (0, 0))):
         with pytest.raises(ValueError, match="a box is summed up whose items"):
             boxes._boxes.weighted_sum(*wrong)
-    assert boxes._boxes.weighted_sum(box, weights) == 32
+    with pytest.raises(OverflowError):
+        boxes._boxes.weighted_sum(box, (0, -1))
+    assert boxes._boxes.weighted_sum(box[:0], (0, 0)) == 0

@@ -8,6 +8,6 @@ def copy(target: NDArray[Any], source: NDArray[Any], most_store_bytes: int = 64,
     Raises `ValueError` for other boxes, and where the innermost dim is not contiguous.
     """
 
-def weighted_sum(box: NDArray[Any], weights: tuple[NDArray[Any], ...], /) -> int:
-    """The sum modulo 2^64 over a box's items (uint8, int16 or int32, contiguous along the last of at least one dim) of
-    the item times each dim's weight (64 bits, contiguous) at its index. Raises `ValueError` for other boxes."""
+def weighted_sum(box: NDArray[Any], start: tuple[int, ...], /) -> int:
+    """`ductile.fabric.fingerprint.weighted_sum` of a box whose items are uint8, int16 or int32 and are contiguous along
+    the last of at least one dim, modulo 2^64. Raises `ValueError` for other boxes."""

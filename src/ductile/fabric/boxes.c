@@ -181,7 +181,7 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
 Rows that lie in one matrix have the same weights of columns, which are four times as many bytes as 16-bit items: four
 rows share what is loaded of them. */
 
-enum { SUMMED_AT_ONCE = 4 };
+enum { SUMMED_AT_ONCE = 4, COLUMNS_AT_ONCE = 1 << 11 };
 
 /* Adds to `sums` the items of each row times the weights. */
 typedef void SumRows(const char *rows, Py_ssize_t step, int count, Py_ssize_t length, const uint64_t *weights,
@@ -233,57 +233,94 @@ static SumRows *summing(const char *format)
     return !strcmp(format, "B") ? of_u1[wide] : !strcmp(format, "h") ? of_i2[wide] : !strcmp(format, "i") ? of_i4[wide] : NULL;
 }
 
-static uint64_t sum_box(const Py_buffer *box, const Py_buffer *weights, int dim, const char *at, SumRows *sum_rows)
+static inline __attribute__((always_inline)) uint64_t weight_of(int level, uint64_t index)
 {
-    const uint64_t *ours = weights[dim].buf;
-    const Py_ssize_t length = box->shape[dim], step = box->strides[dim];
-    uint64_t total = 0, sums[SUMMED_AT_ONCE];
-    if (dim == box->ndim - 1) {
-        sum_rows(at, 0, 1, length, ours, sums);
-        return sums[0];
+    uint64_t value = (index + ((uint64_t)level << 40)) * 0x9E3779B97F4A7C15u; /* the finaliser of splitmix64 */
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return (value ^ (value >> 31)) | 1;
+}
+
+/* Weights of so many indices of the last dim, which is level 1. */
+typedef void Weigh(uint64_t *weights, uint64_t first, Py_ssize_t length);
+
+#define WEIGH(name, wide)                                                                                              \
+    __attribute__((optimize("O3"), wide)) static void name(uint64_t *weights, uint64_t first, Py_ssize_t length)       \
+    {                                                                                                                  \
+        for (Py_ssize_t at = 0; at < length; at++)                                                                     \
+            weights[at] = weight_of(1, first + at);                                                                    \
     }
-    const int are_rows = dim == box->ndim - 2;
-    const Py_ssize_t at_once = are_rows ? SUMMED_AT_ONCE : 1;
-    for (Py_ssize_t index = 0; index < length; index += at_once) {
-        const int count = (int)(length - index < at_once ? length - index : at_once);
-        if (are_rows)
-            sum_rows(at + index * step, step, count, box->shape[dim + 1], weights[dim + 1].buf, sums);
-        else
-            sums[0] = sum_box(box, weights, dim + 1, at + index * step, sum_rows);
-        for (int row = 0; row < count; row++)
-            total += ours[index + row] * sums[row];
+
+WEIGH(weigh_any, unused)
+WEIGH(weigh_512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"))
+
+typedef struct {
+    const Py_buffer *box;
+    uint64_t first[PyBUF_MAX_NDIM];
+    SumRows *sum_rows;
+    Weigh *weigh;
+} Summed;
+
+/* Of a matrix, or of one row: so many columns at a time that their weights stay in the first cache. */
+static uint64_t sum_matrix(const Summed *of, const char *at, Py_ssize_t num_rows, Py_ssize_t step, uint64_t first_row)
+{
+    const int last = of->box->ndim - 1;
+    const Py_ssize_t length = of->box->shape[last];
+    uint64_t total = 0, weights[COLUMNS_AT_ONCE], sums[SUMMED_AT_ONCE];
+    for (Py_ssize_t from = 0; from < length; from += COLUMNS_AT_ONCE) {
+        const Py_ssize_t width = length - from < COLUMNS_AT_ONCE ? length - from : COLUMNS_AT_ONCE;
+        const char *column = at + from * of->box->itemsize;
+        of->weigh(weights, of->first[last] + from, width);
+        for (Py_ssize_t index = 0; index < num_rows; index += SUMMED_AT_ONCE) {
+            const int count = (int)(num_rows - index < SUMMED_AT_ONCE ? num_rows - index : SUMMED_AT_ONCE);
+            of->sum_rows(column + index * step, step, count, width, weights, sums);
+            for (int row = 0; row < count; row++)
+                total += sums[row] * (last ? weight_of(2, first_row + index + row) : 1);
+        }
     }
+    return total;
+}
+
+static uint64_t sum_box(const Summed *of, int dim, const char *at)
+{
+    const Py_buffer *box = of->box;
+    if (box->ndim == 1)
+        return sum_matrix(of, at, 1, 0, 0);
+    if (dim == box->ndim - 2)
+        return sum_matrix(of, at, box->shape[dim], box->strides[dim], of->first[dim]);
+    uint64_t total = 0;
+    for (Py_ssize_t index = 0; index < box->shape[dim]; index++)
+        total += weight_of(box->ndim - dim, of->first[dim] + index) * sum_box(of, dim + 1, at + index * box->strides[dim]);
     return total;
 }
 
 static PyObject *weighted_sum(PyObject *module, PyObject *arguments)
 {
-    PyObject *from, *of_dims, *result = NULL;
-    Py_buffer box, weights[PyBUF_MAX_NDIM];
-    int held = 0;
-    if (!PyArg_ParseTuple(arguments, "OO!:weighted_sum", &from, &PyTuple_Type, &of_dims) ||
+    PyObject *from, *start, *result = NULL;
+    Py_buffer box;
+    Summed summed = {.box = &box};
+    if (!PyArg_ParseTuple(arguments, "OO!:weighted_sum", &from, &PyTuple_Type, &start) ||
         PyObject_GetBuffer(from, &box, PyBUF_STRIDED_RO | PyBUF_FORMAT))
         return NULL;
-    SumRows *sum_rows = summing(box.format);
-    int fits = sum_rows && box.ndim && PyTuple_GET_SIZE(of_dims) == box.ndim &&
-               (box.shape[box.ndim - 1] < 2 || box.strides[box.ndim - 1] == box.itemsize);
-    for (; fits && held < box.ndim; held++) {
-        if (PyObject_GetBuffer(PyTuple_GET_ITEM(of_dims, held), &weights[held], PyBUF_C_CONTIGUOUS))
-            goto done;
-        fits = weights[held].len == 8 * box.shape[held];
-    }
-    if (fits) {
-        uint64_t total;
-        Py_BEGIN_ALLOW_THREADS
-        total = sum_box(&box, weights, 0, box.buf, sum_rows);
-        Py_END_ALLOW_THREADS
-        result = PyLong_FromUnsignedLongLong(total);
-    } else
+    summed.sum_rows = summing(box.format);
+    summed.weigh = __builtin_cpu_supports("avx512dq") ? weigh_512 : weigh_any;
+    if (!summed.sum_rows || !box.ndim || PyTuple_GET_SIZE(start) != box.ndim ||
+        (box.shape[box.ndim - 1] > 1 && box.strides[box.ndim - 1] != box.itemsize)) {
         PyErr_SetString(PyExc_ValueError, "a box is summed up whose items are uint8, int16 or int32 and lie side by side "
-                                          "along its last dim, with as many 64-bit weights a dim as it is long");
+                                          "along its last dim, with an index where it starts in each dim");
+        goto done;
+    }
+    for (int dim = 0; dim < box.ndim; dim++) {
+        summed.first[dim] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(start, dim));
+        if (PyErr_Occurred())
+            goto done;
+    }
+    uint64_t total;
+    Py_BEGIN_ALLOW_THREADS
+    total = sum_box(&summed, 0, box.buf);
+    Py_END_ALLOW_THREADS
+    result = PyLong_FromUnsignedLongLong(total);
 done:
-    while (held--)
-        PyBuffer_Release(&weights[held]);
     PyBuffer_Release(&box);
     return result;
 }

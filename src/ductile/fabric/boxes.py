@@ -1,7 +1,7 @@
 """Copies between boxes in memory, and sums over them: by the compiled part of ductile (`boxes.c`) where it is there.
 
     copy(target, source)    large ones past the cache
-    weighted_sum(box, weights)
+    weighted_sum(box, start)
 
 A box that tensor parallelism cuts out of a row-parallel weight is a thousand rows of 1 to 6 KB. numpy copies them one
 by one through the cache, at half the speed of memory. One long piece it leaves to the C library, which goes past the
@@ -44,14 +44,14 @@ def copy(target: NDArray[Any], source: NDArray[Any], least_bytes: int = LEAST_BY
         np.copyto(target, source)
 
 
-def weighted_sum(box: NDArray[Any], weights: tuple[NDArray[np.int64], ...]) -> int | None:
-    """Return the sum of a box's items, each times the weight of every dim at its index, modulo 2^64. None where the
-    compiled part is not there, or does not know such a box: see its stub."""
+def weighted_sum(box: NDArray[Any], start: tuple[int, ...]) -> int | None:
+    """Return `ductile.fabric.fingerprint.weighted_sum` of a box that begins at index `start`, modulo 2^64. None where
+    the compiled part is not there, or does not know such a box: see its stub."""
     if _boxes is None or not box.ndim or box.dtype.str[1:] not in ("u1", "i2", "i4"):
         return None
     if box.shape[-1] > 1 and box.strides[-1] != box.itemsize:
         return None
-    return _boxes.weighted_sum(box, weights)
+    return _boxes.weighted_sum(box, start)
 
 
 def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> bool:

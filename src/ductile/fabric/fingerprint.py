@@ -11,9 +11,7 @@ cannot make it vanish.
 
 from functools import lru_cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ductile.fabric import boxes
 
@@ -21,8 +19,6 @@ MODULUS = 1 << 64
 BLOCK_ITEMS = 1 << 17
 """Items that are contracted at once: as 64-bit integers they stay in a core's second cache."""
 GPU_BLOCK_ITEMS = 1 << 24
-LONGEST_DIM = 1 << 18
-"""Longest dim whose weights are kept whole: 2 MiB of them."""
 _GOLDEN, _FIRST, _SECOND = (value - MODULUS for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -34,8 +30,8 @@ def weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
     """The sum over a block of integers that begins at index `start` of its tensor; it is to be taken modulo 2^64."""
     if box.element_size() == 8:
         return weighted_sum(box.contiguous().view(torch.int32).view(*box.shape, 2), (*start, 0))
-    if box.device.type == "cpu" and box.numel() and max(box.shape) <= LONGEST_DIM:
-        summed = boxes.weighted_sum(box.numpy(), _all_weights(tuple(box.shape), start))
+    if box.device.type == "cpu":
+        summed = boxes.weighted_sum(box.numpy(), start)
         if summed is not None:
             return summed
     return plain_weighted_sum(box, start)
@@ -54,16 +50,6 @@ def plain_weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
         return sum(_block(piece, (start[0] + index * num_rows, *start[1:])) for index, piece in pieces)
     weights = _weights(box.dim(), start[0], start[0] + len(box), box.device).tolist()
     return sum(weight * plain_weighted_sum(row, start[1:]) for weight, row in zip(weights, box, strict=True))
-
-
-def _all_weights(shape: tuple[int, ...], start: tuple[int, ...]) -> tuple[NDArray[np.int64], ...]:
-    """Weights of each dim."""
-    cpu = torch.device("cpu")
-    levels = range(len(shape), 0, -1)
-    return tuple(
-        _weights(level, first, first + length, cpu).numpy()
-        for level, first, length in zip(levels, start, shape, strict=True)
-    )
 
 
 def _block(block: torch.Tensor, start: tuple[int, ...]) -> int:

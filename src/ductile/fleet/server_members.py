@@ -8,8 +8,10 @@
 from collections.abc import Callable, Sequence
 
 from ductile.concurrency.listeners import Listeners
+from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
+from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.donor import Donor
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet_keeper import Warmed
@@ -52,30 +54,40 @@ class ServerMembers:
         return sum(request.instance == server for request in self._pool.unfinished())
 
     async def update(self, version: int) -> None:
-        """Bring the trainer's weights, which are this version, to all servers of the pool. Those that do not take it
-        are left behind when it goes live."""
-        fleet, there = self._fleet, {each.id for each in self._pool.all_instances}
-        present = fleet.update_began(version, there & self._servers.keys()) if fleet else ()
-        if fleet is None or not present:
-            return
-        names = [each.instance for each in present]
+        """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those
+        that do not take it are left behind when it goes live. Waits for `min_healthy_servers`; raises Late when there
+        are not so many in time, and what the trainer raises."""
+        fleet = self._fleet
+        assert fleet is not None, "the fleet is followed before its first version"
+        decision = await fleet.enough_servers()
+        opened = await gather_all(*(self._open_or_not(server) for server in decision.receivers))
+        present = fleet.update_began(version, [member.id for member in opened if isinstance(member, Member)])
+        unopened = [each for each in opened if isinstance(each, InstanceOutcome)]
+        names = [server.instance for server in present]
         try:
             result = await self._updates.update(version, [self._servers[name] for name in names])
         except BaseException:
             fleet.update_aborted(names)
             raise
-        fleet.update_ended(version, result.digest, result.outcomes)
+        fleet.update_ended(version, result.digest, (*result.outcomes, *unopened))
+        fleet.mark_group_built(decision)
         self.on_updated(result)
 
     # -- as `Members` has it
+
+    @property
+    def version(self) -> int | None:
+        return self._pool.version
+
+    @property
+    def num_others(self) -> int:
+        return sum(bool(each.slots) for each in self._pool.instances)
 
     async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
         version = self._pool.version
         if version is None:
             return None  # the run has none yet
-        if server.instance not in self._servers:
-            self._servers[server.instance] = await self._opened(server)
-        member = self._servers[server.instance]
+        member = await self._opened(server)
         leases = [
             Donor(self._servers[donor.instance].control, version)
             for donor in donors
@@ -116,7 +128,15 @@ class ServerMembers:
         if member := self._servers.pop(server, None):
             await member.control.release()
 
+    async def _open_or_not(self, server: TopologyMember) -> "Member[ServerPort] | InstanceOutcome":
+        try:
+            return await self._opened(server)
+        except Failure as error:
+            return InstanceOutcome(server.instance, "dead" if isinstance(error, SlotLost) else "stale", str(error))
+
     async def _opened(self, server: TopologyMember) -> Member[ServerPort]:
+        if member := self._servers.get(server.instance):
+            return member
         member = self._open_port(server)
         try:
             state = await member.control.open()
@@ -127,6 +147,7 @@ class ServerMembers:
         except Failure:
             await member.control.release()
             raise
+        self._servers[server.instance] = member
         return member
 
     def _on_ended(self, instance: InstanceId, failure: Failure | None) -> None:

@@ -129,6 +129,8 @@ class UpdateOptions:
     probe_timeout_s: float = 2.0
     carrier: WeightCarrier | None = None
     """The only carrier; None: the best that a server and the ranks have in common."""
+    join_carrier: WeightCarrier | None = None
+    """The same for servers that join between two versions."""
     folder: str = ""
     """Folder that ranks and servers see, for carrier "disk"."""
 
@@ -213,10 +215,8 @@ class WeightUpdates:
         choose: Callable[[ServerState], WeightCarrier],
         next_epoch: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
-        open_rendezvous: Callable[[], str] = lambda: "",
     ) -> None:
-        """choose: the carrier for a server. next_epoch: of the fleet's membership, larger than any before.
-        open_rendezvous: host:port at which a process group may be made, another one each time."""
+        """choose: the carrier for a server. next_epoch: of the fleet's membership, larger than any before."""
         self.version: int | None = None
         """Version that was committed last; None before the first."""
         self.digest: Digest = ""
@@ -224,7 +224,7 @@ class WeightUpdates:
         self.under_way = ""
         """What is done at the moment: "version 3", "server-1 joins"; "" when nothing is."""
         self._trainer, self._options, self._choose = trainer, options, choose
-        self._next_epoch, self._clock, self._open_rendezvous = next_epoch, clock, open_rendezvous
+        self._next_epoch, self._clock = next_epoch, clock
         self._turn = asyncio.Lock()
         self._warming: asyncio.Task[UpdateResult] | None = None
 
@@ -346,6 +346,10 @@ class WeightUpdates:
                 states[member.id] = reply
         return states, absent
 
+    def _carrier(self, senders: Senders) -> WeightCarrier | None:
+        options = self._options
+        return senders.carrier or (options.join_carrier if self._warming else None) or options.carrier
+
     def _decide(
         self,
         senders: Senders,
@@ -355,12 +359,11 @@ class WeightUpdates:
     ) -> WeightUpdate:
         """The decision that all ranks and servers get."""
         options, update_id = self._options, uuid4().hex
-        carrier = senders.carrier or options.carrier
+        carrier = self._carrier(senders)
         receivers = tuple(
             Receiver(name, carrier or self._choose(state), members[name].url, members[name].token)
             for name, state in states.items()
         )
-        by_group = any(each.carrier == "point_to_point" for each in receivers)
         newest = max((state.epoch for state in states.values()), default=0)
         epoch = self._next_epoch()
         while epoch <= newest:  # a server may have been in the fleet of a run that has ended
@@ -375,7 +378,6 @@ class WeightUpdates:
             bucket_timeout_s=options.bucket_timeout_s,
             total_timeout_s=options.total_timeout_s,
             verify=options.verify,
-            rendezvous=self._open_rendezvous() if by_group else "",
             folder=options.folder,
         )
 

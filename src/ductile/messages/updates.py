@@ -71,8 +71,8 @@ class Offer(msgspec.Struct, frozen=True):
     """Tensors of which a box is in the buckets."""
     buckets: tuple[Bucket, ...]
     location: str = ""
-    """host:port of the sender's control socket (shared_memory, point_to_point); "" where nobody connects to it; or the
-    URL of a server's lease (http): then the receiver asks that server for each bucket, at `<location>/<index>`."""
+    """host:port of the sender's control socket (shared_memory, point_to_point), or the URL of a server's lease (http):
+    then the receiver asks that server for each bucket, at `<location>/<index>`. "" where nobody connects to it."""
 
 
 class Receiver(msgspec.Struct, frozen=True):

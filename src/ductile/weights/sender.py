@@ -1,4 +1,4 @@
-"""A rank's end of one weight update: fills bucket after bucket from its own parameters, and sends each to all receivers.
+"""A rank's end of one weight update: fills bucket after bucket from its own parameters, and sends each to all.
 
     sender = WeightSender(update, offer, fill, tell)
     offer = sender.start()          goes to the servers: it says where the sender is found
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from ductile.error_text import error_text
 from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
-from ductile.weights.carriers.carrier import BucketSender, checksum
+from ductile.weights.carriers.carrier import BucketSender, checksum_of
 from ductile.weights.carriers.control import Audience, Listener
+from ductile.weights.carriers.disk import DiskSender
 from ductile.weights.carriers.http import HttpSender
+from ductile.weights.carriers.point_to_point import PointToPointSender
 from ductile.weights.carriers.shared_memory import SharedMemorySender, SlotRing
 from ductile.weights.pipeline import Pipeline, Span, Stage
 
@@ -46,6 +48,7 @@ class WeightSender:
         self._listener: Listener | None = None
         self._audiences: list[Audience] = []
         self._carriers: list[BucketSender] = []
+        self._disk: DiskSender | None = None
         self._digest = 0
         self._num_bytes = 0
         self.trace: list[Span] = []
@@ -62,7 +65,7 @@ class WeightSender:
     def leave_out(self, instance: str, reason: str) -> None:
         """Do not wait for a receiver that will not come, such as one that refused to prepare. From any thread."""
         self._left_out[instance] = reason
-        for carrier in self._carriers:
+        for carrier in list(self._carriers):
             carrier.leave_out(instance)
 
     def abort(self) -> None:
@@ -76,6 +79,8 @@ class WeightSender:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the thread that sends update {self._update.update_id} is still at work")
+        if self._disk:
+            self._disk.remove()
 
     # -- In the thread ----------------------------------------------------------------------------------------------
 
@@ -89,6 +94,7 @@ class WeightSender:
             reason = f"{self._offer.sender} could not go on: {error_text(error)}"
         for carrier in self._carriers:
             self._failed |= carrier.close(reason)
+        self._carriers.clear()
         if self._listener:
             self._listener.close()
         for receiver in self._update.receivers if reason else ():
@@ -113,7 +119,7 @@ class WeightSender:
                 self._go_on()
                 content = ring.slot(slot, bucket.num_bytes)
                 self._digest += self._fill(bucket, content)
-                checksums[bucket.index] = checksum(content) if self._update.verify == "crc" else ""
+                checksums[bucket.index] = checksum_of(content) if self._update.verify == "crc" else ""
 
             def transfer(bucket: Bucket, slot: int) -> None:
                 content = ring.slot(slot, bucket.num_bytes)
@@ -141,6 +147,9 @@ class WeightSender:
         }
         if by_http := [receiver for receiver in update.receivers if receiver.carrier == "http"]:
             self._carriers.append(HttpSender(update, self._offer.sender, by_http))
+        if by_disk := [receiver.instance for receiver in update.receivers if receiver.carrier == "disk"]:
+            self._disk = DiskSender(update, self._offer.sender, by_disk)
+            self._carriers.append(self._disk)
         if self._listener is not None:
             self._take_in(self._listener, expected, ring)
         for instance in list(self._left_out):
@@ -157,8 +166,17 @@ class WeightSender:
             self._failed[instance] = f"{instance} did not connect within {update.bucket_timeout_s:g} s"
         for carrier in CONNECTED:
             channels = {instance: channel for instance, channel in arrived.items() if expected[instance] == carrier}
-            if channels:
-                self._carriers.append(SharedMemorySender(Audience(channels, update.bucket_timeout_s), ring))
+            audience = Audience(channels, update.bucket_timeout_s)
+            if not channels:
+                continue
+            if carrier == "shared_memory":
+                self._carriers.append(SharedMemorySender(audience, ring))
+                continue
+            try:
+                host = listener.location.rpartition(":")[0]
+                self._carriers.append(PointToPointSender(audience, update, self._offer.sender, host))
+            except (RuntimeError, ValueError) as error:
+                self._failed |= audience.close(f"no process group can be made: {error_text(error)}")
 
     def _go_on(self) -> None:
         """Raises `SendingEnded`."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ductile.error_text import error_text
 from ductile.messages.updates import Bucket, Offer, PrepareUpdate
-from ductile.weights.carriers import control, shared_memory
-from ductile.weights.carriers.carrier import Sink, UpdateFailed, refuse_damaged
+from ductile.weights.carriers import control, disk, point_to_point, shared_memory
+from ductile.weights.carriers.carrier import Sink, UpdateFailed, refuse_damaged, sentence
 
 __all__ = ["Sink", "UpdateFailed", "receive"]
 
@@ -25,8 +25,8 @@ def receive(prepare: PrepareUpdate, sink: Sink, stopped: Event) -> None:
     """Give every bucket of every sender to `sink`, one at a time, and return when all senders know that it has them.
 
     For all carriers but "http", where the server's own route takes the buckets. It blocks until then, at most the
-    update's `total_timeout_s`. Raises `UpdateFailed`, with a sentence, when a sender ends or falls silent, when the sink
-    raises, or soon after `stopped` is set; the senders learn it at once.
+    update's `total_timeout_s`. Raises `UpdateFailed`, with a sentence, when a sender ends or falls silent, when the
+    sink raises, or soon after `stopped` is set; the senders learn it at once.
     """
     if not prepare.offers:
         return
@@ -63,30 +63,44 @@ class _Receiver:
         try:
             self._take(offer)
         except BaseException as error:
-            self.end(str(error) if isinstance(error, UpdateFailed) else error_text(error))
+            self.end(sentence(error))
             raise
 
     def _take(self, offer: Offer) -> None:
         def load(bucket: Bucket, content: Tensor, checksum: str) -> None:
             with self._loading:
                 refuse_damaged(offer, bucket, content, checksum)
-                self._sink(offer, bucket, content)
+                try:
+                    self._sink(offer, bucket, content)
+                except Exception as error:
+                    what = f"bucket {bucket.index} of {offer.sender} could not be loaded"
+                    raise UpdateFailed(f"{what}: {error_text(error)}") from error
 
-        silence_s = SILENT_BUCKETS * self._update.bucket_timeout_s
-        secret, instance, carrier = self._update.secret, self._instance, self._carrier
-        source = control.connect(offer.location, offer.sender, instance, carrier, secret, silence_s, self._ended)
+        update, carrier = self._update, self._carrier
+        if carrier == "disk":
+            return disk.receive(update, offer, load, self._ended)
+        silence_s = SILENT_BUCKETS * update.bucket_timeout_s
+        at, sender = offer.location, offer.sender
+        source = control.connect(at, sender, self._instance, carrier, update.secret, silence_s, self._ended)
         self._sources.append(source)
         try:
-            shared_memory.receive(source, offer, load)
+            if carrier == "shared_memory":
+                shared_memory.receive(source, offer, load)
+            else:
+                point_to_point.receive(source, offer, update.bucket_timeout_s, load)
         except BaseException as error:
-            source.fail(self.reason or (str(error) if isinstance(error, UpdateFailed) else error_text(error)))
+            source.fail(sentence(error))
             raise
         finally:
             source.close()
+        return None
 
     def end(self, reason: str) -> None:
         self.reason = self.reason or reason
         self._ended.set()
+        for source in self._sources:
+            source.fail(self.reason)
+            source.shut()
 
 
 def _own_instance(prepare: PrepareUpdate) -> str:

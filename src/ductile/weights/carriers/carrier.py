@@ -7,6 +7,7 @@ from typing import Protocol
 import xxhash
 from torch import Tensor
 
+from ductile.error_text import error_text
 from ductile.messages.updates import Bucket, Offer
 
 Sink = Callable[[Offer, Bucket, Tensor], None]
@@ -16,6 +17,10 @@ the sender fills anew: the sink has copied them when it returns, and returning i
 
 class UpdateFailed(Exception):
     """A receiver does not get the version. The text is a sentence."""
+
+
+def sentence(error: BaseException) -> str:
+    return str(error) if isinstance(error, UpdateFailed) else error_text(error)
 
 
 class BucketSender(Protocol):
@@ -45,14 +50,14 @@ class BucketSender(Protocol):
         ...
 
 
-def checksum(content: Tensor) -> str:
+def checksum_of(content: Tensor) -> str:
     """The checksum of a bucket's bytes (xxh3), which lie on the CPU."""
     return xxhash.xxh3_64_hexdigest(content.numpy().data)
 
 
 def refuse_damaged(offer: Offer, bucket: Bucket, content: Tensor, expected: str) -> None:
     """Raises `UpdateFailed` where a bucket's bytes are not those that were sent. "" is no expectation."""
-    if expected and (found := checksum(content)) != expected:
+    if expected and (found := checksum_of(content)) != expected:
         raise UpdateFailed(
             f"bucket {bucket.index} of {offer.sender} is damaged: its checksum is {found}, and {expected} was sent"
         )

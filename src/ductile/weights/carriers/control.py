@@ -17,6 +17,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from threading import Event
 
 import msgspec
@@ -152,10 +153,8 @@ class Channel:
 
     def shut(self) -> None:
         """End the connection, for both sides; a thread that waits in it sees that. From any thread."""
-        try:
+        with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended already
 
     def close(self) -> None:
         self._socket.close()
@@ -290,20 +289,21 @@ class Audience:
         self.num_loaded = dict.fromkeys(channels, 0)
         self.generation = dict.fromkeys(channels, 0)
         """Group that each has said to come to (point_to_point)."""
-        self._timeout_s = timeout_s
-        self._heard = dict.fromkeys(channels, time.monotonic())
+        self.timeout_s = timeout_s
+        self.heard = dict.fromkeys(channels, time.monotonic())
+        """When each has last said something, or has been told of a bucket while it had nothing to do."""
         self._all = list(channels.values())
 
     def tell(self, message: Message) -> None:
         now = time.monotonic()
         for instance, channel in list(self.channels.items()):
             if isinstance(message, Coming) and self.num_loaded[instance] >= message.index:
-                self._heard[instance] = now  # it has had nothing to do so far
+                self.heard[instance] = now  # it has had nothing to do so far
             self.tell_one(instance, channel, message)
 
     def tell_one(self, instance: str, channel: Channel, message: Message) -> None:
         try:
-            channel.send(message, self._timeout_s)
+            channel.send(message, self.timeout_s)
         except ConnectionEnded as error:
             self.drop(instance, f"{instance} {error}")
 
@@ -322,7 +322,7 @@ class Audience:
                 self.drop(instance, f"{instance} {error}")
 
     def _take(self, instance: str, message: Message) -> None:
-        self._heard[instance] = time.monotonic()
+        self.heard[instance] = time.monotonic()
         match message:
             case Loaded(index=index) if index == self.num_loaded[instance]:
                 self.num_loaded[instance] += 1
@@ -335,14 +335,16 @@ class Audience:
 
     def lacking(self, index: int) -> list[str]:
         """Those that have not loaded a bucket yet."""
-        return [instance for instance in self.channels if self.num_loaded[instance] <= index]
+        return [instance for instance in list(self.channels) if self.num_loaded[instance] <= index]
+
+    def late(self, index: int) -> list[str]:
+        """Those that lack a bucket and have said nothing for too long."""
+        now = time.monotonic()
+        return [instance for instance in self.lacking(index) if now - self.heard[instance] > self.timeout_s]
 
     def drop_late(self, index: int) -> None:
-        """Drop those that lack a bucket and have said nothing for too long."""
-        now = time.monotonic()
-        for instance in self.lacking(index):
-            if now - self._heard[instance] > self._timeout_s:
-                self.drop(instance, f"{instance} did not acknowledge bucket {index} within {self._timeout_s:g} s")
+        for instance in self.late(index):
+            self.drop(instance, f"{instance} did not acknowledge bucket {index} within {self.timeout_s:g} s")
 
     def drop(self, instance: str, reason: str) -> None:
         if channel := self.channels.pop(instance, None):
@@ -406,10 +408,8 @@ class Source:
 
     def fail(self, reason: str) -> None:
         """Tell the sender, if it is still there, why its bucket is not taken."""
-        try:
+        with suppress(ConnectionEnded):
             self._channel.send(Failed(reason[:1000]), timeout_s=TICK_S)
-        except ConnectionEnded:
-            pass
 
     def shut(self) -> None:
         """End the connection; who waits in it fails. From any thread."""

@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from socket import SHUT_RDWR
 from threading import Event
 from urllib.parse import quote, urlsplit
 
@@ -109,10 +111,8 @@ class _Poster:
         self._ended.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if connected := self._connection.sock:
-            try:
-                connected.shutdown(2)
-            except OSError:
-                pass  # it has ended already
+            with suppress(OSError):  # it has ended already
+                connected.shutdown(SHUT_RDWR)
 
     def close(self) -> None:
         self.end()

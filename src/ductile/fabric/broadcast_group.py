@@ -1,0 +1,50 @@
+"""A group that lives for a few broadcasts: one rank sends to all others.
+
+It is none of torch's global groups: it has no name there that could be used twice, and it ends with its last reference.
+Its makers may be of different runs and meet only here, so nothing is asked of their environment.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+ROOT = 0
+"""Rank of the one that sends."""
+
+
+class BroadcastGroup:
+    def __init__(self, store: Store, name: str, rank: int, size: int, host: str, timeout_s: float) -> None:
+        """Collective among those that make it under this name, which must be new. Raises RuntimeError where they do not
+        all come in time. host: address of this machine at which the others reach it."""
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        self._group = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        self._timeout_s = timeout_s
+
+    def broadcast(self, content: torch.Tensor) -> "Broadcast":
+        """Begin to send, or to receive, a tensor on the CPU. Raises RuntimeError in a group that has failed."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = ROOT, timedelta(seconds=self._timeout_s)
+        return Broadcast(self._group.broadcast([content], options))
+
+
+class Broadcast:
+    """One that is under way. It must be waited for before the last reference to its group goes: the group's end waits
+    for it, and keeps all other threads of the process waiting with it."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def is_over(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> str:
+        """Why it failed, within the group's timeout; "" when it did not."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            return str(error) or type(error).__name__
+        return ""

@@ -1,0 +1,281 @@
+"""The servers of a run, put together: the fleet that finds and watches them, the transaction that gives them weights,
+and what the run tells of them."""
+
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from ductile.concurrency.deadline import Deadline
+from ductile.config.checks.asked_servers import asked_servers
+from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
+from ductile.config.schema.run import RLConfig
+from ductile.config.schema.secrets import secret_of
+from ductile.core.instances.health import ServerHealth
+from ductile.core.instances.topology import TopologyMember
+from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, WeightUpdateEnded
+from ductile.fabric.process import host
+from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
+from ductile.fleet.elastic_fleet import ElasticFleet
+from ductile.fleet.fleet import Fleet
+from ductile.fleet.monitor import HttpProbe
+from ductile.fleet.registry import Leases, Registry, registry_of, token_of
+from ductile.fleet.server_http import ServerDeadlines
+from ductile.fleet.server_members import ServerMembers
+from ductile.fleet.server_port import ServerPort
+from ductile.fleet.weight_update import Member, UpdateOptions, UpdateResult, WeightUpdates
+from ductile.generator.server.control_token import token_file
+from ductile.messages.control import FleetRequest, FleetStatus, RunFailed, ServerStatus, Unfit
+from ductile.messages.server_lease import ServerLease
+from ductile.messages.updates import ServerState, WeightCarrier
+from ductile.observe import Recorder
+from ductile.roles import Late
+from ductile.transport.deadlines import Deadlines
+
+BROADCASTS: dict[str, WeightCarrier] = {"filesystem": "disk", "nccl": "point_to_point"}
+
+
+def has_servers(config: RLConfig) -> bool:
+    return bool(asked_servers(config).urls) or config.inference.registry is not None
+
+
+def choose_carrier(state: ServerState) -> WeightCarrier:
+    """Return the best way for weights to a server: memory that both map where it is on this machine, else HTTP, which
+    needs nothing but the address by which it is asked."""
+    is_here = state.host == host()
+    return "shared_memory" if is_here and "shared_memory" in state.carriers else "http"
+
+
+class Servers:
+    """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop."""
+
+    def __init__(self, config: RLConfig, fleet: Fleet, record: Recorder, folder: Path) -> None:
+        """folder: the run's. Raises ImportPathError for a custom registry that cannot be imported."""
+        client, inference = config.orchestrator.client, config.inference
+        self._api_key = secret_of(client.api_key, client.api_key_var)
+        self._deadlines = _deadlines(inference, client.timeout_s)
+        self._max_num_seqs, self._record = inference.max_num_seqs, record
+        self._registry = LeaseBook(registry_of(inference.registry, self._tell))
+        self._probe = HttpProbe(inference.probe_timeout_seconds, lambda address: self._api_key)
+        options = update_options(config, folder)
+        updates = WeightUpdates(fleet.trainer, options, choose_carrier, lambda: self._fleet.next_epoch())
+        self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
+        self._fleet = ElasticFleet(
+            inference,
+            self._members,
+            asked_servers(config).urls,
+            self._registry,
+            _authority(inference),
+            self._probe,
+            Deadlines.of(config.cluster).patience_s,
+            self._tell,
+        )
+        self._members.follow(self._fleet)
+        self._fleet.on_change.add(self._on_change)
+        self._members.on_updated.add(self._on_updated)
+        self._latest: UpdateResult | None = None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> "Servers":
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._probe.close)
+            await stack.enter_async_context(self._fleet)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def update(self, version: int) -> None:
+        """Bring the trainer's weights to all servers (`ServerMembers.update`)."""
+        await self._members.update(version)
+
+    def counts(self) -> dict[str, float]:
+        """Metrics of the run so far."""
+        counted = {"servers": float(len(self._fleet.roster.serving))}
+        if self._latest is not None:
+            latest = self._latest
+            counted |= {
+                "seconds/weight_update": latest.seconds,
+                "seconds/weight_update_pause": latest.pause_s,
+                "weight_update_attempts": float(latest.attempts),
+                "servers_left_behind": float(len(latest.outcomes) - len(latest.committed)),
+            }
+        return counted
+
+    # -- for those who ask the run (`ductile.orchestrator.control.live_run.AskServers`)
+
+    def status(self) -> FleetStatus:
+        roster, now_s = self._fleet.roster, time.monotonic()
+        servers = tuple(
+            ServerStatus(
+                server.instance,
+                server.address,
+                server.status,
+                server.reason,
+                now_s - server.since,
+                server.version,
+                self._members.num_unfinished(server.instance),
+            )
+            for server in roster.servers.values()
+        )
+        return FleetStatus(roster.epoch, roster.version, servers, self._members.under_way)
+
+    async def do(self, ask: FleetRequest) -> str:
+        if ask.action == "list":
+            return "\n".join(self._fleet.kept_out.values())
+        try:
+            if ask.action == "join":
+                return await self._join(ask.server)
+            return await self._leave(ask.server, "drain" if ask.action == "drain" else "now")
+        except ValueError as error:
+            raise Unfit(str(error)) from error
+
+    async def _join(self, address: str) -> str:
+        self._fleet.register_server(address)
+        await self._fleet._monitor_servers_once()
+        await self._fleet.settled()
+        found = self._fleet.roster.at(address.rstrip("/").removesuffix("/v1"))
+        if found is None:
+            why = next((why for url, why in self._fleet.kept_out.items() if url in address), "nobody answers there yet")
+            raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for from now on")
+        if not found.is_serving:
+            raise RunFailed(f"{found.instance} is {found.status}: {found.reason or 'it waits for weights'}")
+        return f"{found.instance} generates, with version {found.version}."
+
+    async def _leave(self, server: str, mode: Literal["drain", "now"]) -> str:
+        known = {name for each in self._fleet.roster.living for name in (each.instance, each.address)}
+        if server.rstrip("/").removesuffix("/v1") not in known:
+            raise Unfit(f"{server} is none of the run's servers: {', '.join(sorted(known)) or 'it has none'}")
+        self._fleet.deregister_server(server, mode)
+        await self._fleet.settled()
+        return f"{server} has left" + (" when it had finished what it had." if mode == "drain" else ".")
+
+    # -- what the fleet tells
+
+    def _tell(self, sentence: str) -> None:
+        self._record.event(ServerNoted(sentence=sentence))
+
+    def _on_change(self, before: ServerHealth | None, after: ServerHealth, epoch: int) -> None:
+        was = before.status if before else ""
+        why = after.reason.rstrip(".")
+        match after.status:
+            case "ready" if was in ("joining", "warming", ""):
+                seconds = time.monotonic() - (before.since if before else after.since)
+                version = after.version or 0
+                sentence = f"Server {after.instance} generates, with version {version}."
+                self._record.event(ServerJoined(after.instance, after.address, version, seconds, sentence=sentence))
+            case "dead" | "gone":
+                is_lost = after.status == "dead"
+                sentence = f"Server {after.instance} {'is lost' if is_lost else 'has left'}: {why}."
+                self._record.event(ServerLeft(after.instance, is_lost, sentence=sentence))
+            case "joining" | "warming":
+                pass
+            case _:
+                sentence = f"Server {after.instance} is {after.status}: {why}."
+                self._record.event(ServerChanged(after.instance, was, after.status, sentence=sentence))
+
+    def _on_updated(self, result: UpdateResult) -> None:
+        self._latest = result
+        left = [f"{each.instance} is {each.outcome} ({each.reason})" for each in result.outcomes]
+        left = [said for said, each in zip(left, result.outcomes, strict=True) if each.outcome != "committed"]
+        num = len(result.committed)
+        sentence = f"Version {result.version} is on {num} server{'s' * (num != 1)} after {result.seconds:.2f} s"
+        self._record.event(
+            WeightUpdateEnded(
+                result.version,
+                result.outcomes,
+                result.attempts,
+                result.seconds,
+                result.pause_s,
+                result.num_bytes,
+                result.digest,
+                sentence=f"{'; '.join([sentence, *left])}." if left else "",
+            )
+        )
+
+    def _member(self, server: TopologyMember) -> Member[ServerPort]:
+        """Raises ValueError where the address is none."""
+        token = self._api_key or self._token(server.address)
+        port = ServerPort(
+            server.address,
+            self._api_key,
+            token,
+            self._deadlines,
+            self._max_num_seqs,
+            id=server.instance,
+        )
+        return Member(server.instance, port, server.address, token or "", server.incarnation)
+
+    def _token(self, address: str) -> str | None:
+        """The token of a server's control routes: from the file that its lease names, or that this user's servers on
+        this machine have."""
+        if (lease := self._registry.leases.get(address)) and (token := token_of(lease)):
+            return token
+        parts = urlsplit(address)
+        names = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname or "",)
+        files = [token_file(name, parts.port or 0) for name in names]
+        leases = [ServerLease(address, "", token_file=str(file)) for file in files]
+        return next(filter(None, map(token_of, leases)), None)
+
+
+class LeaseBook:
+    """A registry that remembers what it said last. Follows `ductile.fleet.registry.Registry`."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self.leases: Leases = {}
+
+    async def servers(self) -> Leases:
+        self.leases = await self._registry.servers()
+        return self.leases
+
+    async def close(self) -> None:
+        await self._registry.close()
+
+
+def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
+    inference, broadcast = config.inference, config.trainer.weight_broadcast
+    join = inference.join_transport
+    return UpdateOptions(
+        bucket_bytes=inference.bucket_bytes,
+        num_slots=inference.pipeline_slots,
+        bucket_timeout_s=inference.update_bucket_timeout_seconds,
+        total_timeout_s=inference.update_total_timeout_seconds,
+        max_attempts=inference.update_max_attempts,
+        verify=inference.verify,
+        pause_mode=inference.pause_mode,
+        probe_timeout_s=inference.probe_timeout_seconds,
+        carrier=BROADCASTS[broadcast.type] if broadcast else None,
+        join_carrier=None if join == "auto" else join,
+        folder=str((folder / "weights").absolute()),
+    )
+
+
+def _deadlines(config: FleetConfig, silence_s: float) -> ServerDeadlines:
+    return ServerDeadlines(
+        connect_s=Deadline(config.probe_timeout_seconds, "inference.probe_timeout_seconds"),
+        state_s=Deadline(config.probe_timeout_seconds, "inference.probe_timeout_seconds"),
+        control_s=Deadline(config.update_bucket_timeout_seconds, "inference.update_bucket_timeout_seconds"),
+        verify_s=Deadline(config.update_total_timeout_seconds, "inference.update_total_timeout_seconds"),
+        silence_s=Deadline(silence_s, "orchestrator.client.timeout_s"),
+    )
+
+
+def _authority(config: FleetConfig) -> Authority | None:
+    """Rule over the fleet of the config's registry; None where nobody else can find its servers there."""
+    owner = uuid4().hex
+    match config.registry:
+        case FileRegistry() as registry:
+            return FolderAuthority(Path(registry.folder).expanduser(), owner, registry.ttl_seconds)
+        case HttpRegistry() as registry:
+            token = secret_of(None, registry.token_var)
+            return HttpAuthority(registry.url, token, owner, registry.ttl_seconds)
+        case _:
+            return None

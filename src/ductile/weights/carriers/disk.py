@@ -1,0 +1,234 @@
+"""Buckets by files in a folder that sender and receivers see: the way for hosts that share nothing else.
+
+    <folder>/ductile-update-<update id>/<sender>/       0700
+        lock            held by the sender as long as it lives; who gets it knows that the sender has ended
+        nonce           shows a receiver that it sees the sender's folder and not another one of that name
+        bucket-0, ...   each under another name while it is written
+        manifest.json   their checksums; written last, so what lacks it is half written, and is never loaded
+
+A full disk fails the receivers of this carrier and no others. The files go with the update; those of a sender that was
+killed go when the next one begins.
+"""
+
+import fcntl
+import hmac
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ductile.disk import named
+from ductile.messages.updates import Bucket, Offer, WeightUpdate
+from ductile.weights.carriers.carrier import UpdateFailed, checksum_of
+from ductile.weights.carriers.control import TICK_S
+
+PREFIX = "ductile-update-"
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    checksums: tuple[str, ...]
+
+
+def folder_of(update: WeightUpdate, sender: str) -> Path:
+    """Raises ValueError for names that may lead elsewhere."""
+    if not update.folder:
+        raise ValueError(f"update {update.update_id} names no folder, which carrier disk needs")
+    for name in (update.update_id, sender):
+        if not _PLAIN.fullmatch(name):
+            raise ValueError(f"{name!r} cannot be the name of a folder")
+    return Path(update.folder) / f"{PREFIX}{update.update_id}" / sender
+
+
+class DiskSender:
+    def __init__(self, update: WeightUpdate, sender: str, instances: Sequence[str]) -> None:
+        self._folder = folder_of(update, sender)
+        self._instances = list(instances)
+        self._failed: dict[str, str] = {}
+        self._checksums: list[str] = []
+        self._lock = -1
+        try:
+            _sweep(self._folder.parent.parent)
+            self._folder.mkdir(mode=0o700, parents=True)
+            self._lock = _held_lock(self._folder / "lock")
+            _write(self._folder / "nonce", _nonce(update, sender))
+        except OSError as error:
+            self._give_up(error)
+
+    @property
+    def live(self) -> bool:
+        return len(self._failed) < len(self._instances)
+
+    def send(self, bucket: Bucket, slot: int, content: Tensor, checksum: str) -> None:
+        if not self.live:
+            return
+        self._checksums.append(checksum or checksum_of(content))
+        try:
+            _write(self._folder / f"bucket-{bucket.index}", content.numpy().data)
+        except OSError as error:
+            self._give_up(error)
+
+    def wait(self, bucket: Bucket) -> None:
+        """Receivers acknowledge nothing: the orchestrator asks them, as it verifies the version."""
+
+    def leave_out(self, instance: str) -> None:
+        """Nobody is waited for."""
+
+    def close(self, reason: str = "") -> dict[str, str]:
+        """What has been written stays until `remove`."""
+        if not reason and self.live:
+            try:
+                _write(self._folder / "manifest.json", msgspec.json.encode(Manifest(tuple(self._checksums))))
+            except OSError as error:
+                self._give_up(error)
+        if reason:
+            self._fail(f"has not got everything: {reason}")
+            self.remove()
+        return self._failed
+
+    def remove(self) -> None:
+        if self._lock >= 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            with suppress(OSError):
+                self._folder.parent.rmdir()  # the last sender succeeds
+            os.close(self._lock)
+            self._lock = -1
+
+    def _give_up(self, error: OSError) -> None:
+        self._fail(f"gets nothing by disk: {named(error, self._folder)}")
+        self.remove()
+
+    def _fail(self, reason: str) -> None:
+        for instance in self._instances:
+            self._failed.setdefault(instance, f"{instance} {reason}")
+
+
+def receive(update: WeightUpdate, offer: Offer, load: Callable[[Bucket, Tensor, str], None], stopped: Event) -> None:
+    """Load all buckets of one sender, once it has written them all. Raises `UpdateFailed`."""
+    try:
+        folder = folder_of(update, offer.sender)
+    except ValueError as error:
+        raise UpdateFailed(str(error)) from error
+    _wait_for(folder / "nonce", update.bucket_timeout_s, stopped, lambda: None)
+    if _read(folder / "nonce") != _nonce(update, offer.sender):
+        raise UpdateFailed(f"{folder} is not the folder that {offer.sender} writes to")
+    _wait_for(folder / "manifest.json", update.bucket_timeout_s, stopped, lambda: _refuse_ended(folder, offer.sender))
+    try:
+        checksums = msgspec.json.decode(_read(folder / "manifest.json"), type=Manifest).checksums
+    except msgspec.MsgspecError as error:
+        raise UpdateFailed(f"{folder / 'manifest.json'} is damaged: {error}") from error
+    if len(checksums) != len(offer.buckets):
+        raise UpdateFailed(f"{folder} has {len(checksums)} buckets, and {len(offer.buckets)} were offered")
+    for bucket, expected in zip(offer.buckets, checksums, strict=True):
+        if stopped.is_set():
+            raise UpdateFailed("the update was stopped")
+        load(bucket, _map(folder / f"bucket-{bucket.index}", bucket.num_bytes), expected)
+
+
+def _wait_for(file: Path, timeout_s: float, stopped: Event, look: Callable[[], None]) -> None:
+    """Return once there is such a file. It is waited for as long as something appears in its folder."""
+    count, deadline = -1, time.monotonic() + timeout_s
+    while not file.exists():
+        if stopped.wait(TICK_S):
+            raise UpdateFailed("the update was stopped")
+        look()
+        if (found := _num_files(file.parent)) != count:
+            count, deadline = found, time.monotonic() + timeout_s
+        if time.monotonic() > deadline:
+            raise UpdateFailed(f"{file} did not appear within {timeout_s:g} s: is it the folder that the sender sees?")
+
+
+def _num_files(folder: Path) -> int:
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return 0
+
+
+def _refuse_ended(folder: Path, sender: str) -> None:
+    """Raises `UpdateFailed` when the sender has ended before all was written."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UpdateFailed(f"{sender} gave the update up: {folder} is gone") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(lock)
+    if not (folder / "manifest.json").exists():
+        raise UpdateFailed(f"{sender} ended before all of its buckets were in {folder}")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UpdateFailed(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _map(file: Path, num_bytes: int) -> Tensor:
+    """The file's bytes, which are not copied."""
+    try:
+        if (found := file.stat().st_size) != num_bytes:
+            raise UpdateFailed(f"{file} has {found} bytes, and {num_bytes} were offered")
+        return torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise UpdateFailed(f"{file} cannot be read: {error}") from error
+
+
+def _nonce(update: WeightUpdate, sender: str) -> bytes:
+    return hmac.digest(update.secret.encode(), f"folder of {update.update_id} {sender}".encode(), "sha256")
+
+
+def _write(file: Path, content: bytes | memoryview) -> None:
+    """Whole, or not there. Raises OSError."""
+    partial = file.with_name(f".{file.name}.partial")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(fd, left) :]
+    finally:
+        os.close(fd)
+    partial.rename(file)
+
+
+def _held_lock(file: Path) -> int:
+    """A locked file, locked from the first moment that it has its name. The kernel drops the lock with its holder."""
+    unnamed = file.with_name(".lock.partial")
+    lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        unnamed.rename(file)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what senders have left that were killed."""
+    for file in folder.glob(f"{PREFIX}*/*/lock"):
+        try:
+            lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.parent, ignore_errors=True)
+            with suppress(OSError):
+                file.parent.parent.rmdir()
+        except BlockingIOError:
+            pass  # its sender is alive
+        finally:
+            os.close(lock)
