@@ -1,7 +1,7 @@
 """The whole path with real processes: two train ranks, servers, and between them what `ductile rl` has between them.
 
     rig = Rig(model, folder); rig.open("a", "b", "c")
-    rig.run(story)          a coroutine, from a fleet in which all is well, and then `Rig.wrong` must have nothing to say
+    rig.run(story)          a coroutine, from a fleet in which all is well; then `Rig.wrong` must have nothing to say
     rig.close()             and nothing is left
 
 Servers and ranks are kept from test to test; what a test has killed comes again before the next one. Deadlines are
@@ -237,6 +237,7 @@ class Rig:
         began_s = time.monotonic()
         manifest = await self.trainer.publish(version)
         try:
+            await self.run_servers.update(version)
             await self.generators.receive(manifest)
             self.live = version
         except BaseException:

@@ -1,0 +1,49 @@
+"""Versions on their way from two ranks to three servers, and what happens to them there."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fleet.live.reference import Versions
+from tests.fleet.live.rig import NAMES, Rig
+from tests.tiny import make_hf_model
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def rig(model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    truth = Versions(make_hf_model())
+    truth.add(0, model)
+    rig = Rig(model, truth, tmp_path_factory.mktemp("rig"))
+    rig.open(*NAMES)
+    yield rig
+    rig.close()
+
+
+def test_versions_reach_all_servers(rig: Rig) -> None:
+    async def story() -> None:
+        for _ in range(3):
+            rig.ask(60)
+            rig.ask(60)
+            result = await rig.publish()
+            assert len(result.committed) == 3
+        await rig.finished()
+
+    rig.run(story())
+
+
+def test_requests_of_a_killed_server_go_on_elsewhere(rig: Rig) -> None:
+    async def story() -> None:
+        for _ in range(24):
+            rig.ask(100)
+        await rig.until(lambda: rig.servers["a"].state().num_running > 3)
+        rig.servers["a"].kill()
+        await rig.dead("a", within_s=2.0)
+        assert len(await rig.finished()) == 24
+        result = await rig.publish()
+        assert len(result.committed) == 2
+        await asyncio.sleep(0)
+
+    rig.run(story())
