@@ -19,7 +19,8 @@ from ductile.core.instances.roster import Roster
 from ductile.core.instances.topology import Action, TopologyDecision, TopologyMember, require_members
 from ductile.core.instances.update_outcomes import InstanceOutcome, UpdateOutcome, lacking
 from ductile.fleet.authority import Authority
-from ductile.fleet.fleet_keeper import FleetKeeper, Members
+from ductile.fleet.fleet_keeper import FleetKeeper
+from ductile.fleet.members import Members
 from ductile.fleet.monitor import Probe
 from ductile.fleet.registry import Registry
 from ductile.messages.server_lease import is_server_url

@@ -9,10 +9,9 @@ may be read and changed by any thread.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
@@ -24,59 +23,15 @@ from ductile.core.instances.topology import TopologyMember, blame, joins_due, we
 from ductile.error_text import error_text
 from ductile.fleet.authority import Authority, first_epoch
 from ductile.fleet.discovery import Discovery
+from ductile.fleet.members import Members, Warmed
 from ductile.fleet.monitor import Finding, HttpProbe, Monitor, Probe
 from ductile.fleet.registry import Registry, RegistryDown, StaticServers
 from ductile.fleet.shared_roster import SharedRoster
-from ductile.messages.updates import Digest, ServerState
+from ductile.messages.updates import ServerState
 from ductile.roles import Failure, Late
 
 POLL_S = 5.0
 """Longest time between two looks at the registry."""
-
-
-@dataclass(frozen=True, slots=True)
-class Warmed:
-    """A version that a server has committed as it joined, and that was verified."""
-
-    version: int
-    digest: Digest
-
-
-class Members(Protocol):
-    """The pool in which servers take requests, and the way in which one that joins gets weights."""
-
-    @property
-    def version(self) -> int | None:
-        """Version that is live; None before the first, which all servers get that are there then."""
-        ...
-
-    @property
-    def num_others(self) -> int:
-        """Generators that are no servers: on slots of the run."""
-        ...
-
-    async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
-        """Bring the live version to the server, from a donor that has it, or from the trainer, or from disk. None: a
-        newer one is on its way, and this is to be asked again. Raises a Failure."""
-        ...
-
-    async def add(self, server: TopologyMember) -> None:
-        """The server takes requests from now on."""
-        ...
-
-    def put_aside(self, server: InstanceId, why: str) -> None:
-        """The server takes no more requests, until `take_back`; those that it has go to others."""
-        ...
-
-    def take_back(self, server: InstanceId) -> None: ...
-
-    async def drain(self, server: InstanceId) -> None:
-        """The server takes no more requests. Returns when it has finished those that it has."""
-        ...
-
-    async def remove(self, server: InstanceId, why: str) -> None:
-        """The server has left. Requests that it still has go to others, with the tokens that they have."""
-        ...
 
 
 class FleetKeeper:
@@ -117,7 +72,7 @@ class FleetKeeper:
         self._patience_s, self._tell, self._clock = patience_s, tell, clock
         self._loop = asyncio.get_running_loop()
         self._own_probe = HttpProbe(config.probe_timeout_seconds) if probe is None else None
-        self._monitor = Monitor(probe or self._own_probe or _no_probe, self._watched, self._found, config, tell)
+        self._monitor = Monitor(probe or self._own_probe or _no_probe, self._watched, self._found, config, tell, clock)
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
         """Join, drain or removal of a server that is under way."""
         self._added: set[InstanceId] = set()
@@ -209,7 +164,7 @@ class FleetKeeper:
     def _found(self, address: str, finding: Finding) -> None:
         now, server = self._clock(), self.roster.now.at(address)
         if finding.kind == "answered" and finding.state is not None:
-            self._answered(address, finding.state, now)
+            self._answered(address, _answer_of(finding.state, finding.asked_at), now)
         elif finding.kind == "unasked":
             self._blame_ourselves(finding.reason)
         elif finding.kind == "denied":
@@ -229,19 +184,18 @@ class FleetKeeper:
         self._condemn(now)
         self._reconcile()
 
-    def _answered(self, address: str, state: ServerState, now: float) -> None:
+    def _answered(self, address: str, answer: Answer, now: float) -> None:
         self.own_fault = ""
-        answer = _answer_of(state)
         server = self.roster.now.at(address)
         if server is not None:
-            if server.is_serving and server.incarnation == state.incarnation and state.epoch > self.roster.now.epoch:
-                self._fence(f"{server.instance} has seen epoch {state.epoch}, which another controller has made")
+            if server.is_serving and server.incarnation == answer.incarnation and answer.epoch > self.roster.now.epoch:
+                self._fence(f"{server.instance} has seen epoch {answer.epoch}, which another controller has made")
             self.judge(server.instance, lambda each: each.answered(answer, now, self.rules))
-        elif self.model and state.model and state.model != self.model:
-            why = f"{address} has another model ({state.model}) than the run ({self.model})"
-            self.discovery.reject(address, state.incarnation, why)
+        elif self.model and answer.model not in ("", self.model):
+            why = f"{address} has another model ({answer.model}) than the run ({self.model})"
+            self.discovery.reject(address, answer.incarnation, why)
             self._tell(why)
-        elif not self.discovery.why_not(address, state.incarnation) and not self.fenced:
+        elif not self.discovery.why_not(address, answer.incarnation) and not self.fenced:
             self.roster.change(lambda roster: roster.above(answer.epoch).joined(address, answer, now))
 
     def _condemn(self, now: float) -> None:
@@ -280,7 +234,7 @@ class FleetKeeper:
         self.changed.notify_all()
 
     def _act(self, was: ServerHealth | None, server: ServerHealth) -> None:
-        id, member = server.instance, TopologyMember.of(server)
+        id = server.instance
         match server.status:
             case "dead" | "gone":
                 if server.status == "dead" and was is not None and was.status in LIVING:
@@ -293,7 +247,7 @@ class FleetKeeper:
                 self._begin(id, self._drain(id), instead=True)
             case "ready" | "suspect" if id not in self._added:
                 self._added.add(id)
-                self._begin(id, self._members.add(member))
+                self._begin(id, self._add(TopologyMember.of(server)))
             case "ready" | "suspect" if was is not None and was.status in ("stale", "warming"):
                 self._members.take_back(id)
             case _:
@@ -383,6 +337,12 @@ class FleetKeeper:
         now = self._clock()
         self.judge(id, lambda each: each.sent(warmed.version, now).committed(warmed.version, warmed.digest, now))
 
+    async def _add(self, server: TopologyMember) -> None:
+        await self._members.add(server)
+        now = self.roster.now.servers.get(server.instance)
+        if now is not None and now.status == "stale":  # it came to that meanwhile
+            self._members.put_aside(server.instance, now.reason)
+
     async def _drain(self, id: InstanceId) -> None:
         with suppress(TimeoutError):
             if id in self._added:
@@ -449,12 +409,13 @@ async def _no_probe(address: str) -> Finding:
     return Finding("unasked", f"nobody asks {address}")
 
 
-def _answer_of(state: ServerState) -> Answer:
+def _answer_of(state: ServerState, asked_at: float) -> Answer:
     update = state.update
     is_receiving = update is not None and update.phase in ("prepared", "receiving")
     return Answer(
         incarnation=state.incarnation,
         version=state.version,
+        asked_at=asked_at,
         digest=state.digest,
         model=state.model,
         epoch=state.epoch,

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
 import httpx
@@ -43,6 +43,8 @@ class Finding:
     reason: str = ""
     """A sentence about what is wrong; "" where nothing is."""
     state: ServerState | None = None
+    asked_at: float = 0.0
+    """When the probe was sent, by the monitor's clock."""
 
 
 class Probe(Protocol):
@@ -89,10 +91,12 @@ class Monitor:
         tell: Callable[[str, Finding], None],
         config: FleetConfig,
         on_error: Callable[[str], None] = lambda sentence: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """watched: the addresses, asked for anew all the time. on_error: hears of what `probe` or `tell` raised; the
         monitor goes on."""
         self._probe, self._watched, self._tell, self._on_error = probe, watched, tell, on_error
+        self._clock = clock
         self._interval_s = config.health_check_interval_seconds
         self._room = asyncio.Semaphore(MOST_PROBES)
         self._rhythms: dict[str, asyncio.Task[None]] = {}
@@ -171,8 +175,9 @@ class Monitor:
     async def _asked(self, address: str) -> None:
         try:
             async with self._room:
+                asked_at = self._clock()
                 finding = await self._probe(address)
-            self._tell(address, finding)
+            self._tell(address, replace(finding, asked_at=asked_at))
         except Exception as error:
             self._on_error(f"the probe of {address} failed: {error_text(error)}")
 

@@ -88,6 +88,8 @@ class Answer:
 
     incarnation: str
     version: int
+    asked_at: float = float("inf")
+    """When the probe was sent: what it says may be older than a commit that we know of."""
     digest: str = ""
     model: str = ""
     epoch: int = 0
@@ -117,6 +119,7 @@ class ServerHealth:
     version: int | None = None
     """Version that it has committed, and that was verified; None before the first."""
     digest: str = ""
+    committed_at: float = 0.0
     offered: int | None = None
     """Version that it is being sent."""
     probe_failures: int = 0
@@ -183,7 +186,13 @@ class ServerHealth:
         if not self.is_living:
             return self
         failing_since = now if self.failing_since is None else self.failing_since
-        failed = replace(self, probe_failures=self.probe_failures + 1, good_probes=0, failing_since=failing_since)
+        failed = replace(
+            self,
+            probe_failures=self.probe_failures + 1,
+            good_probes=0,
+            failing_since=failing_since,
+            heard_at=now if replied else self.heard_at,
+        )
         return failed.moved("doubt", why, now) if self.is_serving else failed
 
     def request_failed(self, why: str, now: float, rules: HealthRules) -> "ServerHealth":
@@ -218,7 +227,7 @@ class ServerHealth:
         if self.offered != version:
             raise TransitionRefused(f"{self.instance} was not sent version {version}, so it cannot have committed it")
         live = self.moved("commit", f"it has committed version {version}", now)
-        live = replace(live, version=version, digest=digest, offered=None)
+        live = replace(live, version=version, digest=digest, committed_at=now, offered=None)
         if live.status == "ready" and (live.request_failures or live.probe_failures):
             return live.moved("doubt", self.reason if self.status == "suspect" else "it has failed lately", now)
         return live
@@ -246,6 +255,8 @@ class ServerHealth:
 
     def _strays(self, answer: Answer) -> str:
         """Return why the server's weights are not those that it committed; "" when they are, or may be in a moment."""
+        if answer.asked_at <= self.committed_at:
+            return ""
         if answer.version not in (self.version, self.offered):
             return f"it serves version {answer.version}, and had committed version {self.version}"
         if answer.version == self.version and self.digest and answer.digest and answer.digest != self.digest:

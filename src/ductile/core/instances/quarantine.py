@@ -3,8 +3,7 @@ of `window_s` without a loss takes one off. From `limit` on an address waits bef
 twice as long with each loss, up to `window_s`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Quarantine:
     """Losses by address. Every method returns what is known after it."""
 
     rules: FlapRules = FlapRules()
-    records: Mapping[str, _Record] = MappingProxyType({})
+    records: Mapping[str, _Record] = field(default_factory=dict[str, _Record])
 
     def lost(self, address: str, now: float) -> "Quarantine":
         before = self.records.get(address, _Record(0, now, now, 0))
@@ -37,12 +36,12 @@ class Quarantine:
         over = score - self.rules.limit
         wait_s = min(self.rules.backoff_s * 2.0 ** min(over, 60), self.rules.window_s) if over >= 0 else 0.0
         after = _Record(score, now, now + wait_s, before.losses + 1)
-        return replace(self, records=MappingProxyType({**self.records, address: after}))
+        return replace(self, records={**self.records, address: after})
 
     def vouched(self, address: str) -> "Quarantine":
         """Somebody has asked for the address by hand: it begins anew."""
         others = {each: record for each, record in self.records.items() if each != address}
-        return replace(self, records=MappingProxyType(others))
+        return replace(self, records=others)
 
     def why_not(self, address: str, now: float) -> str:
         """Return why the address may not join now, a sentence; "" when it may."""

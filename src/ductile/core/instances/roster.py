@@ -2,8 +2,7 @@
 every change of those that serve, and never down; nor does the version."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from ductile.core.instances.health import Answer, ServerHealth, TransitionRefused
@@ -19,9 +18,9 @@ class Roster:
     """Epoch of the last change of those that serve."""
     version: int | None = None
     """Newest version that a server has committed; None before the first."""
-    servers: Mapping[InstanceId, ServerHealth] = MappingProxyType({})
+    servers: Mapping[InstanceId, ServerHealth] = field(default_factory=dict[InstanceId, ServerHealth])
     """The living, and of those that are lost the last one at each address."""
-    births: Mapping[str, int] = MappingProxyType({})
+    births: Mapping[str, int] = field(default_factory=dict[str, int])
     """Members that there have been at each address."""
 
     @property
@@ -75,8 +74,8 @@ class Roster:
         others = {id: each for id, each in roster.servers.items() if each.address != address}
         return replace(
             roster,
-            servers=MappingProxyType({**others, server.instance: server}),
-            births=MappingProxyType({**self.births, address: birth + 1}),
+            servers={**others, server.instance: server},
+            births={**self.births, address: birth + 1},
         )
 
     def changed(self, server: ServerHealth) -> "Roster":
@@ -91,7 +90,7 @@ class Roster:
             epoch=epoch,
             membership=self.membership if epoch == self.epoch else epoch,
             version=max(versions, default=None),
-            servers=MappingProxyType({**self.servers, server.instance: server}),
+            servers={**self.servers, server.instance: server},
         )
 
     def above(self, epoch: int) -> "Roster":

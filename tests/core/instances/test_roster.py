@@ -1,0 +1,136 @@
+"""A roster through any history: epochs and versions only go up, and no serving server was never given weights (I7)."""
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ductile.core.instances.health import Answer, HealthRules, ServerHealth, TransitionRefused
+from ductile.core.instances.roster import Roster
+from tests.nightly import examples
+
+RULES = HealthRules(failure_threshold=2)
+ADDRESSES = ["http://a:1", "http://b:1", "http://c:1"]
+address = st.sampled_from(ADDRESSES)
+
+
+class Histories(RuleBasedStateMachine):
+    """What a fleet can see, in any order. The model: for each process the version that it was last told to commit, and
+    how many processes there have been at each address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.roster = Roster()
+        self.before = self.roster
+        self.now = 0.0
+        self.process = dict.fromkeys(ADDRESSES, 0)
+        self.committed: dict[str, int] = {}
+        self.newest = 0
+
+    def change(self, made: Roster) -> None:
+        self.before, self.roster = self.roster, made
+        self.now += 1.0
+
+    def judge(self, at: str, change: Callable[[ServerHealth], ServerHealth]) -> bool:
+        server = self.roster.at(at)
+        if server is None:
+            return False
+        try:
+            self.change(self.roster.changed(change(server)))
+        except TransitionRefused:
+            return False
+        return True
+
+    def incarnation(self, at: str) -> str:
+        return f"{at}/{self.process[at]}"
+
+    def answer(self, at: str) -> Answer:
+        return Answer(self.incarnation(at), self.committed.get(self.incarnation(at), 0))
+
+    @rule(at=address)
+    def answers(self, at: str) -> None:
+        if self.roster.at(at) is None:
+            self.change(self.roster.joined(at, self.answer(at), self.now))
+        else:
+            self.judge(at, lambda one: one.answered(self.answer(at), self.now, RULES))
+
+    @rule(at=address)
+    def is_found_again(self, at: str) -> None:
+        self.change(self.roster.joined(at, self.answer(at), self.now))
+
+    @rule(at=address)
+    def restarts(self, at: str) -> None:
+        self.process[at] += 1
+
+    @rule(at=address)
+    def is_silent(self, at: str) -> None:
+        self.judge(at, lambda one: one.unanswered("silent", self.now))
+
+    @rule(at=address)
+    def fails_a_request(self, at: str) -> None:
+        self.judge(at, lambda one: one.request_failed("failed", self.now, RULES))
+
+    @rule(at=address)
+    def generates(self, at: str) -> None:
+        self.judge(at, lambda one: one.generated(self.now, RULES))
+
+    @rule(at=address, cause=st.sampled_from(["die", "drain", "remove", "recover", "doubt", "distrust", "warm"]))
+    def is_moved(self, at: str, cause) -> None:
+        self.judge(at, lambda one: one.moved(cause, "told", self.now))
+
+    @rule(receivers=st.sets(address), fails=st.sets(address))
+    def update(self, receivers: set[str], fails: set[str]) -> None:
+        """An update to some, of which some do not commit. Who has restarted meanwhile commits nothing."""
+        self.newest += 1
+        version = self.newest
+        sent = [at for at in sorted(receivers) if self.judge(at, lambda one: one.sent(version, self.now))]
+        for at in sent:
+            server = self.roster.at(at)
+            if server is None or at in fails or server.incarnation != self.incarnation(at):
+                self.judge(at, lambda one: one.update_failed("failed", self.now, False))
+            else:
+                self.committed[server.incarnation] = version
+                self.judge(at, lambda one: one.committed(version, "", self.now))
+
+    @rule()
+    def a_new_attempt(self) -> None:
+        self.change(self.roster.above(self.roster.epoch))
+
+    @invariant()
+    def nothing_goes_back(self) -> None:
+        assert self.roster.epoch >= self.before.epoch
+        assert self.roster.membership >= self.before.membership
+        assert (self.roster.version or 0) >= (self.before.version or 0)
+
+    @invariant()
+    def a_change_of_those_that_serve_is_a_new_epoch(self) -> None:
+        ids = [{server.instance for server in each.serving} for each in (self.before, self.roster)]
+        assert (ids[0] == ids[1]) or self.roster.membership > self.before.membership
+
+    @invariant()
+    def who_serves_has_committed_what_it_is_said_to_have(self) -> None:
+        for server in self.roster.serving:
+            assert server.version is not None
+            assert self.committed[server.incarnation] == server.version
+
+    @invariant()
+    def an_address_has_one_living_server_and_an_id_one_process(self) -> None:
+        living = [server.address for server in self.roster.living]
+        assert len(living) == len({*living})
+        for server in self.roster.servers.values():
+            was = self.before.servers.get(server.instance)
+            assert was is None or was.incarnation == server.incarnation
+            assert was is None or was.is_living or not server.is_living
+
+    @invariant()
+    def a_new_member_has_no_history(self) -> None:
+        for server in self.roster.servers.values():
+            if server.instance not in self.before.servers:
+                assert (server.status, server.version) == ("joining", None)
+                assert not server.probe_failures
+                assert not server.request_failures
+
+
+Histories.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestHistories = Histories.TestCase

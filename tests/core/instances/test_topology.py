@@ -1,0 +1,120 @@
+"""Who is to blame, who may join when, and what a topology is."""
+
+import pytest
+
+from ductile.core.instances.health import Answer, HealthRules, ServerHealth
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.topology import (
+    Topology,
+    TopologyMember,
+    blame,
+    joins_due,
+    require_members,
+    wedged_receivers,
+)
+
+RULES = HealthRules(failure_threshold=2, bucket_timeout_s=5.0)
+
+
+def server(name: str, failed_at: tuple[float, ...] = (), heard_at: float = 0.0, replied: bool = False) -> ServerHealth:
+    one = ServerHealth(InstanceId(name), f"http://{name}:1", "x", 0.0, "ready", version=1, heard_at=heard_at)
+    for now in failed_at:
+        one = one.unanswered("no reply", now, replied)
+    return one
+
+
+BLAMED = {
+    "one of three is silent": ([server("a", (5, 6)), server("b", (), 6), server("c", (), 6)], "servers", "a"),
+    "two of four are": (
+        [server("a", (5, 6)), server("b", (5, 6)), server("c", (), 6), server("d", (), 5)],
+        "servers",
+        "a b",
+    ),
+    "all of three are": ([server("a", (5, 6)), server("b", (5, 6)), server("c", (5, 6))], "self", "a b c"),
+    "the others are silent too, but not for as long": ([server("a", (5, 6)), server("b", (6,))], "self", "a"),
+    "another one answered after it fell silent": ([server("a", (5, 6)), server("b", (6,), 5.5)], "servers", "a"),
+    "one that is alone": ([server("a", (5, 6))], "servers", "a"),
+    "once is no row": ([server("a", (5,)), server("b", (), 6)], "none", ""),
+    "all answer with HTTP 500": (
+        [server("a", (5, 6), replied=True), server("b", (5, 6), replied=True)],
+        "servers",
+        "a b",
+    ),
+}
+
+
+@pytest.mark.parametrize(("servers", "verdict", "names"), BLAMED.values(), ids=BLAMED)
+def test_who_is_to_blame_for_silence(servers: list[ServerHealth], verdict: str, names: str) -> None:
+    found = blame(servers, RULES)
+    assert (found.verdict, " ".join(found.instances)) == (verdict, names)
+    assert bool(found.reason) == (verdict != "none")
+
+
+def receiver(name: str, num_buckets: int, since: float, update_id: str = "u") -> ServerHealth:
+    one = server(name).sent(2, 0.0)
+    return one.answered(Answer("x", 1, update_id=update_id, num_buckets=num_buckets), since, RULES)
+
+
+@pytest.mark.parametrize(
+    ("receivers", "wedged"),
+    [
+        ([receiver("a", 3, 1.0), receiver("b", 9, 9.0)], {"a"}),
+        ([receiver("a", 3, 1.0), receiver("b", 3, 1.0)], set()),  # the sender is slow
+        ([receiver("a", 3, 6.0), receiver("b", 9, 9.0)], set()),
+        ([receiver("a", 3, 1.0)], set()),
+        ([receiver("a", 3, 1.0), receiver("b", 9, 9.0, "another")], set()),
+    ],
+)
+def test_a_receiver_that_takes_no_bucket_is_wedged_when_another_one_does(receivers, wedged) -> None:
+    assert wedged_receivers(receivers, 10.0, RULES).keys() == wedged
+
+
+JOINS = {
+    "none waits": ({}, 9.0, 3, (), None),
+    "one has just come": ({"a": 9.0}, 10.0, 3, (), 4.0),
+    "two join as one, when the first has waited": ({"a": 5.0, "b": 9.0}, 10.0, 3, ("a", "b"), None),
+    "the window is the first one's": ({"a": 5.5, "b": 9.9}, 10.0, 3, (), 0.5),
+    "nobody is left": ({"a": 9.9}, 10.0, 0, ("a",), None),
+}
+
+
+@pytest.mark.parametrize(("waiting", "now", "serving", "joins", "wait_s"), JOINS.values(), ids=JOINS)
+def test_joins_wait_for_each_other(waiting, now, serving, joins, wait_s) -> None:
+    found = joins_due(waiting, now, 5.0, serving)
+    assert (found.now, found.wait_s) == (joins, pytest.approx(wait_s) if wait_s is not None else None)
+
+
+def test_without_a_cooldown_each_joins_at_once() -> None:
+    assert joins_due({InstanceId("a"): 10.0}, 10.0, 0.0, 3).now == ("a",)
+
+
+def test_one_that_comes_and_goes_keeps_no_other_out() -> None:
+    """A flapper's place in the line begins anew each time, the other one's does not."""
+    due = [joins_due({InstanceId("a"): 0.0, InstanceId("f"): now}, now, 5.0, 3).now for now in (1.0, 2.0, 4.9, 5.0)]
+    assert due == [(), (), (), ("a", "f")]
+
+
+def member(name: str, incarnation: str = "x", workers: int = 1) -> TopologyMember:
+    return TopologyMember(InstanceId(name), f"http://{name}:1", incarnation, workers, "ready", 1)
+
+
+def test_the_order_of_members_says_nothing() -> None:
+    assert Topology(3, (member("a"), member("b"))) == Topology(3, (member("b"), member("a")))
+    assert len({Topology(3, (member("a"), member("b"))), Topology(3, (member("b"), member("a")))}) == 1
+    assert Topology(3, (member("a"),)) != Topology(4, (member("a"),))
+    assert Topology(3, (member("a"),)) != Topology(3, (member("a", "y"),))
+
+
+def test_ranks_are_those_of_all_workers_one_after_the_other() -> None:
+    topology = Topology(3, (member("b", workers=2), member("a", workers=3)))
+    assert topology.world_size == 6
+    assert [topology.first_rank(InstanceId(name)) for name in "ab"] == [1, 4]
+    assert topology.group_name == "update_weight_group_v3"
+
+
+def test_a_target_outside_the_group_is_an_error() -> None:
+    members = (member("a"), member("b"))
+    assert require_members(["http://b:1"], members) == (member("b"),)
+    assert require_members([], members) == ()
+    with pytest.raises(ValueError, match="http://c:1 is not in the group, which has http://a:1, http://b:1"):
+        require_members(["http://a:1", "http://c:1"], members)
