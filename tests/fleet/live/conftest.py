@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet.live.reference import Versions
+from tests.fleet.live.rig import NAMES, Rig
 from tests.fleet.live.servers import Servers
 from tests.tiny import make_hf_model, make_model_folder
 
@@ -36,4 +37,18 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     if before is None:
         del os.environ["XDG_RUNTIME_DIR"]
     else:
+        os.environ["XDG_RUNTIME_DIR"] = before
+
+
+@pytest.fixture(scope="module")
+def rig(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    truth = Versions(make_hf_model())
+    truth.add(0, model)
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    rig = Rig(model, truth, tmp_path_factory.mktemp("rig"))
+    rig.open(*NAMES)
+    yield rig
+    rig.close()
+    os.environ.pop("XDG_RUNTIME_DIR")
+    if before is not None:
         os.environ["XDG_RUNTIME_DIR"] = before

@@ -128,7 +128,7 @@ class Rig:
         self.run_servers = RunServers(config, fleet, self.record, self.folder / "run")
         self.fleet = self.run_servers._fleet
         self.fleet.on_change.add(self._on_change)
-        self.run_servers._members.on_updated.add(self.results.append)
+        self.run_servers._members.on_updated.add(self._on_updated)
         await self.run_servers.__aenter__()
 
     async def close_fleet(self) -> None:
@@ -187,7 +187,8 @@ class Rig:
         finally:
             story.close()
             self.clear()
-        assert await self.wrong() == []
+        wrong = await self.wrong()
+        assert not wrong, "\n".join(wrong)
 
     def _begin(self) -> None:
         self.asked, self.results, self.changes, self._epochs = [], [], [], []
@@ -270,6 +271,9 @@ class Rig:
         self.changes.append((time.monotonic(), after.address, after.status, after.reason))
         self._epochs.append(epoch)
 
+    def _on_updated(self, result: UpdateResult) -> None:
+        self.results.append(result)
+
     def health(self, name: str) -> ServerHealth | None:
         """What the fleet thinks of the server, also of one that is dead."""
         url = self.servers[name].url
@@ -311,19 +315,21 @@ class Rig:
         url = self.servers[name].url
         return await self.until(lambda: self.fleet.roster.at(url) is None, within_s, f"{name} is taken out")
 
+    async def taken_out(self, name: str, incarnation: str, within_s: float) -> float:
+        """The fleet gives nothing more to this process of the server. Returns the seconds since now."""
+
+        def is_out() -> bool:
+            found = self.health(name)
+            return found is None or found.incarnation != incarnation or not found.is_serving
+
+        return await self.until(is_out, within_s, f"{name} is taken out")
+
+    def publishing(self) -> "asyncio.Task[UpdateResult | None]":
+        return asyncio.create_task(self.publish())
+
     def left(self, name: str) -> list[str]:
         """The states in which the fleet saw the server, since the story began."""
         return [status for _, url, status, _ in self.changes if url == self.servers[name].url]
-
-    def is_reached(self, name: str, point: str) -> bool:
-        """The server waits at a point where it is held."""
-        state = self.servers[name].state()
-        update = state.update
-        phases = {
-            "bucket-first": ("prepared", 0), "verify": ("staged", None), "commit": ("verified", None)
-        }  # fmt: skip
-        phase, num = phases.get(point, ("receiving", None))
-        return update is not None and update.phase == phase and (num is None or update.num_buckets == num)
 
     def segments(self) -> list[str]:
         """Shared memory of weights, of anybody here."""
@@ -411,7 +417,7 @@ class Rig:
         living = {slot: lines for slot, lines in traces.items() if slot not in self.trainers.cluster.mailbox.lost}
         if len({tuple(lines) for lines in living.values()}) <= 1:
             return []
-        return [f"I5: slot {slot}: {Counter(lines)}" for slot, lines in living.items()]
+        return [f"I5: slot {slot}: {Counter(lines)} {lines[-8:]}" for slot, lines in living.items()]
 
     def _lost_requests(self) -> list[str]:
         found = []

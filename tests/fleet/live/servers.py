@@ -71,7 +71,7 @@ class LiveServer:
         config.write_text(json.dumps(self.config))
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ductile.generator.server.serve", str(config), str(os.getpid())],
+                [sys.executable, "-m", "tests.fleet.live.faulty_server", str(config), str(os.getpid())],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -141,10 +141,15 @@ class LiveServer:
         self.start()
 
     def fault(self, point: str, what: str) -> None:
-        """what: "hold" (until `clear`), "exit", "drop" (it does not reply) or "late 1.5" (it goes on later)."""
+        """what: "hold" (until `clear`), "exit", "drop" (it does not reply) or "late 1.5" (it goes on later); of other
+        points (`tests.fleet.live.faulty_server`) whatever they need."""
         temporary = self.faults / f".{point}"
         temporary.write_text(what)
         temporary.rename(self.faults / point)
+
+    def reached(self, point: str) -> bool:
+        """It has met the fault at the point since `clear`."""
+        return (self.faults / f"{point}.reached").exists()
 
     def clear(self, point: str = "") -> None:
         """Take back the fault at the point, or all of them."""

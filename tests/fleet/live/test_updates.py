@@ -1,25 +1,12 @@
 """Versions on their way from two ranks to three servers, and what happens to them there."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
-from tests.fleet.live.reference import Versions
-from tests.fleet.live.rig import NAMES, Rig
-from tests.tiny import make_hf_model
+from tests.fleet.live.rig import Rig
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def rig(model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    truth = Versions(make_hf_model())
-    truth.add(0, model)
-    rig = Rig(model, truth, tmp_path_factory.mktemp("rig"))
-    rig.open(*NAMES)
-    yield rig
-    rig.close()
 
 
 def test_versions_reach_all_servers(rig: Rig) -> None:

@@ -108,10 +108,12 @@ class Trainers:
         self._traced = {slot: len(ranks.trace(self.points, slot)) for slot in self.slots}
 
     def traces(self) -> dict[int, list[str]]:
-        """What each rank has done since `skip_trace`."""
+        """What each rank has done since `skip_trace`: commands that all get, and collectives. The end of an update is
+        done beside other commands, so it has no place among them."""
+        traces = {slot: ranks.trace(self.points, slot)[begun:] for slot, begun in self._traced.items()}
         return {
-            slot: [line for line in ranks.trace(self.points, slot)[begun:] if not line.startswith("took ")]
-            for slot, begun in self._traced.items()
+            slot: [line for line in lines if not line.startswith("took ") and line not in ("Withdraw", "FinishUpdate")]
+            for slot, lines in traces.items()
         }
 
     def durations(self) -> list[tuple[int, str, float]]:
