@@ -10,7 +10,7 @@ What they keep of each token is a column (`ductile.columns`). A record may be ma
 place, and makes a column of it. The columns of one record always have the same length; the record checks it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -50,10 +50,14 @@ class GenerateRequest:
     generated: TokenIds = NO_TOKENS
     logprobs: Floats = NO_FLOATS
     versions: Versions = NO_VERSIONS
+    digests: dict[int, str] = field(default_factory=dict[int, str])
+    """Digest of each version in `versions`, as far as it is known."""
     priority: int = 0
     """Requests of higher priority run first."""
     num_turns: int = 0
     """Finished turns of the request's rollout; their tokens are part of `prompt`."""
+    cache_salt: str = ""
+    """Requests of different salts share no keys and values, whatever they have in common."""
 
     def __post_init__(self) -> None:
         _keep_columns(self, prompt=TokenIds, generated=TokenIds, logprobs=Floats, versions=Versions)
@@ -76,6 +80,8 @@ class Generation:
     versions: Versions
     """The weight version each token was sampled from."""
     finish_reason: FinishReason
+    digests: dict[int, str] = field(default_factory=dict[int, str])
+    """Digest of each version in `versions`, as far as the generator knows it (`ductile.messages.updates.Digest`)."""
 
     def __post_init__(self) -> None:
         _keep_columns(self, token_ids=TokenIds, logprobs=Floats, versions=Versions)
@@ -115,6 +121,8 @@ class Rollout:
     """Why the rollout has no reward; "" when it has one."""
     failure: RewardFailure | None = None
     """What kind of failure `error` describes; None when `error` is ""."""
+    digests: dict[int, str] = field(default_factory=dict[int, str])
+    """Digest of each version that a token was sampled from, as far as it is known."""
 
     def __post_init__(self) -> None:
         _keep_columns(self, token_ids=TokenIds, mask=Mask, logprobs=Floats, versions=Versions)
@@ -246,6 +254,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset_bytes: int
     num_bytes: int
+    digest: str = ""
+    """The tensor's part of the version's digest; "" where the transport has made none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +270,10 @@ class Manifest:
     fingerprint: int
     """64-bit fingerprint of all bytes in order (`ductile.fabric.segment`)."""
     tensors: tuple[TensorEntry, ...]
+    digest: str = ""
+    """Digest of the version (`ductile.messages.updates.Digest`); "" where the transport has made none."""
+    adapters: dict[str, str] = field(default_factory=dict[str, str])
+    """Digests of the adapters that belong to the version beside its tensors, by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +334,15 @@ class TrainProgress:
     """Whether there is an accumulated gradient: the trainer was frozen in the middle of a global batch."""
     sums: dict[str, float] = field(default_factory=dict[str, float])
     """This rank's part of the loss and metrics since the last optimizer step; the parts add up over ranks."""
+
+
+def both_digests(one: Mapping[int, str], other: Mapping[int, str]) -> dict[int, str]:
+    """Return the digests by version of what has tokens of both. Where two sides call different weights by one version,
+    its digest names both, which is that of no version."""
+    both = {**one, **other}
+    for version in one.keys() & other.keys():
+        both[version] = " and ".join(sorted({one[version], other[version]} - {""}))
+    return both
 
 
 def _keep_columns(record: object, **kinds: type[Column[Any]]) -> None:

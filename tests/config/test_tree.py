@@ -99,6 +99,8 @@ OTHER_VALUES = {
     "n_minibatches": "2",
     "max_async_level": "0",
     "max_off_policy_steps": "3",
+    "on_stale": "wait",
+    "canaries": "0",
     "eval": '{"num_examples": 3}',
     "advantage": '{"type": "grpo"}',
     "drop_zero_advantage": "false",

@@ -7,10 +7,11 @@ import pytest
 
 from ductile.core.instances.instances import InstanceId, instance_on
 from ductile.core.instances.placement import Placement
+from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.core.scheduling.facts.profile import Setting, StepProfile
-from ductile.events import checkpoints, ending, resizes, rollouts, scheduling, slots, steps
+from ductile.events import checkpoints, ending, resizes, rollouts, scheduling, servers, slots, steps
 from ductile.events.lines import KINDS, UnreadEvent, read_event
 from ductile.observe import JournalUnwritable, ListenerFailed, RunEvent, json_line, read_jsonl
 from tests.core.scheduling.scenes import COSTS, SPEEDS
@@ -24,6 +25,11 @@ EVENTS = (
     slots.SlotRestarting(3),
     slots.SlotRestarted(3, ("score",), "cuda:1", 18, 1.5, 2, (INSTANCE,)),
     slots.SlotGivenBack(3, ("score",)),
+    servers.ServerJoined("10.0.0.7:8000", "http://10.0.0.7:8000", 3, 1.5),
+    servers.ServerChanged("10.0.0.7:8000", "ready", "suspect"),
+    servers.ServerLeft("10.0.0.7:8000", True),
+    servers.ServerNoted(),
+    servers.WeightUpdateEnded(3, (InstanceOutcome("a", "stale", "it hangs"),), 2, 1.5, 0.1, 64, "0" * 16),
     steps.WorkBegan(SETTING),
     steps.StepProfiled(StepProfile(1, 0.0, 1.0, (), (4, 7), 9.0, SPEEDS, COSTS)),
     steps.BatchesReady(100, 2, 1),
@@ -33,7 +39,9 @@ EVENTS = (
     rollouts.PromptSkipped(),
     rollouts.DataNoted(),
     rollouts.GroupDropped("train/0/1"),
+    rollouts.GroupRefused("train/0/1"),
     rollouts.PromptDroppedTwice("train/0/1"),
+    rollouts.CanaryDisagreed(3, InstanceId("generator-2"), "stale_kv"),
     rollouts.RequestRestarted(InstanceId("generator-2")),
     rollouts.RewardError("Traceback"),
     rollouts.GradersNotFenced(),

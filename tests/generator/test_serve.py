@@ -26,7 +26,8 @@ from tests.nightly import mostly_nightly
 def server(
     folder: Path, tmp_path: Path, *, fault: str = "", **settings: Any
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A process and its URL. It is killed at the end, if it still runs. fault: `tests.generator.faulty_server`'s."""
+    """A process and its URL. It is killed at the end, if it still runs. Its control token is in a file below tmp_path.
+    fault: `tests.generator.faulty_server`'s."""
     model = {"name": str(folder), "max_model_len": 20_000}
     config = {"model": model, "server": {"port": 0, **settings.pop("server", {})}, "block_size": 64} | settings
     path = tmp_path / "config.json"
@@ -37,7 +38,7 @@ def server(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)},
     )
     try:
         assert process.stdout is not None

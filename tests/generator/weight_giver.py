@@ -1,8 +1,7 @@
 """A trainer for a server under test: versions of a model, cut into buckets, and sent over HTTP."""
 
 import secrets
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ductile.generator.server.weight_donor import content_of, offered
-from ductile.messages.updates import EndUpdate, PrepareUpdate, Receiver, WeightUpdate
+from ductile.generator.server.weight_receiver import checksum_of
+from ductile.messages.updates import EndUpdate, PrepareUpdate, Receiver, TensorSpec, WeightUpdate
 from ductile.weights.buckets import only
 from ductile.weights.live_weights import VersionTensors
 
@@ -59,6 +59,14 @@ class Giver:
         )
         self.digest = self.held.digest()
 
+    def retell(self, change: Callable[[tuple[TensorSpec, ...]], tuple[TensorSpec, ...]]) -> None:
+        """Offer other tensors than those that are in the buckets."""
+        self.offers = [replace(offer, tensors=change(offer.tensors)) for offer in self.offers]
+
+    def only(self, name: str) -> None:
+        """Offer one tensor alone; the digest stays that of all."""
+        self.offers = [only(offer, self.bucket_bytes, lambda box: box.name == name) for offer in self.offers]
+
     def prepare(self) -> tuple[int, Any]:
         return self.post("/weights/prepare", PrepareUpdate(self.update, "http", tuple(self.offers)))
 
@@ -66,12 +74,12 @@ class Giver:
         offer = self.offers[sender]
         content = changed.get("content", content_of(self.held, offer.buckets[index]))
         reply = self.client.post(
-            f"/weights/buckets/{self.update.update_id}/{offer.sender}/{changed.get('index', index)}",
+            f"/weights/buckets/{self.update.update_id}/{offer.sender}/{changed.get('to', index)}",
             content=content,
             headers={
                 "Content-Type": "application/octet-stream",
                 "X-Ductile-Epoch": str(changed.get("epoch", self.epoch)),
-                "X-Ductile-Checksum": changed.get("checksum", f"{zlib.crc32(content):08x}"),
+                "X-Ductile-Checksum": changed.get("checksum", checksum_of(content)),
             },
         )
         return reply.status_code, reply.json()
@@ -86,13 +94,17 @@ class Giver:
         said = {"epoch": self.epoch, "version": self.version, "digest": self.digest} | changed
         return self.post(f"/weights/{what}", EndUpdate(self.update.update_id, **said))
 
-    def give(self) -> None:
-        """The whole update, which succeeds."""
+    def stage(self) -> None:
+        """Give all but the commit."""
         assert self.prepare()[0] == 200
         self.send_all()
-        for what, phase in (("verify", "verified"), ("commit", "committed")):
-            status, said = self.end(what)
-            assert (status, said["phase"]) == (200, phase), said
+        status, said = self.end("verify")
+        assert (status, said["phase"]) == (200, "verified"), said
+
+    def give(self) -> None:
+        self.stage()
+        status, said = self.end("commit")
+        assert (status, said["phase"]) == (200, "committed"), said
 
     def post(self, path: str, said: msgspec.Struct) -> tuple[int, Any]:
         reply = self.client.post(path, content=msgspec.json.encode(said), headers={"Content-Type": "application/json"})

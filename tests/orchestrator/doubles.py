@@ -11,7 +11,7 @@ from typing import Any
 from ductile.concurrency.deadline import Deadline
 from ductile.concurrency.structured import Pause
 from ductile.core.batch.advantage import Advantage, mean_baseline
-from ductile.core.rollouts.staleness import StalenessBound
+from ductile.core.rollouts.staleness import OnStale, StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting
 from ductile.observe import Recorder
@@ -240,6 +240,7 @@ class Stage:
     n_minibatches: int = 1
     max_async_level: int = 1
     max_off_policy_steps: int = 8
+    on_stale: OnStale = "drop"
     eval_prompts: int = 0
     eval_interval: int | None = None
     save_interval: int | None = None
@@ -284,7 +285,9 @@ class Stage:
         prompts.mark_trained = note_trained
         schedule = RunSchedule(
             max_steps=self.max_steps,
-            staleness=StalenessBound(self.groups_per_step, self.max_async_level, self.max_off_policy_steps),
+            staleness=StalenessBound(
+                self.groups_per_step, self.max_async_level, self.max_off_policy_steps, self.on_stale
+            ),
             group_size=self.group_size,
             n_minibatches=self.n_minibatches,
             seq_len=self.seq_len,

@@ -140,6 +140,7 @@ def test_strictly_on_policy_without_async(tmp_path):
     capacity=st.integers(1, 40),
     num_ranks=st.integers(1, 3),
     per_rank=st.sampled_from([1, 8]),
+    on_stale=st.sampled_from(["drop", "wait"]),
 )
 def test_never_beyond_the_bound_whatever_the_delays(
     tmp_path_factory,
@@ -151,6 +152,7 @@ def test_never_beyond_the_bound_whatever_the_delays(
     capacity,
     num_ranks,
     per_rank,
+    on_stale,
 ):
     folder = tmp_path_factory.mktemp("run")
     stage = Stage(
@@ -160,6 +162,7 @@ def test_never_beyond_the_bound_whatever_the_delays(
         n_minibatches=min(n_minibatches, groups_per_step),
         max_async_level=max_async_level,
         max_off_policy_steps=max_off_policy_steps,
+        on_stale=on_stale,
         generators=partial(FakeGenerators, capacity=capacity, delay=random_delays(seed)),
         trainer=partial(FakeTrainer, num_ranks=num_ranks, micro_batches_per_rank=per_rank, chunk_s=0.1),
     )
@@ -171,6 +174,9 @@ def test_never_beyond_the_bound_whatever_the_delays(
     assert len({prompt.id for _, prompt in stage.trained}) == len(stage.trained)
     assert stage.fake_generators.max_running < capacity + stage.group_size
     assert stage.fake_generators.num_running == 0
+    if on_stale == "wait":
+        assert stage.buffer.num_dropped == 0
+        assert len(stage.fake_generators.requests) == 4 * groups_per_step * stage.group_size
 
 
 def test_minibatches_are_optimizer_steps_over_shares_of_the_groups(tmp_path):
@@ -210,6 +216,25 @@ def test_groups_that_are_too_old_are_asked_again(tmp_path):
     assert events[0]["prompt"] == slow
     assert "max_off_policy_steps is 1" in events[0]["sentence"]
     assert stage.fake_generators.num_aborted == 2 * stage.buffer.num_dropped
+
+
+def test_the_trainer_waits_for_slow_groups_so_that_it_learns_from_all_lengths_alike(tmp_path):
+    class LongIsSlow(FakeGenerators):
+        async def generate(self, request):
+            self.num_tokens = 20 if hash(request.group) % 3 == 0 else 2
+            self.delay = lambda request: 10.0 if hash(request.group) % 3 == 0 else 0.5
+            return await super().generate(request)
+
+    rows = {}
+    for on_stale in ("drop", "wait"):
+        stage = Stage(
+            tmp_path / on_stale, 8, max_off_policy_steps=1, seq_len=32, on_stale=on_stale, generators=LongIsSlow
+        )
+        run(stage.go())
+        rows[on_stale] = read_jsonl(tmp_path / on_stale / "metrics.jsonl")[-1]
+    assert rows["drop"]["groups_dropped"] > 0 < rows["drop"]["stopped_completions"]
+    assert rows["wait"]["groups_dropped"] == rows["wait"]["stopped_completions"] == 0
+    assert rows["wait"]["trained_length_mean"] == rows["wait"]["sampled_length_mean"] > 2
 
 
 def test_generation_runs_ahead_but_not_further_than_asked(tmp_path):

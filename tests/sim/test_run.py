@@ -26,6 +26,7 @@ from ductile.sim.configured import configured
 from ductile.sim.loads import SimulatedLoads
 from ductile.sim.recording import read_recording, recorded_scenario
 from ductile.sim.run import simulate
+from ductile.sim.scenario import lognormal
 from ductile.sim.simulated_actuator import SimulatedActuator
 from ductile.sim.timeline import causes, gantt, svg
 from tests.core.scheduling.scenes import id_on
@@ -55,6 +56,14 @@ def test_every_rollout_is_trained_once_and_every_second_is_accounted_for(policy,
     assert sum(result.totals.values()) == pytest.approx(result.wall_s * result.num_slots)
     assert sum(result.idle.values()) == pytest.approx(result.totals.get("idle", 0.0))
     assert sum(span.seconds for span in result.spans) == pytest.approx(result.wall_s * result.num_slots)
+
+
+@pytest.mark.parametrize("policy", [Static(), Rules(True, True), Model()], ids=repr)
+def test_slots_that_change_roles_wait_for_slow_groups_too(policy, tmp_path):
+    waits = {"num_steps": 5, "max_async_level": 1, "max_off_policy_steps": 1, "on_stale": "wait"}
+    result = simulate(scenario(**waits, draw=lognormal(100, 1.6), alike=0.9), policy, tmp_path)
+    assert len(result.step_s) == 5
+    assert "group_dropped" not in {row["kind"] for row in read_jsonl(tmp_path / "events.jsonl")}
 
 
 @pytest.mark.parametrize("policy", [Rules(), Model()], ids=repr)

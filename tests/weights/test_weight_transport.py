@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ductile.records import Manifest
+from ductile.weights.digest import whole_digest
 from ductile.weights.shared_memory import WeightsUnavailable
 from ductile.weights.weight_transport import TRANSPORTS, WeightTransport, transport_of
 
@@ -40,6 +41,7 @@ def test_receives_what_was_published(transport: WeightTransport):
         assert received[name].dtype == tensor.dtype
         assert torch.equal(received[name], tensor)
     assert manifest.version == 3
+    assert manifest.digest == whole_digest(TENSORS.items())
 
 
 def test_a_version_may_be_empty(transport: WeightTransport):

@@ -9,7 +9,7 @@ from ductile.concurrency.listeners import Listeners
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.core.scheduling.costs.cost_model import CostModel
 from ductile.fleet.fleet import Fleet
-from ductile.fleet.remote_trainer import MicroStepDone
+from ductile.fleet.micro_steps import MicroStepDone
 from ductile.messages.workers import EngineStats
 from ductile.transport.mailbox import Mailbox, SlotEvent
 

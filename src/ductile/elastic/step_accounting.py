@@ -66,10 +66,13 @@ class WaitingGroups(Protocol):
         ...
 
     @property
-    def waiting_tokens(self) -> int: ...
+    def takeable(self) -> tuple[int, int]:
+        """Groups that the trainer may take: how many, and their tokens with the prompts."""
+        ...
 
-    def __len__(self) -> int:
-        """Groups that wait for the trainer."""
+    @property
+    def held_back(self) -> tuple[int, int]:
+        """Finished groups that wait until older ones are, as `takeable` counts."""
         ...
 
 
@@ -128,7 +131,7 @@ class StepAccounting(StepListener):
     def samples_ready(self, pending: SamplesInFlight) -> int:
         """Rollouts that the trainer could have or has been given. pending: what it has been given and not done yet."""
         held = self.scoring + self.scored + pending
-        return len(self._waiting) * self._size.group_size + held.rollouts
+        return self._waiting.takeable[0] * self._size.group_size + held.rollouts
 
     def batch(self, pending: SamplesInFlight, num_queued: int) -> BatchProgress:
         """How far the step is. pending: samples that the trainer has been given and not done yet. num_queued: requests
@@ -136,10 +139,12 @@ class StepAccounting(StepListener):
         generators are needed once more."""
         size, waiting = self._size, self._waiting
         with_trainer = pending + self.scored
-        to_score = SamplesInFlight(len(waiting) * size.group_size, waiting.waiting_tokens) + self.scoring
+        num_groups, tokens = waiting.takeable
+        to_score = SamplesInFlight(num_groups * size.group_size, tokens) + self.scoring
         ready, to_score = (with_trainer, to_score) if size.scores else (with_trainer + to_score, SamplesInFlight())
         is_over = waiting.version >= size.max_steps
         partial, partial_tokens = self._generated.partial
+        num_held_back, held_back_tokens = waiting.held_back
         return BatchProgress(
             step=waiting.version,
             num_rollouts=0 if is_over else size.groups_per_step * size.group_size,
@@ -147,8 +152,8 @@ class StepAccounting(StepListener):
             trained=0 if is_over else waiting.num_taken * size.group_size - (with_trainer + self.scoring).rollouts,
             ready=ready.rollouts,
             ready_tokens=ready.tokens,
-            partial=partial,
-            partial_tokens=partial_tokens,
+            partial=partial + num_held_back * size.group_size,
+            partial_tokens=partial_tokens + held_back_tokens,
             to_score=to_score.rollouts,
             to_score_tokens=to_score.tokens,
             to_start=self.to_start(num_queued),

@@ -297,7 +297,7 @@ class Transaction:
     @asynccontextmanager
     async def _boundary(self) -> AsyncGenerator[None]:
         """Keep the trainer still, and count the time as pause."""
-        async with self._trainer.boundary():
+        async with self._trainer.boundary(moves_weights=True):
             began_s = self._clock()
             try:
                 yield

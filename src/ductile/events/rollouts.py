@@ -1,6 +1,7 @@
 """Events of prompts, requests, rollouts and their rewards."""
 
 from ductile.core.instances.instances import InstanceId
+from ductile.core.rollouts.provenance import DiagnosisKind
 from ductile.observe import RunEvent
 
 
@@ -19,12 +20,28 @@ class GroupDropped(RunEvent, tag="group_dropped", frozen=True):
     """Id of the prompt."""
 
 
+class GroupRefused(RunEvent, tag="group_refused", frozen=True):
+    """A group has tokens of weights that were never published; its prompt is asked again."""
+
+    prompt: str
+    """Id of the prompt."""
+
+
 class PromptDroppedTwice(RunEvent, tag="prompt_dropped_twice", frozen=True):
     """A prompt's groups are too old for the second time: its completions take longer than `max_off_policy_steps`
     allows."""
 
     prompt: str
     """Id of the prompt."""
+
+
+class CanaryDisagreed(RunEvent, tag="canary_disagreed", frozen=True):
+    """A generator does not say of the canaries what the trainer says, beyond numerics."""
+
+    version: int
+    instance: InstanceId
+    diagnosis: DiagnosisKind
+    """What is wrong, as `ductile.core.rollouts.provenance.diagnose` finds it."""
 
 
 class RequestRestarted(RunEvent, tag="request_restarted", frozen=True):

@@ -16,6 +16,7 @@ from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.lines import KINDS, UnreadEvent, read_event
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
+from ductile.events.rollouts import CanaryDisagreed
 from ductile.events.scheduling import OrdersDone, TrainingHeld
 from ductile.events.slots import SlotGivenBack, SlotRestarted, SlotRestarting, SlotWasLost
 from ductile.events.steps import StepProfiled, WorkBegan
@@ -56,6 +57,8 @@ class RunState(Listener):
     """Lost slots that are being started again."""
     resizes: list[TrainerResized | ResizeRolledBack] = field(default_factory=list[TrainerResized | ResizeRolledBack])
     """Resizes of the trainer, done or not, those by a policy and those by `ductile resize`."""
+    disagreements: list[CanaryDisagreed] = field(default_factory=list[CanaryDisagreed])
+    """Canaries of which a generator did not say what the trainer says."""
     waits: list[TrainingHeld] = field(default_factory=list[TrainingHeld])
     """Events of all starts in which training began to wait, or went on: several a step."""
     unreadable: str = ""
@@ -82,6 +85,7 @@ class RunState(Listener):
         if kind is WorkBegan:
             self.began_s, self.setting, self.profiles, self.instances = event.time_s, None, [], {}
             self.given_back, self.restarting, self.resizes = set(), set(), []
+            self.disagreements = []
             self.unreadable, self.unread_kinds = "", set()
         if self.began_s is None:
             self.began_s = event.time_s
@@ -97,6 +101,8 @@ class RunState(Listener):
                 self._keep(self.profiles, profile)
             case TrainerResized() | ResizeRolledBack():
                 self._keep(self.resizes, event)
+            case CanaryDisagreed():
+                self._keep(self.disagreements, event)
             case TrainingHeld():
                 self._keep(self.waits, event)
             case OrdersDone(began=None):

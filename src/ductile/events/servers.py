@@ -33,6 +33,10 @@ class ServerLeft(RunEvent, tag="server_left", frozen=True):
     """It was taken out because it failed, and nobody asked for that."""
 
 
+class ServerNoted(RunEvent, tag="server_noted", frozen=True):
+    """Something about servers or their registry that a person may want to know: one that cannot join, or be asked."""
+
+
 class WeightUpdateEnded(RunEvent, tag="weights_updated", frozen=True):
     """A version has gone to the servers, with one outcome for each of them."""
 

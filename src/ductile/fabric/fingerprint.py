@@ -9,9 +9,13 @@ An item of eight bytes counts as two of four: no difference of two items is then
 cannot make it vanish.
 """
 
+import ctypes
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ductile.fabric import boxes
 
@@ -19,6 +23,7 @@ MODULUS = 1 << 64
 BLOCK_ITEMS = 1 << 17
 """Items that are contracted at once: as 64-bit integers they stay in a core's second cache."""
 GPU_BLOCK_ITEMS = 1 << 24
+_ARRAYS = {torch.uint8: "u1", torch.int16: "i2", torch.int32: "i4"}
 _GOLDEN, _FIRST, _SECOND = (value - MODULUS for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -30,11 +35,21 @@ def weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
     """The sum over a block of integers that begins at index `start` of its tensor; it is to be taken modulo 2^64."""
     if box.element_size() == 8:
         return weighted_sum(box.contiguous().view(torch.int32).view(*box.shape, 2), (*start, 0))
-    if box.device.type == "cpu":
-        summed = boxes.weighted_sum(box.numpy(), start)
+    if box.device.type == "cpu" and box.dtype in _ARRAYS:
+        summed = boxes.weighted_sum(_array(box), start)
         if summed is not None:
             return summed
     return plain_weighted_sum(box, start)
+
+
+def _array(box: torch.Tensor) -> NDArray[Any]:
+    """Return the memory of a box, for as long as that is there. `Tensor.numpy` would do, but for ever forbid to free the
+    memory of a tensor that others hold, as FSDP2 does with what it has gathered."""
+    item_bytes = box.element_size()
+    strides = [stride * item_bytes for stride in box.stride()]
+    num_bytes = item_bytes + sum((length - 1) * stride for length, stride in zip(box.shape, strides, strict=True))
+    memory = (ctypes.c_char * (num_bytes if box.numel() else 0)).from_address(box.data_ptr())
+    return np.ndarray(tuple(box.shape), _ARRAYS[box.dtype], memory, strides=tuple(strides))
 
 
 def plain_weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:

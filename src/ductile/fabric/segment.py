@@ -85,6 +85,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
+def borrowed(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor on the CPU as another tensor, for as long as that is there: what is done with
+    it, such as `Tensor.numpy`, does not keep the memory from being freed."""
+    if not tensor.nbytes:
+        return tensor
+    return torch.frombuffer(_bytes_of(tensor), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+
+
 F_SEAL_FUTURE_WRITE = 0x0010
 """The value in linux/fcntl.h; fcntl has it from Python 3.13 on. A segment is never mapped for writing, so this keeps it
 as it is, like F_SEAL_WRITE. That one fails with EBUSY while somebody else holds one of its pages, as the kernel does to

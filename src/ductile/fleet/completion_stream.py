@@ -12,7 +12,7 @@ import msgspec
 
 from ductile.columns import Floats, TokenIds, Versions
 from ductile.messages.updates import Digest
-from ductile.records import FinishReason, GenerateRequest, Generation
+from ductile.records import FinishReason, GenerateRequest, Generation, both_digests
 from ductile.roles import Interrupted
 
 ROUTE = "/v1/completions"
@@ -42,6 +42,8 @@ def completion_body(request: GenerateRequest, model: str, num_likeliest: int) ->
     }
     if sampling.seed is not None:
         body["seed"] = sampling.seed
+    if request.cache_salt:
+        body["cache_salt"] = request.cache_salt
     if request.priority:
         body["priority"] = -request.priority  # vLLM's: the lower goes first
     return body
@@ -114,6 +116,7 @@ class PartialCompletion:
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    digests: dict[int, Digest] = field(default_factory=dict[int, Digest])
 
     def __len__(self) -> int:
         """Tokens of the completion, those that the request began with included."""
@@ -140,6 +143,8 @@ class PartialCompletion:
         self.logprobs += piece.logprobs
         for span in piece.spans or [Span(version, "", len(piece.token_ids))]:
             self.versions += [span.version] * span.count
+            if span.count:
+                self.digests = both_digests(self.digests, {span.version: span.digest})
 
     def so_far(self) -> GenerateRequest:
         """The request as another instance can go on with it."""
@@ -149,8 +154,9 @@ class PartialCompletion:
             generated=request.generated + TokenIds(self.token_ids),
             logprobs=request.logprobs + Floats(self.logprobs),
             versions=request.versions + Versions(self.versions),
+            digests=both_digests(request.digests, self.digests),
         )
 
     def ended(self, reason: FinishReason) -> Generation:
         whole = self.so_far()
-        return Generation(whole.id, whole.generated, whole.logprobs, whole.versions, reason)
+        return Generation(whole.id, whole.generated, whole.logprobs, whole.versions, reason, whole.digests)

@@ -159,8 +159,8 @@ class ElasticFleet:
         self._built_epoch = max(self._built_epoch, decision.topology.epoch)
 
     async def _monitor_servers_once(self) -> None:
-        """Look once at the registry and at every server, and begin what follows."""
-        await self._keeper.look_once()
+        """`look`, by AReaL's name."""
+        await self.look()
 
     def _get_target_addresses(self, target_server_addresses: Sequence[str] | None = None) -> tuple[str, ...]:
         """Return the addresses of an update's receivers: all that serve for None, nobody for []. Raises ValueError for
@@ -242,6 +242,10 @@ class ElasticFleet:
         at once: if nobody listens any more, it is taken out without waiting for more."""
         self._keeper.judge(server, lambda each: each.request_failed(why, self._clock(), self._keeper.rules))
         self._keeper.hurry(server)
+
+    async def look(self) -> None:
+        """Look once at the registry and at every server. Returns when what follows has begun."""
+        await self._keeper.look_once()
 
     async def settled(self) -> None:
         """Wait for the joins and removals that are under way now."""

@@ -23,9 +23,9 @@ from ductile.fleet.instance_port import InstanceEvent, Returned, RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.migration import MigrationResult, Migrator
 from ductile.fleet.worker_pool import MOST_LOST, WorkerPool
-from ductile.messages.workers import EngineStats, Finished, Heartbeat, Score, TrainCommand
+from ductile.messages.workers import DigestWeights, EngineStats, Finished, Heartbeat, Score, TrainCommand, WeightDigests
 from ductile.records import GenerateRequest, Generation
-from ductile.roles import Failure, Interrupted, Late, NotTaken, SlotLost
+from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Died
 
@@ -87,8 +87,10 @@ class RemoteGenerators(WorkerPool):
                 except Failure as error:
                     if entry.instance is not None:
                         self.on_ended(entry.instance.id, error)
-                        if isinstance(error, SlotLost | NotTaken | Interrupted):
-                            (lost if isinstance(error, SlotLost) else unwilling).add(entry.instance)
+                        if isinstance(error, NotTaken | Interrupted):
+                            unwilling.add(entry.instance)
+                        elif isinstance(error, SlotLost) and entry.where in self._ports:
+                            lost.add(entry.instance)  # the news of its death is still to come
                     self._begin_again(entry, error)
                     if unwilling.issuperset({*self.instances} - lost):  # nothing tells when they take requests again
                         if isinstance(error, NotTaken | Interrupted):
@@ -100,6 +102,31 @@ class RemoteGenerators(WorkerPool):
             raise
         finally:
             self._in_flight.close(entry, aborted)
+
+    async def canary(self, instance: Instance, request: GenerateRequest) -> Generation:
+        """Have this generator, and no other, generate a few tokens that check it. Raises SlotLost, Late, Refused, or
+        NotTaken when it gave the request away."""
+        entry, aborted = self._in_flight.open(request, is_canary=True), True
+        try:
+            self._in_flight.note_instance(entry, instance)
+            self._dispatch.send(entry)
+            generation = await asyncio.wait_for(asyncio.shield(entry.completion), self._deadlines.command_s)
+            if entry.instance != instance or generation.finish_reason == "abort":
+                raise NotTaken(f"{self.describe(instance)} has not generated {request.id} itself")
+            aborted = False
+            return generation
+        except TimeoutError:
+            waited = said(self._deadlines.command_s)
+            raise Late(f"{self.describe(instance)} did not generate {request.id} within {waited}") from None
+        finally:
+            self._in_flight.close(entry, aborted)
+
+    async def digest_weights(self, instance: Instance) -> WeightDigests:
+        """The generator's weights as they are in its memory. Raises SlotLost, Late or Refused."""
+        reply = await self.ask(instance, DigestWeights())
+        if not isinstance(reply, WeightDigests):
+            raise Refused(f"{self.describe(instance)} replied to DigestWeights with {type(reply).__name__}")
+        return reply
 
     async def dismiss(self, instance: Instance) -> None:
         """Have the instance generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""

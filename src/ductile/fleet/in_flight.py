@@ -35,6 +35,8 @@ class InFlight:
     """Generators in a row that were lost while they had the request, or failed at it, and brought it no further."""
     not_taken_since_s: float | None = None
     """Time at which a generator did not take the request, and none has since; None when one has, or none was asked."""
+    is_canary: bool = False
+    """The request is there to check its generator: it says nothing about lengths, and stays where it is."""
     migrating: bool = False
     """The request migrates to `instance`, and the reply is waited for. Should that one be lost, the migration goes
     on."""
@@ -72,12 +74,13 @@ class RequestsInFlight:
         self._progress_at_s: dict[InstanceId, float] = {}
         self._changed = ChangeSignal()
 
-    def open(self, request: GenerateRequest) -> InFlight:
+    def open(self, request: GenerateRequest, is_canary: bool = False) -> InFlight:
         # A first attempt keeps its name: a generator's random stream may follow from it. A second one after an abort
         # has another, so that the first one's late completion is never taken for its.
         aborted = self._num_aborted[request.id]
         name = f"{request.id}~{aborted}" if aborted else request.id
         entry = InFlight(name, request, asyncio.get_running_loop().create_future(), generated=len(request.generated))
+        entry.is_canary = is_canary
         self._by_name[name] = entry
         return entry
 
@@ -139,16 +142,17 @@ class RequestsInFlight:
         self._progress_at_s[instance.id] = self._clock()
 
     def note_completions(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:
-        """Returns the completions that were waited for, under the ids of their requests."""
+        """Returns the completions that were waited for, without canaries, under the ids of their requests."""
         self._progress_at_s[instance.id] = self._clock()
         completed: list[Generation] = []
         for generation in generations:
             entry = self._by_name.get(generation.id)
             if entry and entry.instance == instance and not entry.completion.done():
-                self.completion_lengths.note(entry.request, generation)
                 generation = replace(generation, id=entry.request.id)
                 entry.completion.set_result(generation)
-                completed.append(generation)
+                if not entry.is_canary:
+                    self.completion_lengths.note(entry.request, generation)
+                    completed.append(generation)
         return completed
 
     def note_stats(self, instance: Instance, stats: EngineStats) -> None:
@@ -185,7 +189,7 @@ class RequestsInFlight:
                 num_turns=entry.request.num_turns,
             )
             for entry in self._by_name.values()
-            if (where := entry.where) is not None and not entry.completion.done()
+            if (where := entry.where) is not None and not entry.completion.done() and not entry.is_canary
         )
 
     def forget(self, instance: Instance) -> None:

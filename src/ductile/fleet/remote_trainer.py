@@ -10,12 +10,13 @@ other commands come between two, too.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
+from ductile.columns import Floats
+from ductile.concurrency.background import finish
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
@@ -23,11 +24,15 @@ from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
-from ductile.messages.updates import WeightCarrier
+from ductile.fleet.micro_steps import AHEAD_S, IN_FLIGHT, MicroStep, MicroStepDone, PendingSamples, in_steps, tokens_of
+from ductile.fleet.sending import Sending
+from ductile.messages.updates import Offer, SendReport, WeightCarrier, WeightUpdate
 from ductile.messages.workers import (
+    BeginUpdate,
     Command,
     Done,
     ExportModel,
+    FinishUpdate,
     ForwardBackward,
     ForwardBackwardDone,
     LoadState,
@@ -35,55 +40,21 @@ from ductile.messages.workers import (
     Publish,
     Published,
     SaveState,
+    Score,
+    Scores,
     Stepped,
+    UpdateBegun,
     Withdraw,
 )
-from ductile.records import AS_IN_SOURCE, ChatFormat, Manifest, MicroBatch, Sample, StepReport
-from ductile.roles import Late, Refused, StateKept, TrainerLost
+from ductile.records import AS_IN_SOURCE, ChatFormat, Manifest, Sample, StepReport
+from ductile.roles import Failure, Late, Refused, SlotLost, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import R, ask_each
+from ductile.transport.fanout import R, ask_each, raise_worst
 from ductile.transport.mailbox import Mailbox
-
-IN_FLIGHT = 2
-"""Micro-steps that the trainer's slots have at once: one that runs and one that waits; while a change is under way only
-the first."""
-AHEAD_S = 0.25
-"""Seconds before the expected end of a micro-step at which the next one is sent: many times what a message takes, and
-little beside the micro-steps of a model that is worth a change."""
 
 VersionReceivers = Literal["slots", "servers", "both"]
 """Those who get each version: slots of the run, for which the ranks make a snapshot that is read while training goes
 on, or servers, to which they send it, so that the next optimizer step waits until it is withdrawn."""
-
-MicroStep = Sequence[tuple[MicroBatch, ...]]
-"""Micro-step, which is sent at a time: the micro-batches of each data-parallel rank, equally many."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroStepDone:
-    """A micro-step, and how long it took."""
-
-    num_ranks: int
-    """Data-parallel ranks."""
-    per_rank: int
-    """Micro-batches of each."""
-    tokens_fullest: int
-    """Tokens of the rank that has most."""
-    tokens_all: int
-    busy_s: float
-    """Seconds that the slowest slot worked; how long the command waited in the slot is not counted."""
-
-
-@dataclass(slots=True)
-class _Given:
-    """Rest that one `forward_backward` has yet to do."""
-
-    num_samples: int
-    num_tokens: int
-
-    def did(self, step: MicroStep) -> None:
-        self.num_samples -= sum(len(micro_batch.samples) for of_rank in step for micro_batch in of_rank)
-        self.num_tokens -= sum(micro_batch.num_tokens for of_rank in step for micro_batch in of_rank)
 
 
 @dataclass(slots=True)
@@ -118,6 +89,10 @@ class RemoteTrainer:
         """A gradient has been accumulated since the last optimizer step."""
         self.version: int | None = None
         """Published version that the weights still are; None before the first, and once the weights have changed."""
+        self._newest = -1
+        """Newest version that the weights have ever been."""
+        self._sending: Sending | None = None
+        """Weight update that is not finished yet."""
         self._mailbox, self._deadlines, self._chat_format = mailbox, deadlines, chat_format
         self._receivers: VersionReceivers = receivers
         self._num_keeping = 0
@@ -129,7 +104,7 @@ class RemoteTrainer:
         """Changes under way whose messages should not wait for long (`expecting_change`)."""
         self.pause = Pause()
         """No micro-step begins while the scheduling policy holds training; those in flight end."""
-        self._given: list[_Given] = []
+        self._given: list[PendingSamples] = []
         self.on_micro_step = Listeners[[MicroStepDone]]()
         self._latest: MicroStepDone | None = None
         """The latest micro-step in this layout, which says how long the next one takes."""
@@ -174,7 +149,7 @@ class RemoteTrainer:
         packed_for: ParallelLayout | None = None
         left: Sequence[Sample] = samples
         steps: deque[MicroStep] = deque()
-        given = _Given(len(samples), sum(map(len, samples)))
+        given = PendingSamples(len(samples), sum(map(len, samples)))
         self._given.append(given)
         try:
             while packed_for is None or steps:
@@ -188,7 +163,7 @@ class RemoteTrainer:
                     if packed_for != self.layout:
                         packed_for, pipeline = self.layout, PipelineShape.of(self.layout)
                         packed = pack(left, self.num_ranks, seq_len, pipeline=pipeline)
-                        steps = deque(_in_steps(packed, pipeline.messages(len(packed[0]))))
+                        steps = deque(in_steps(packed, pipeline.messages(len(packed[0]))))
                     await self._micro_steps(steps, given)
                 left = [
                     sample
@@ -201,19 +176,71 @@ class RemoteTrainer:
             self._given.remove(given)
 
     async def optim_step(self, loss_denominator: float) -> StepReport:
-        """Waits until servers have the version that is published: the ranks send it from their own weights."""
+        """Waits until servers have the version that is published: it may have to be sent to them again."""
         if loss_denominator:
-            await self._until_sent()
-        async with self.boundary():
+            await self._until_received()
+        async with self.boundary(moves_weights=True):
             self.version = self.version if loss_denominator == 0 else None
             replies = await self._all(OptimStep(loss_denominator), Stepped)
             self.with_gradient = False
             return replies[self.layout.first].report
 
     async def publish(self, version: int) -> Manifest:
+        """Make a version available to the run's slots. Servers get it by `begin_update`, and need no snapshot."""
         async with self.boundary():
-            self.version = version
+            self._weights_are(version)
             return await self._keep(version)
+
+    async def begin_update(self, update: WeightUpdate) -> list[Offer]:
+        """Have the ranks send the weights, which are the update's version, beside training; what would change them
+        waits for that. Raises Refused when they are not, or a rank cannot; then no rank sends."""
+        async with self.boundary():
+            if update.version != self.version and update.version <= self._newest:
+                raise Refused(f"the trainer has gone on from version {update.version}, and cannot send it")
+            self._weights_are(update.version)
+            if self._sending is not None:
+                self._sending.end()  # each rank ends what it still has of it
+            self._sending = Sending(self._mailbox, update, self.layout.slots)
+            try:
+                begun = await self._all(BeginUpdate(update), UpdateBegun)
+            except BaseException:
+                with suppress(Failure):
+                    await finish(self.finish_update(update.update_id, aborted=True))
+                raise
+            return [begun[slot].offer for slot in self.layout.slots]
+
+    async def sent(self, update_id: str) -> list[SendReport]:
+        """What each rank says, once all are through, also where receivers failed. Raises SlotLost, Late or Refused."""
+        if self._sending is None or self._sending.update.update_id != update_id:
+            raise Refused(f"no weight update {update_id} is under way at the trainer")
+        return await self._sending.reports()
+
+    async def finish_update(self, update_id: str, aborted: bool) -> None:
+        """Have the ranks free what they hold for an update, and stop sending where it is aborted. Nothing happens where
+        it is not under way. Raises Refused or Late for a rank that lives and cannot; it is over all the same."""
+        sending = self._sending
+        if sending is None or sending.update.update_id != update_id:
+            return
+        live = [slot for slot in sending.slots if slot not in self._mailbox.lost]
+        command = FinishUpdate(update_id, aborted)
+        try:
+            outcomes = await self._mailbox.ask_all(dict.fromkeys(live, command), self._deadlines.command_s)
+        finally:
+            sending.end()
+            self._sending = None if self._sending is sending else self._sending
+        raise_worst({slot: outcome for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)})
+
+    async def score(self, samples: Sequence[Sample], version: int) -> Sequence[Floats] | None:
+        """Log-probs of a few samples under a published version, one column each, between two micro-steps. None once the
+        weights are another version, or where stages of a pipeline have them, which cannot score. Raises Late, SlotLost
+        or Refused."""
+        if self.version != version or self.layout.dims.pp > 1:
+            return None
+        async with self.boundary():
+            if self.version != version:
+                return None
+            replies = await self._all(Score(tuple(samples), "policy", role="train"), Scores)
+            return replies[self.layout.first].logprobs
 
     def can_lease(self, version: int) -> bool:
         """The weights still are this version, or it is still published."""
@@ -236,7 +263,7 @@ class RemoteTrainer:
         async with self.boundary():
             if any(later > version for later in (*self._kept, self.version or 0)):
                 return None
-            self.version = version
+            self._weights_are(version)
             return await self._keep(version)
 
     async def withdraw(self, version: int) -> None:
@@ -253,6 +280,44 @@ class RemoteTrainer:
                 del self._kept[old]
             self._changed.notify_all()
 
+    async def save(self, path: str) -> None:
+        async with self.boundary():
+            await self._all(SaveState(path), Done)
+
+    async def load(self, path: str) -> None:
+        async with self.boundary(moves_weights=True):
+            self.version = None
+            await self._all(LoadState(path), Done)
+            self.with_gradient = False
+
+    async def export(self, path: str, dtype: str) -> None:
+        async with self.boundary():
+            await self._all(ExportModel(path, dtype, self._chat_format), Done)
+
+    @asynccontextmanager
+    async def boundary(self, moves_weights: bool = False) -> AsyncGenerator[None]:
+        """Hold the trainer between two micro-steps, with none in flight: it gets no other command meanwhile. Raises
+        TrainerLost where there is no trainer any more.
+
+        moves_weights: no rank sends its weights then, either; training goes on until they have been sent.
+        """
+        while True:
+            if moves_weights and self._sending is not None:
+                await self._sending.end_of_reading()
+            self._num_waiting += 1
+            try:
+                await self._turn.acquire()
+            finally:
+                self._num_waiting -= 1
+            if not (moves_weights and self._sending is not None and self._sending.is_under_way):
+                break
+            self._turn.release()
+        try:
+            self.check()
+            yield
+        finally:
+            self._turn.release()
+
     @contextmanager
     def keeping(self, version: int) -> Generator[None]:
         """No optimizer step begins meanwhile, as others are sent the weights. Raises Refused when training has gone on
@@ -264,35 +329,6 @@ class RemoteTrainer:
         finally:
             self._num_keeping -= 1
             self._changed.notify_all()
-
-    async def save(self, path: str) -> None:
-        async with self.boundary():
-            await self._all(SaveState(path), Done)
-
-    async def load(self, path: str) -> None:
-        async with self.boundary():
-            self.version = None
-            await self._all(LoadState(path), Done)
-            self.with_gradient = False
-
-    async def export(self, path: str, dtype: str) -> None:
-        async with self.boundary():
-            await self._all(ExportModel(path, dtype, self._chat_format), Done)
-
-    @asynccontextmanager
-    async def boundary(self) -> AsyncGenerator[None]:
-        """Hold the trainer between two micro-steps, with none in flight: it gets no other command meanwhile. Raises
-        TrainerLost where there is no trainer any more."""
-        self._num_waiting += 1
-        try:
-            await self._turn.acquire()
-        finally:
-            self._num_waiting -= 1
-        try:
-            self.check()
-            yield
-        finally:
-            self._turn.release()
 
     @contextmanager
     def expecting_change(self) -> Generator[None]:
@@ -306,6 +342,8 @@ class RemoteTrainer:
     def lose(self, error: TrainerLost) -> None:
         """There is no trainer any more: every later call raises `error`."""
         self._end = error
+        if self._sending is not None:
+            self._sending.end()
         self._changed.notify_all()
 
     @property
@@ -322,6 +360,9 @@ class RemoteTrainer:
         with suppress(TimeoutError):
             await self._changed.wait_for(lambda: slot not in self.publishers, deadline_s)
 
+    def _weights_are(self, version: int) -> None:
+        self.version, self._newest = version, max(version, self._newest)
+
     def _still(self, version: int) -> None:
         if self.version != version:
             raise Refused(f"the trainer has gone on from version {version}, and cannot lease it out")
@@ -331,8 +372,8 @@ class RemoteTrainer:
         if self._end is not None:
             raise self._end
 
-    async def _until_sent(self) -> None:
-        """Waits for an update of servers, which has deadlines of its own: past them, training goes before it."""
+    async def _until_received(self) -> None:
+        """Updates of servers have deadlines of their own: past them, training goes on all the same."""
 
         def may_change() -> bool:
             is_published = self._receivers != "slots" and self.version in self._kept
@@ -341,7 +382,7 @@ class RemoteTrainer:
         with suppress(TimeoutError):
             await self._changed.wait_for(may_change, self._deadlines.patience_s)
 
-    async def _until_not_held(self, given: _Given) -> None:
+    async def _until_not_held(self, given: PendingSamples) -> None:
         try:
             await self._changed.wait_for(lambda: not self.is_held or self._end is not None, self._deadlines.patience_s)
         except TimeoutError:
@@ -368,7 +409,7 @@ class RemoteTrainer:
         kept.num_users += 1
         return kept.manifest
 
-    async def _micro_steps(self, steps: deque[MicroStep], given: _Given) -> None:
+    async def _micro_steps(self, steps: deque[MicroStep], given: PendingSamples) -> None:
         """Run `steps` from the left, and take them out, until none is left, a change is due or training is held."""
         in_flight: deque[tuple[MicroStep, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
         now_s = asyncio.get_running_loop().time
@@ -403,10 +444,10 @@ class RemoteTrainer:
         """Seconds that a micro-step takes, by the latest one; 0 where there was none in this layout."""
         if self._latest is None:
             return 0.0
-        return self._latest.busy_s * max(_tokens(step)) / max(1, self._latest.tokens_fullest)
+        return self._latest.busy_s * max(tokens_of(step)) / max(1, self._latest.tokens_fullest)
 
     def _tell(self, step: MicroStep, done: Mapping[int, ForwardBackwardDone]) -> None:
-        tokens = _tokens(step)
+        tokens = tokens_of(step)
         busy_s = max(reply.busy_s for reply in done.values())
         self._latest = MicroStepDone(len(step), len(step[0]), max(tokens), sum(tokens), busy_s)
         self.on_micro_step(self._latest)
@@ -431,15 +472,3 @@ class RemoteTrainer:
         except Late as error:  # whatever else is asked, saving too, would wait behind this as long again
             self.lose(TrainerLost(str(error)))
             raise
-
-
-def _tokens(step: MicroStep) -> list[int]:
-    """Tokens of each data-parallel rank."""
-    return [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in step]
-
-
-def _in_steps(packed: Sequence[Sequence[MicroBatch]], sizes: Iterable[int]) -> Iterator[MicroStep]:
-    """The micro-batches of every rank, so many of each at a time."""
-    micro_batches = [iter(of_rank) for of_rank in packed]
-    for size in sizes:
-        yield [tuple(islice(of_rank, size)) for of_rank in micro_batches]

@@ -1,8 +1,8 @@
 """Servers of a run in its pool of generators: how they come, get weights and leave. Follows `fleet_keeper.Members`.
 
-    ElasticFleet  decides who is a member             ServerMembers  does it
-                                                          ├ pool     who gets requests
-                                                          └ updates  who gets weights
+ElasticFleet  decides who is a member             ServerMembers  does it
+                                                      ├ pool     who gets requests
+                                                      └ updates  who gets weights
 """
 
 from collections.abc import Callable, Sequence
@@ -73,6 +73,10 @@ class ServerMembers:
         fleet.mark_group_built(decision)
         self.on_updated(result)
 
+    async def close(self) -> None:
+        """Let go of all servers, which go on without the run."""
+        await gather_all(*(member.control.release() for member in self._servers.values()))
+
     # -- as `Members` has it
 
     @property
@@ -89,9 +93,7 @@ class ServerMembers:
             return None  # the run has none yet
         member = await self._opened(server)
         leases = [
-            Donor(self._servers[donor.instance].control, version)
-            for donor in donors
-            if donor.instance in self._servers
+            Donor(self._servers[donor.instance].control, version) for donor in donors if donor.instance in self._servers
         ]
         sources: list[Senders] = [*leases, self._trainer]
         try:

@@ -25,6 +25,7 @@ from ductile.messages.updates import (
     Digest,
     EndUpdate,
     LeaseVersion,
+    LiveDigest,
     PauseServer,
     PrepareUpdate,
     ResumeServer,
@@ -35,6 +36,7 @@ from ductile.messages.updates import (
 from ductile.messages.workers import (
     Abort,
     Command,
+    DigestWeights,
     Done,
     EngineStats,
     Finished,
@@ -43,6 +45,7 @@ from ductile.messages.workers import (
     MigratedOut,
     MigrateOut,
     Reply,
+    WeightDigests,
 )
 from ductile.records import FinishReason, GenerateRequest, Manifest
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
@@ -72,12 +75,13 @@ class ServerPort:
         max_num_seqs: int = 64,
         attempts: int = 1,
         transport: httpx.AsyncBaseTransport | None = None,
+        id: InstanceId | None = None,
     ) -> None:
         """url, api_key, control_token, attempts: as `ServerHttp` has them. max_num_seqs: of a server that does not say
-        it."""
+        it. id: of the instance; None: its address."""
         self._http = ServerHttp(url, api_key, control_token, deadlines or ServerDeadlines(), attempts, transport)
         self.url = self._http.root
-        self.instance = Instance(InstanceId(self.url), "generate", ())
+        self.instance = Instance(id or InstanceId(self.url), "generate", ())
         self.max_num_seqs = max_num_seqs
         self.why_lost = ""
         self.incarnation = ""
@@ -144,6 +148,8 @@ class ServerPort:
                 return MigratedOut(tuple(partial.so_far() for partial in self._take_away(ids)))
             case Forget():
                 return Done()
+            case DigestWeights():
+                return await self._digest_weights()
             case _:
                 raise Refused(f"{self.describe()} is a server, and does not understand {type(command).__name__}")
 
@@ -153,7 +159,8 @@ class ServerPort:
             raise SlotLost(self.why_lost)
         if self.version != manifest.version:
             has = "keeps its own weights" if self.version is None else f"has version {self.version}"
-            raise Refused(f"{self.describe()} {has}, and was not given version {manifest.version}")
+            # Not refused: that would be the version's fault, and not this server's.
+            raise Interrupted(f"{self.describe()} {has}, and was not given version {manifest.version}")
 
     async def release(self) -> None:
         self._take_away()
@@ -212,6 +219,11 @@ class ServerPort:
     async def _state(self) -> ServerState:
         content = await self._http.ask("GET", "/fleet/state", deadline_s=self._http.deadlines.state_s)
         return self._decoded(content, "/fleet/state", ServerState)
+
+    async def _digest_weights(self) -> WeightDigests:
+        content = await self._http.ask("GET", "/weights/digest", deadline_s=self._http.deadlines.verify_s)
+        read = self._decoded(content, "/weights/digest", LiveDigest)
+        return WeightDigests(read.version, read.told, read.digest, read.tensors)
 
     async def _tell(self, route: str, message: msgspec.Struct, kind: type[M], deadline_s: float | None = None) -> M:
         content = await self._http.ask("POST", route, msgspec.json.encode(message), deadline_s, control=True)

@@ -82,17 +82,17 @@ class ServerControl(Protocol):
 
     async def state(self) -> ServerState: ...
 
-    async def prepare(self, prepare: PrepareUpdate) -> UpdateProgress: ...
+    async def prepare(self, message: PrepareUpdate, /) -> UpdateProgress: ...
 
-    async def verify(self, end: EndUpdate) -> UpdateProgress: ...
+    async def verify(self, message: EndUpdate, /) -> UpdateProgress: ...
 
-    async def commit(self, end: EndUpdate) -> UpdateProgress: ...
+    async def commit(self, message: EndUpdate, /) -> UpdateProgress: ...
 
-    async def abort(self, end: EndUpdate) -> UpdateProgress: ...
+    async def abort(self, message: EndUpdate, /) -> UpdateProgress: ...
 
-    async def pause(self, pause: PauseServer) -> object: ...
+    async def pause(self, message: PauseServer, /) -> object: ...
 
-    async def resume(self, resume: ResumeServer) -> object: ...
+    async def resume(self, message: ResumeServer, /) -> object: ...
 
 
 Control = TypeVar("Control", bound=ServerControl, covariant=True)
@@ -359,9 +359,9 @@ class WeightUpdates:
     ) -> WeightUpdate:
         """The decision that all ranks and servers get."""
         options, update_id = self._options, uuid4().hex
-        carrier = self._carrier(senders)
+        only = self._carrier(senders)
         receivers = tuple(
-            Receiver(name, carrier or self._choose(state), members[name].url, members[name].token)
+            Receiver(name, only or self._choose(state), members[name].url, members[name].token)
             for name, state in states.items()
         )
         newest = max((state.epoch for state in states.values()), default=0)
@@ -382,7 +382,7 @@ class WeightUpdates:
         )
 
     async def _prepare(self, attempt: _Attempt, offers: Sequence[Offer]) -> None:
-        carriers = {InstanceId(each.instance): each.carrier for each in attempt.update.receivers}
+        carriers: dict[str, WeightCarrier] = {each.instance: each.carrier for each in attempt.update.receivers}
 
         async def ask(name: InstanceId) -> None:
             attempt.prepared.append(name)  # also one whose reply is lost has something to abort

@@ -134,9 +134,9 @@ class WorkerPool:
             try:
                 await self._changed.wait_for(lambda: bool(there()), self._deadlines.patience_s)
             except TimeoutError:
-                raise Late(
-                    f"for {said(self._deadlines.patience_s)} no slot had the role {self._role!r}, for {what}"
-                ) from None
+                waited, last = said(self._deadlines.patience_s), next(reversed(self._lost.values()), "")
+                lost = f"; the last one was lost: {last}" if last else ""
+                raise Late(f"for {waited} no slot had the role {self._role!r}, for {what}{lost}") from None
             finally:
                 self.num_waiting -= 1
         return there()
@@ -202,6 +202,7 @@ class WorkerPool:
     async def remove_server(self, id: InstanceId, why: str) -> None:
         """The instance leaves at once, and what it has goes to others. Nothing happens when it is none any more."""
         if port := self._ports.get(id):
+            port.condemn(why)
             self._tell(port, Died(why))
             await port.release()
 
@@ -285,6 +286,7 @@ class WorkerPool:
     def _add(self, port: InstancePort, waits: str = "") -> None:
         """waits: why it does not take work yet."""
         instance = port.instance
+        self._lost.pop(instance.id, None)  # a server may come back under its address
         self._ports[instance.id] = port
         if waits:
             self._waiting[instance.id] = waits

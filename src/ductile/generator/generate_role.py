@@ -3,9 +3,11 @@
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,14 +19,32 @@ from ductile.generator.engine.generation_engine import GenerationEngine, KVMigra
 from ductile.generator.engine.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
 from ductile.generator.engine.step_profiler import StepProfiler
 from ductile.generator.engine.weight_columns import empty_by_columns
-from ductile.messages.workers import Abort, Done, EngineStats, Finished, Forget, Generate, MigratedOut, MigrateOut
-from ductile.model.checkpoint import empty_model, load_model, read_spec
-from ductile.records import GenerateRequest, KVHandle
+from ductile.messages.updates import Digest
+from ductile.messages.workers import (
+    Abort,
+    DigestWeights,
+    Done,
+    EngineStats,
+    Finished,
+    Forget,
+    Generate,
+    MigratedOut,
+    MigrateOut,
+    Receive,
+    WeightDigests,
+)
+from ductile.model.checkpoint import dtype_named, empty_model, load_model, read_spec
+from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, both_digests
 from ductile.roles import Refused, RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
+from ductile.weights.digest import box_digest, to_text, total_of
 from ductile.weights.instance_role import InstanceRole
 
 STATS_EVERY_S = 0.5
+REMEMBERED = 64
+"""Versions whose digests are known: no token that is trained on is of an older one."""
+
+S = TypeVar("S", Generation, GenerateRequest)
 
 
 class GenerateRole(InstanceRole):
@@ -40,6 +60,10 @@ class GenerateRole(InstanceRole):
         self._transfer_buffer = KVTransferBuffer()
         self._step_profiler = StepProfiler()
         self._stats_due = time.monotonic()
+        self._digests: dict[int, Digest] = {}
+        """Digests of the latest versions."""
+        self._dtypes: dict[str, torch.dtype] = {}
+        """Dtypes in which the live version was published."""
         self._stats_owed = False
         """Whether requests have left, so that statistics must be told again even if there is nothing to do any more."""
 
@@ -57,6 +81,11 @@ class GenerateRole(InstanceRole):
                 return self._migrate_out(ids, with_cache)
             case Forget(ids=ids):
                 self._transfer_buffer.forget(ids)
+            case Receive(manifest=manifest):
+                self._note_digest(manifest)
+                return super().handle(command)
+            case DigestWeights():
+                return self._weight_digests()
             case _:
                 return super().handle(command)
         return Done()
@@ -73,7 +102,7 @@ class GenerateRole(InstanceRole):
         if self._engine.last_step is not None:
             self._step_profiler.record(self._engine.last_step, time.perf_counter() - start)
         if generations:
-            events.append(Finished(tuple(generations)))
+            events.append(Finished(tuple(map(self._with_digests, generations))))
         now = time.monotonic()
         if now >= self._stats_due or not self._engine.has_work():
             events.append(self._stats())
@@ -93,6 +122,35 @@ class GenerateRole(InstanceRole):
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._engine.load_weights(tensors, version)
 
+    def lease(self) -> Manifest | None:
+        """The digest is that of the version as it was published, also where the engine has it in another dtype."""
+        manifest = super().lease()
+        told = "" if manifest is None else self._digests.get(manifest.version, "")
+        return replace(manifest, digest=told) if manifest and told else manifest
+
+    def _note_digest(self, manifest: Manifest) -> None:
+        self._digests[manifest.version] = manifest.digest
+        named = ((entry.name, dtype_named(entry.dtype)) for entry in manifest.tensors)
+        self._dtypes = {name: dtype for name, dtype in named if dtype is not None}
+        while len(self._digests) > REMEMBERED:
+            del self._digests[next(iter(self._digests))]
+
+    def _with_digests(self, sampled: S) -> S:
+        """The same with the digests of the versions that its tokens are of here."""
+        versions = np.unique(sampled.versions.array).tolist()
+        here = {version: self._digests[version] for version in versions if version in self._digests}
+        return replace(sampled, digests=both_digests(sampled.digests, here))
+
+    def _weight_digests(self) -> WeightDigests:
+        version, tensors = self.live_weights()
+        told, parts = self._digests.get(version, ""), dict[str, Digest]()
+        for name, tensor in tensors:
+            published = self._dtypes.get(name, tensor.dtype)
+            if published.itemsize > tensor.element_size():
+                return WeightDigests(version, told)  # what was rounded cannot be compared any more
+            parts[name] = to_text(box_digest(name, tensor.to(published), (0,) * tensor.dim()))
+        return WeightDigests(version, told, total_of(parts.values()), parts)
+
     def _fetch(self, request: GenerateRequest, handle: KVHandle | None) -> RequestKV | None:
         if handle is None or not isinstance(self._engine, KVMigration):
             return None
@@ -105,7 +163,8 @@ class GenerateRole(InstanceRole):
     def _migrate_out(self, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> MigratedOut:
         if not isinstance(self._engine, KVMigration):
             raise Refused(f"the engine of slot {self._slot} cannot give requests up that it has begun")
-        requests, caches = self._engine.migrate_out(ids, frozenset(with_cache))
+        left, caches = self._engine.migrate_out(ids, frozenset(with_cache))
+        requests = tuple(map(self._with_digests, left))
         self._stats_owed = True
         handles: dict[str, KVHandle] = {}
         for id, cache in caches.items():
@@ -113,7 +172,7 @@ class GenerateRole(InstanceRole):
                 handles[id] = self._transfer_buffer.put(id, cache)
             except OSError as why:  # the requests have left the engine: nothing may stop them now
                 print(f"request {id} goes without its cache: {why}", file=sys.stderr)
-        return MigratedOut(tuple(requests), handles)
+        return MigratedOut(requests, handles)
 
     def _stats(self) -> EngineStats:
         decoded, prefilled = self._step_profiler.drain()

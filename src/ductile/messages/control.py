@@ -133,6 +133,8 @@ class RunStatus(Words, tag="status"):
     """Slots that died, with the sentence that says how."""
     fleet: FleetStatus | None = None
     """The run's servers; None where it has none by its config."""
+    disagreed: tuple[str, ...] = ()
+    """Sentences of the latest canaries of which a generator did not say what the trainer says."""
 
 
 class Response(Words):

@@ -11,7 +11,7 @@ import msgspec
 from ductile.columns import Floats
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.layout.model.peak import Arithmetic
-from ductile.messages.updates import Offer, SendReport, WeightUpdate
+from ductile.messages.updates import Digest, Offer, SendReport, WeightUpdate
 from ductile.records import (
     AS_IN_SOURCE,
     ChatFormat,
@@ -283,11 +283,17 @@ class Receive(Message):
         return self.joining
 
 
+class DigestWeights(Message):
+    """Read the generator's live weights. Reply: `WeightDigests`."""
+
+
 class Score(Message):
-    """Log-probs of each sample's tokens. Reply: `Scores`."""
+    """Log-probs of each sample's tokens. Reply: `Scores`, of the first of the slots that are asked."""
 
     samples: tuple[Sample, ...]
     model: Literal["policy", "reference"]
+    role: RoleName = "score"
+    """train: by the trainer as it is now, which every train slot is asked."""
 
     def count_tokens(self) -> int:
         return sum(map(len, self.samples))
@@ -368,6 +374,18 @@ class Scores(Message):
     """One column a sample, as long as its tokens; entry 0 is 0."""
 
 
+class WeightDigests(Message):
+    version: int
+    told: Digest
+    """Digest that the version came with; "" where none did."""
+    found: Digest = ""
+    """Digest of the weights as they are in memory; "" where they are rounded, and so not those that were published."""
+    tensors: dict[str, Digest] = {}
+    """Parts of `found`, by the tensors' names."""
+    adapters: dict[str, Digest] = {}
+    """Digests of the adapters beside the tensors, by their names."""
+
+
 class MigratedOut(Message):
     requests: tuple[GenerateRequest, ...]
     """The requests with the tokens that they have so far, ready to be sent to another generator under the same ids.
@@ -436,11 +454,12 @@ TrainCommand = (
 )  # fmt: skip
 Command = (
     AssignRole | ReleaseRole | Ping | Stop | Survey | TrainCommand
-    | Generate | Abort | MigrateOut | Forget | LeaseWeights | EndLease | Receive | Score
+    | Generate | Abort | MigrateOut | Forget | LeaseWeights | EndLease | Receive | DigestWeights | Score
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed
-    | ForwardBackwardDone | Stepped | Frozen | StateTransferred | Published | UpdateBegun | Scores | MigratedOut
+    | ForwardBackwardDone | Stepped | Frozen | StateTransferred | Published | UpdateBegun
+    | Scores | WeightDigests | MigratedOut
 )  # fmt: skip
 Event = Hello | Heartbeat | PreparationEnded | UpdateSent | Finished | EngineStats
 

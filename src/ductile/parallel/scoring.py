@@ -1,10 +1,12 @@
 """Scoring a packed micro-batch on a parallel model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
+from ductile.columns import Floats
 from ductile.core.layout.geometry.context_parallel import CpStyle
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.attention import Attend
@@ -14,6 +16,7 @@ from ductile.model.transformer import Transformer
 from ductile.parallel.context_parallel import aligned, split
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.vocabulary_parallel import VocabularyParallelHead
+from ductile.records import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +54,13 @@ def score(
     """Log-probs [N] (with gradient, if enabled) and entropies [N] of the scored tokens, on every slot of tp and cp."""
     inputs = model_inputs(model.spec, packed, context, chunk_tokens, cp_style)
     return model(inputs.token_ids, inputs.positions, inputs.attend, inputs.head)
+
+
+def as_columns(samples: Sequence[Sample], logprobs: Tensor) -> list[Floats]:
+    """One column a sample, as long as its tokens, of the log-probs [N] of all their scored tokens; 0 for the others."""
+    columns: list[Floats] = []
+    for sample, scored in zip(samples, logprobs.cpu().split([each.num_trained for each in samples]), strict=True):
+        values = np.zeros(len(sample), np.float32)
+        values[sample.loss_mask.array] = scored.float().numpy()
+        columns.append(Floats.of(values))
+    return columns

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from ductile.columns import Floats
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.config.schema.trainer import TrainerConfig, needs_reference
 from ductile.core.batch.packing import pack
@@ -19,7 +20,7 @@ from ductile.parallel.gathered import full_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parallelize import Precision, build, build_empty
 from ductile.parallel.parts import SlotParts
-from ductile.parallel.scoring import score
+from ductile.parallel.scoring import as_columns, score
 from ductile.records import MicroBatch, Sample
 
 
@@ -50,18 +51,17 @@ class ScorerPart:
             self._reference = self._load()
         return self._reference
 
-    def score(self, samples: tuple[Sample, ...], model: Transformer) -> Iterator[tuple[Sample, Tensor]]:
-        """The samples in some order, each with the log-probs of its trained tokens."""
+    def score(self, samples: tuple[Sample, ...], model: Transformer) -> Iterator[tuple[Sample, Floats]]:
+        """The samples in some order, each with its column of log-probs."""
         (micro_batches,) = pack(samples, num_ranks=1, seq_len=self._config.model.seq_len)
         for micro_batch in micro_batches:
             yield from self._score(micro_batch, model)
 
     @torch.no_grad()
-    def _score(self, micro_batch: MicroBatch, model: Transformer) -> Iterable[tuple[Sample, Tensor]]:
+    def _score(self, micro_batch: MicroBatch, model: Transformer) -> Iterable[tuple[Sample, Floats]]:
         packed = PackedSamples.of(micro_batch.samples, self._device)
         logprobs, _ = score(model, packed, self.context, self._config.model.head_chunk_tokens, "ulysses")
-        of_samples = logprobs.cpu().split([sample.num_trained for sample in micro_batch.samples])
-        return zip(micro_batch.samples, of_samples, strict=True)
+        return zip(micro_batch.samples, as_columns(micro_batch.samples, logprobs), strict=True)
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's whole parameters, gathered one at a time. All slots must run it to its end."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from ductile.columns import Floats
@@ -60,10 +59,8 @@ class ScoreRole(InstanceRole):
         """Log-probs, one column a sample, as long as its tokens; 0 where the mask is false. Collective."""
         part = self._live
         scores: dict[int, Floats] = {}  # by the `id` of the sample: its value, all tokens, would be hashed
-        for sample, logprobs in part.score(samples, part.policy if model == "policy" else part.reference):
-            values = np.zeros(len(sample), np.float32)
-            values[sample.loss_mask.array] = logprobs.numpy()
-            scores[id(sample)] = Floats.of(values)
+        for sample, column in part.score(samples, part.policy if model == "policy" else part.reference):
+            scores[id(sample)] = column
         return [scores[id(sample)] for sample in samples]
 
     def live_weights(self) -> tuple[int, Iterator[tuple[str, Tensor]]]:

@@ -125,6 +125,7 @@ def recorded_scenario(recording: Recording, seed: int = 0) -> Scenario:
             n_minibatches=setting.n_minibatches,
             max_async_level=setting.max_async_level,
             max_off_policy_steps=setting.max_off_policy_steps,
+            on_stale=setting.on_stale,
             seq_len=setting.seq_len,
             seed=seed,
         ),

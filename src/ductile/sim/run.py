@@ -105,7 +105,7 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
     max_blocks = scenario.blocks(work.prompt_tokens) + scenario.blocks(work.max_tokens)
     schedule = RunSchedule(
         work.num_steps,
-        StalenessBound(work.groups_per_step, work.max_async_level, work.max_off_policy_steps),
+        StalenessBound(work.groups_per_step, work.max_async_level, work.max_off_policy_steps, work.on_stale),
         work.group_size,
         work.n_minibatches,
         max(1, work.seq_len // scenario.block_tokens),

@@ -9,6 +9,7 @@ from math import exp
 from ductile.core.instances.instances import Instance
 from ductile.core.instances.placement import Placement
 from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
+from ductile.core.rollouts.staleness import OnStale
 from ductile.core.scheduling.costs.cost import Speeds, SwitchCosts
 from ductile.core.scheduling.facts.cluster_state import Limits
 
@@ -31,6 +32,7 @@ class WorkLoad:
     n_minibatches: int = 1
     max_async_level: int = 0
     max_off_policy_steps: int = 8
+    on_stale: OnStale = "drop"
     seq_len: int = 2048
     seed: int = 0
     given: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])

@@ -188,7 +188,7 @@ class Worker:
                     self._step(role)
                 return role.handle(command)
             case Score():
-                return self._role("score").handle(command)
+                return self._role(command.role).handle(command)
             case _:
                 return self._role("train" if isinstance(command, TrainCommand) else "generate").handle(command)
 

@@ -31,6 +31,8 @@ from ductile.messages.workers import (
     Published,
     Rollback,
     SaveState,
+    Score,
+    Scores,
     Stepped,
     TransferState,
     UpdateBegun,
@@ -107,6 +109,9 @@ class TrainRole:
             case Publish(version=version):
                 with self._keeping_state():
                     return Published(self._publish(version))
+            case Score(samples=samples):
+                with self._in_step():
+                    return Scores(tuple(self._live.score(samples)))
             case Withdraw(version=version):
                 self._transport.withdraw(version)
             case BeginUpdate(update=update):

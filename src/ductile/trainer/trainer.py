@@ -11,6 +11,7 @@ from math import isfinite, nan, sqrt
 import torch
 from torch import Tensor
 
+from ductile.columns import Floats
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.config.schema.optimizer_state import state_of, supported
 from ductile.config.schema.trainer import TrainerConfig
@@ -21,6 +22,7 @@ from ductile.core.layout.model.spec import ModelSpec
 from ductile.error_text import error_with_place
 from ductile.kernels.device import peak_of
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
+from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel import data, parallelize
 from ductile.parallel.gathered import full_tensors, gathered_tensors
@@ -28,8 +30,8 @@ from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
 from ductile.parallel.pipeline import Pipeline
 from ductile.parallel.reduction import GradientReduction
-from ductile.parallel.scoring import model_inputs, score
-from ductile.records import MicroBatch, StepReport, TrainProgress
+from ductile.parallel.scoring import as_columns, model_inputs, score
+from ductile.records import MicroBatch, Sample, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
 from ductile.trainer.lr_schedule import learning_rate
@@ -181,6 +183,16 @@ class Trainer:
         self.reduce_gradients()
         self.optimizer.zero_grad()
         self._sums = {}
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Log-probs of a few samples, one column each, as long as its tokens; 0 where the mask is false. The same on
+        every rank. Collective. Raises ValueError for stages of a pipeline."""
+        if self._pipeline is not None:
+            raise ValueError("stages of a pipeline cannot score without a loss")
+        packed = PackedSamples.of(samples, self.device)
+        logprobs, _ = score(self.model, packed, self.context, self.config.model.head_chunk_tokens, self._cp_style)
+        return as_columns(samples, logprobs)
 
     def publish_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, as the forward pass computes with it: what generators and scorers get. Collective; a

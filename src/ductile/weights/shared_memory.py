@@ -6,8 +6,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ductile.fabric.segment import Segment, SegmentUnavailable, map_segment
+from ductile.fabric.segment import Segment, SegmentUnavailable, borrowed, map_segment
 from ductile.records import Manifest, TensorEntry
+from ductile.weights.digest import box_digest, to_text, total_of
 
 
 class WeightsUnavailable(Exception):
@@ -30,7 +31,15 @@ class SharedMemory:
         except BaseException:
             segment.close()
             raise
-        manifest = Manifest(version, "shared_memory", segment.location, segment.num_bytes, segment.fingerprint, entries)
+        manifest = Manifest(
+            version,
+            "shared_memory",
+            segment.location,
+            segment.num_bytes,
+            segment.fingerprint,
+            entries,
+            total_of(entry.digest for entry in entries),
+        )
         self._offers[version] = manifest, segment
         return manifest
 
@@ -54,9 +63,11 @@ class SharedMemory:
 
 
 def _append(segment: Segment, name: str, tensor: Tensor) -> TensorEntry:
-    offset_bytes = segment.append(tensor)
+    on_cpu = tensor.detach().to("cpu").contiguous()
+    offset_bytes = segment.append(on_cpu)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorEntry(name, dtype, tuple(tensor.shape), offset_bytes, tensor.nbytes)
+    digest = to_text(box_digest(name, borrowed(on_cpu), (0,) * tensor.dim()))
+    return TensorEntry(name, dtype, tuple(tensor.shape), offset_bytes, tensor.nbytes, digest)
 
 
 def _view(content: Tensor, entry: TensorEntry, manifest: Manifest) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from ductile.config.checks.access import client_findings, server_findings
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import scheduling_findings
+from ductile.config.checks.asked_servers import EXAMPLE, is_address
 from ductile.config.checks.asked_servers import server_findings as named_server_findings
 from ductile.config.checks.asked_servers import server_notes as named_server_notes
 from ductile.config.checks.fleet_findings import fleet_findings, registry_findings
@@ -209,8 +210,8 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
     yield from model_findings("model.name", config.model.name, needs_weights=False)
     if config.client.base_url is None:
         yield Finding(("client.base_url",), 'is missing: write the server to ask, such as "http://127.0.0.1:8000/v1"')
-    elif len(config.client.urls) != 1 or not config.client.urls[0].startswith(("http://", "https://")):
-        what = 'must be the address of one server, with http:// or https://, such as "http://127.0.0.1:8000/v1"'
+    elif wrong := [url for url in config.client.urls if not is_address(url)]:
+        what = f'has {wrong[0]!r}; write the address of a server, with http:// or https://, such as "{EXAMPLE}"'
         yield Finding(("client.base_url",), what)
     yield from client_findings(config.client, "client")
     yield from _task_findings(config, "")

@@ -190,9 +190,17 @@ def _prompts(config: OrchestratorConfig) -> Iterator[Row]:
     )
     yield (
         "ahead",
-        f"generation is at most {many(config.max_async_level, 'version')} ahead; completions more than "
-        f"{many(config.max_off_policy_steps, 'version')} old are thrown away and asked again",
+        f"generation is at most {many(config.max_async_level, 'version')} ahead; {_on_stale(config)}",
     )
+
+
+def _on_stale(config: OrchestratorConfig) -> str:
+    most = f"{many(config.max_off_policy_steps, 'version')} old"
+    if not min(config.max_async_level, config.max_off_policy_steps):
+        return "every token is sampled from the version that it trains"
+    if config.on_stale == "wait":
+        return f"the trainer waits for completions before they are more than {most}"
+    return f"completions more than {most} are thrown away and asked again"
 
 
 def _slots(config: RunConfig) -> list[Row]:

@@ -68,7 +68,10 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
     TrainerRunConfig: (_unscheduled("trainer"),),
     OrchestratorRunConfig: (
         Unread(
-            ("n_minibatches", "max_async_level", "max_off_policy_steps", "eval", "advantage", "drop_zero_advantage"),
+            (
+                *("n_minibatches", "max_async_level", "max_off_policy_steps", "on_stale", "canaries"),
+                *("eval", "advantage", "drop_zero_advantage"),
+            ),
             "`ductile orchestrator` scores completions, and trains nothing",
             noted=True,
         ),

@@ -6,6 +6,7 @@ import msgspec
 from pydantic import Field
 
 from ductile.config.schema.section import FilePath, ImportPath, NotBuilt, Section
+from ductile.core.rollouts.staleness import OnStale
 from ductile.sampling import Sampling
 
 
@@ -154,7 +155,11 @@ class OrchestratorConfig(Section):
     max_async_level: int = Field(default=1, ge=0)
     """How many versions generation may run ahead of the trainer. 0: strictly on-policy."""
     max_off_policy_steps: int = Field(default=8, ge=0)
-    """A group whose oldest token is more versions behind than this is thrown away, and asked again."""
+    """The most versions that a group's oldest token may be behind the weights that it trains."""
+    on_stale: OnStale = "drop"
+    """What becomes of completions that take longer than `max_off_policy_steps`. drop: their group is thrown away, and
+    asked again, so long ones are learned from less often; wait: the trainer takes the oldest groups first, and waits
+    for those that would become too old."""
     sampling: SamplingConfig = SamplingConfig()
     eval: EvalConfig = EvalConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -163,6 +168,8 @@ class OrchestratorConfig(Section):
     `grpo` these are the groups whose rewards are all equal. None is left out where a loss needs the reference model."""
     seed: int = 0
     shuffle: bool = True
+    canaries: int = Field(default=2, ge=0)
+    """Prompts of which each generator samples a few tokens of every version, to compare with the trainer. 0: none."""
     num_samples_kept: int = Field(default=8, ge=0)
     """Rollouts of each step that `samples.jsonl` keeps, with their rewards, for people to read."""
     graders: GradersConfig = GradersConfig()

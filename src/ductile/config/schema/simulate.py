@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ductile.config.schema.section import FilePath, ImportPath, Section
+from ductile.core.rollouts.staleness import OnStale
 
 
 class SimulatedCluster(Section):
@@ -57,6 +58,8 @@ class SimulatedWork(Section):
     n_minibatches: int = Field(default=1, ge=1)
     max_async_level: int = Field(default=0, ge=0)
     max_off_policy_steps: int = Field(default=8, ge=0)
+    on_stale: OnStale = "drop"
+    """What becomes of a group that takes longer, as `orchestrator.on_stale` says of a run."""
 
 
 class SimulatedSpeeds(Section):

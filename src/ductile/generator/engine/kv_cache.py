@@ -83,9 +83,10 @@ class BlockPool:
             self._key_of[block] = key
 
 
-def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, version: int) -> None:
-    """Append to `keys` until there is one for every full block of `tokens`."""
+def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, version: int, salt: str = "") -> None:
+    """Append to `keys` until there is one for every full block of `tokens`. salt: of the request; sequences of
+    different salts have no key in common."""
     while (end := (len(keys) + 1) * block_size) <= len(tokens):
-        parent = keys[-1] if keys else version.to_bytes(8, "little")
+        parent = keys[-1] if keys else version.to_bytes(8, "little") + salt.encode()
         content = array("q", tokens[end - block_size : end]).tobytes()
         keys.append(hashlib.blake2b(parent + content, digest_size=16).digest())

@@ -137,7 +137,7 @@ class Scheduler:
         shared: list[int] = []
         if self.share_prefixes:
             sequence.keys.clear()
-            extend_keys(sequence.keys, sequence.tokens, self.pool.block_size, self._weights_serial)
+            self._extend_keys(sequence)
             num_useful = sequence.num_reusable // self.pool.block_size
             shared = self.pool.find(sequence.keys[:num_useful])
         num_needed = self.pool.blocks_for(len(sequence.tokens))
@@ -163,11 +163,15 @@ class Scheduler:
         if self.share_prefixes and self.is_pure(sequence):
             num_full = sequence.num_computed // self.pool.block_size
             if num_full > sequence.num_registered:
-                extend_keys(sequence.keys, sequence.tokens, self.pool.block_size, self._weights_serial)
+                self._extend_keys(sequence)
                 for index in range(sequence.num_registered, num_full):
                     self.pool.register(sequence.blocks[index], sequence.keys[index])
                 sequence.num_registered = num_full
         return chunk
+
+    def _extend_keys(self, sequence: Sequence) -> None:
+        salt = sequence.request.cache_salt
+        extend_keys(sequence.keys, sequence.tokens, self.pool.block_size, self._weights_serial, salt)
 
     def _back_to_waiting(self, sequence: Sequence) -> None:
         _take_out(self.running, sequence)

@@ -87,7 +87,7 @@ class Sequence:
         return replace(self.request, generated=token_ids, logprobs=logprobs, versions=versions)
 
     def generation(self, reason: FinishReason) -> Generation:
-        return Generation(self.request.id, *self._completion(), reason)
+        return Generation(self.request.id, *self._completion(), reason, self.request.digests)
 
     def _completion(self) -> tuple[TokenIds, Floats, Versions]:
         completion = self.tokens[len(self.request.prompt) :]

@@ -6,12 +6,14 @@ $XDG_RUNTIME_DIR/ductile/servers/<host>-<port>.json, or below ~/.cache
 import json
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISDIR
 
-from ductile.disk import DiskError, write_whole
+from ductile.disk import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +36,24 @@ def token_file(host: str, port: int) -> Path:
 
 @contextmanager
 def control_token(host: str, port: int) -> Iterator[ControlToken]:
-    """A new token, which is in the file until the end. Raises `UnsafeFolder`."""
+    """A new token, which is in the file until the end. Where no file can be written the server goes on, and nobody can
+    give it weights. Raises `UnsafeFolder`."""
     file = token_file(host, port)
     token = ControlToken(file=file)
     content = json.dumps({"host": host, "port": port, "pid": os.getpid(), "token": token.text})
     try:
-        for folder in (file.parent.parent, file.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.stat()
-            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        file.parents[2].mkdir(parents=True, exist_ok=True)
+        for folder in (file.parents[1], file.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            if not S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
                 raise UnsafeFolder(
                     f"{folder} can be written by others, who could put tokens of their own there: chmod 700 {folder}"
                 )
         write_whole(file, f"{content}\n", mode=0o600)
-    except (OSError, DiskError) as why:
-        raise UnsafeFolder(f"{file} cannot be written: {why}; set XDG_RUNTIME_DIR to a folder of your own") from None
+    except OSError as why:
+        print(f"ductile inference: no token of the control routes can be kept: {why}", file=sys.stderr)
+        token = ControlToken()
     try:
         yield token
     finally:

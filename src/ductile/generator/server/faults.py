@@ -35,8 +35,10 @@ class Faults:
         folder = os.environ.get("DUCTILE_FAULTS")
         return cls(Path(folder) if folder else None)
 
-    def meet(self, point: Point) -> None:
+    def meet(self, point: Point | None) -> None:
         """Do what the point's file says, in a thread that may wait. Raises `Dropped`."""
+        if self.folder is None or point is None:
+            return
         match self._said(point):
             case ["exit", *_]:
                 os._exit(EXIT_CODE)
@@ -49,8 +51,7 @@ class Faults:
                     time.sleep(_LOOK_S)
 
     def _said(self, point: Point) -> list[str]:
-        if self.folder is None:
-            return []
+        assert self.folder is not None
         try:
             return (self.folder / point).read_text("utf-8").split()
         except FileNotFoundError:

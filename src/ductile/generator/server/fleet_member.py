@@ -13,6 +13,7 @@ from ductile.generator.server.update_machine import UpdateMachine
 from ductile.generator.server.weight_donor import WeightDonor
 from ductile.generator.server.weight_receiver import WeightReceiver
 from ductile.messages.updates import LiveDigest, PauseServer, ResumeServer, ServerState, model_fingerprint
+from ductile.weights.digest import to_text
 from ductile.weights.live_weights import LiveWeights, VersionTensors
 
 
@@ -77,7 +78,9 @@ class FleetMember:
                 return VersionTensors(engine.version, tensors, held.dtypes)
 
             found = await self._runner.between_steps(look)
-            return LiveDigest(found.version, await asyncio.to_thread(found.digest))
+            digest = await asyncio.to_thread(found.digest)
+            parts = {name: to_text(part) for name, part in found.parts.items()}
+            return LiveDigest(found.version, digest, self._runner.digest, parts)
 
     def close(self) -> None:
         self.receiver.close()

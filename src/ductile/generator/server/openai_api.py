@@ -207,6 +207,8 @@ class TextRequest(SamplingFields):
     """Spell the tokens of `logprobs` "token_id:123"."""
     priority: Int | None = None
     """Priority as in vLLM: requests with a lower number go first."""
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    """As in vLLM: requests of different salts share no keys and values."""
 
 
 class CompletionRequest(TextRequest):

@@ -37,8 +37,14 @@ class PauseGate:
             self._runner.resume()
 
     async def close_for_loading(self, deadline_s: float) -> None:
+        """Return when no step is under way, which would read the tensors that are overwritten."""
         self.torn = True
         await self._runner.pause("keep", deadline_s)
+
+    def stay_closed(self) -> None:
+        """Nothing is to come of what was being loaded: those who wait are told so."""
+        if self.torn:
+            self._runner.end_all()
 
     def open_after_loading(self) -> None:
         if self.torn:

@@ -171,14 +171,18 @@ class EngineRunner:
         if isinstance(item := await asyncio.wait_for(self._next(mailbox), deadline_s), Exception):
             raise item
 
+    def end_all(self) -> None:
+        """Pause, and let nobody wait for what was in flight: it ends with what it has."""
+        self._calls.put(lambda: self._pause("abort", asyncio.Queue()))
+
     def resume(self) -> None:
         self._calls.put(self._resume)
 
     def change_over(self, version: int, digest: Digest, swap: Callable[[], None]) -> None:
-        """Have `swap` make a version live, in the thread. What has tokens of another run's version of this number, or
-        of a later one, ends first: they may not pass for this one's."""
+        """Have `swap` make a version live, in the thread. Where it is not newer than the live one, another run has
+        begun: what is in flight ends with what it has, as no token may pass for one of the new run's versions."""
         if version <= self.engine.version:
-            self.engine.abort([id for id, number in self.engine.num_generated().items() if number])
+            self.engine.abort()
             self._step()
         swap()
         self._digests[version] = digest
@@ -309,7 +313,7 @@ class EngineRunner:
         if mode == "abort":
             self.engine.abort()
             self._step()
-        self._draining = mode == "drain" and not self._paused
+        self._draining = mode == "drain"
         if not self._draining:
             self._pause_now()
 

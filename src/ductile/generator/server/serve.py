@@ -4,6 +4,7 @@ Run as `python -m ductile.generator.server.serve config.json`, so that the one w
 process id behind that, the server ends when that process does.
 """
 
+import asyncio
 import logging
 import os
 import resource
@@ -29,9 +30,11 @@ from ductile.generator.generate_role import load_engine
 from ductile.generator.server.connection import Crowd, crowded
 from ductile.generator.server.control_token import ControlToken, control_token
 from ductile.generator.server.log_limit import LogLimit
+from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app
 from ductile.lifeline import signal_on_parent_death
+from ductile.messages.server_lease import ServerLease
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 DRAIN_S = 30
@@ -74,12 +77,22 @@ def serve(config: InferenceRunConfig) -> int:
         # end the server before it has begun.
         signal.signal(signal.SIGINT, leave)
         signal.signal(signal.SIGTERM, leave)
+
+        def lease() -> ServerLease:
+            state = app.state.service.member.state()
+            file = str(control.file) if control and control.file else ""
+            return ServerLease(
+                _url(listener), state.incarnation, state.model, file, os.getpid(), state.host, version=state.version
+            )
+
+        registrar = Registrar(config.registry, lease, lambda said: print(said, file=sys.stderr, flush=True))
+        server.while_serving(registrar)
         print(f"serving {name} on {_url(listener)}", flush=True)
         server.run(sockets=[listener])
     return _print_error(failures[0]) if failures else 0
 
 
-def _server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+def _server(app: FastAPI, config: ServerConfig) -> "_Server":
     num_connections = _room_for(config.max_connections)
     settings = uvicorn.Config(
         app,
@@ -97,10 +110,27 @@ def _server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._registrar: Registrar | None = None
+
+    def while_serving(self, registrar: Registrar) -> None:
+        """Have the server announced from when it responds until it takes nothing new."""
+        self._registrar = registrar
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)  # asyncio has set it to what it accepts in one go
+        if self._registrar is not None and self.started:
+            self._registrar.__enter__()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._registrar is not None and self.started:
+            await asyncio.to_thread(self._registrar.leave)
+        await super().shutdown(sockets)
+        if self._registrar is not None and self.started:
+            await asyncio.to_thread(self._registrar.__exit__)
 
 
 def _room_for(num_connections: int) -> int:

@@ -127,6 +127,8 @@ class Service:
             bound = MAX_REPORTED // (asked.num_likeliest * len(prompts) * (body.n or 1))
             max_tokens = bound if max_tokens is None else min(max_tokens, bound)
         requests = self.make_requests(head["id"], body, prompts, max_tokens, body.priority)
+        if salt := body.cache_salt:
+            requests = [replace(request, cache_salt=salt) for request in requests]
         _refuse_long_report(requests, asked)
         choices = [Choice(index, request, self.tokenizer, asked) for index, request in enumerate(requests)]
         ids: Json = {"prompt_token_ids": list(prompts[0])} if body.return_token_ids and len(prompts) == 1 else {}

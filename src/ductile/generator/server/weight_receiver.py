@@ -7,7 +7,6 @@ generating; it notices the commit alone, between two steps.
 
 import asyncio
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,10 +14,11 @@ from functools import partial
 
 import httpx
 import torch
+import xxhash
 from torch import Tensor
 
 from ductile.error_text import error_text
-from ductile.generator.server.faults import Faults, bucket_point
+from ductile.generator.server.faults import Dropped, Faults, bucket_point
 from ductile.generator.server.pause_gate import PauseGate
 from ductile.generator.server.runner import EngineRunner
 from ductile.generator.server.update_machine import Fenced, Unusable, Update, UpdateMachine
@@ -75,9 +75,11 @@ class WeightReceiver:
                 self._drop()
                 staged = self._staged = StagedWeights(self._live, update.version, self._in_place)
             try:
+                if self._gate.torn and message.update.base_version is not None:
+                    raise ValueError("what is live here is of no version, so all of its tensors must come")
+                await asyncio.to_thread(stage, staged, message)
                 if self._in_place:
                     await self._gate.close_for_loading(message.update.total_timeout_s)
-                await asyncio.to_thread(stage, staged, message)
             except ValueError as why:
                 self._fail(update, f"version {update.version}: {why}")
                 raise Unusable(update.reason) from None
@@ -93,10 +95,14 @@ class WeightReceiver:
         self, update_id: str, epoch: int, sender: str, index: int, checksum: str, content: bytearray
     ) -> UpdateProgress:
         """Load a bucket that came by POST. Returns once it is loaded."""
+        async with self._ending:  # senders look whether the update is known here, which it is a moment before its room
+            pass
         with self._changed:
             bucket = self._machine.expects(update_id, epoch, sender, index)
             update, staged = self._machine.last, self._staged
         if bucket is not None and update is not None and staged is not None:
+            if update.verify == "crc" and not checksum:
+                raise Unusable(f"bucket {index} came without X-Ductile-Checksum, and the update is verified by it")
             check_content(bucket, content, checksum)
             try:
                 await self._loop.run_in_executor(
@@ -159,6 +165,8 @@ class WeightReceiver:
                 self._drop()
                 if self._machine.last.phase == "committed":
                     self._gate.open_after_loading()
+                else:
+                    self._gate.stay_closed()
 
     def _drop(self) -> None:
         """Let go of what an update that is over has here."""
@@ -168,14 +176,14 @@ class WeightReceiver:
             self._deadline.cancel()
         if self._staged is not None:
             self._staged.abort()
-        self._staged = None
+            self._staged = None
         self._moved.set()
 
     def _fail(self, update: Update, reason: str) -> None:
         with self._changed:
             if self._machine.last is update and update.under_way:
                 self._machine.end("failed", reason)
-                self._drop()
+                self._drop_if_over()
 
     def _tell(self, call: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
@@ -201,9 +209,12 @@ class WeightReceiver:
                 return
             self._busy.add(place)
             point = bucket_point(len(update.loaded), len(update.buckets))
+        dropped: Dropped | None = None
         try:
-            if point is not None:
+            try:
                 self._faults.meet(point)
+            except Dropped as fault:
+                dropped = fault
             staged.load(bucket, buffer)
             with self._changed:
                 self._machine.loaded(update, sender, bucket.index)
@@ -212,6 +223,8 @@ class WeightReceiver:
                 self._busy.discard(place)
                 self._changed.notify_all()
             self._tell(self._moved.set)
+        if dropped:
+            raise dropped
 
     def _start_threads(self, message: PrepareUpdate, update: Update, staged: StagedWeights) -> None:
         """Start what fetches the buckets that nobody posts."""
@@ -247,7 +260,11 @@ def stage(staged: StagedWeights, message: PrepareUpdate) -> None:
     tensors = {tensor.name: tensor for offer in message.offers for tensor in offer.tensors}
     if any(tensors[tensor.name] != tensor for offer in message.offers for tensor in offer.tensors):
         raise ValueError("two senders offer the same tensor with another shape or dtype")
-    boxes = [box for offer in message.offers for bucket in offer.buckets for box in bucket.boxes]
+    buckets = [bucket for offer in message.offers for bucket in offer.buckets]
+    boxes = [box for bucket in buckets for box in bucket.boxes]
+    for bucket in buckets:
+        if any(box.offset_bytes + box.num_bytes > bucket.num_bytes for box in bucket.boxes):
+            raise ValueError(f"a box of bucket {bucket.index} ends behind the bucket's {bucket.num_bytes} bytes")
     staged.prepare(list(tensors.values()), boxes, message.update.base_version)
 
 
@@ -266,7 +283,7 @@ def pull(
 
 
 def check_content(bucket: Bucket, content: bytearray, checksum: str) -> None:
-    """Raise `Unusable` for bytes that are not the bucket's. checksum: CRC-32 in hexadecimal; "": none was sent."""
+    """Raise `Unusable` for bytes that are not the bucket's. checksum: `checksum_of`'s; "": none was sent."""
     if len(content) != bucket.num_bytes:
         raise Unusable(f"bucket {bucket.index} came with {len(content)} bytes, and has {bucket.num_bytes}")
     if checksum and checksum != (found := checksum_of(content)):
@@ -274,7 +291,8 @@ def check_content(bucket: Bucket, content: bytearray, checksum: str) -> None:
 
 
 def checksum_of(content: bytes | bytearray) -> str:
-    return f"{zlib.crc32(content):08x}"
+    """Return the checksum of a bucket's bytes (xxh3)."""
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 def as_tensor(content: bytearray) -> Tensor:

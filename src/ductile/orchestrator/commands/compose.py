@@ -7,6 +7,7 @@ result = await run_loop(prepared, trainer, generators, scorer, RunContext(record
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,8 @@ from ductile.config.schema.orchestrator import AdvantageConfig, to_sampling
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.trainer import TrainerConfig, loss_aggregation, needs_reference
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
+from ductile.core.layout.model.peak import arithmetic_of, compute_dtype
+from ductile.core.rollouts.provenance import LIMITS
 from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting
@@ -34,6 +37,7 @@ from ductile.orchestrator.ending.run_until import run_until
 from ductile.orchestrator.ending.saving import Saver, where_to_begin
 from ductile.orchestrator.loop.assembly import assemble
 from ductile.orchestrator.loop.buffer import Buffer
+from ductile.orchestrator.loop.canaries import Canaries, CheckedGenerators, PolicyScorer, Reference, ScorerReference
 from ductile.orchestrator.loop.episode import Episodes
 from ductile.orchestrator.loop.evaluate import EvalReport, Evaluation
 from ductile.orchestrator.loop.loop import PausableTrainer
@@ -137,7 +141,9 @@ def prepare(config: RLConfig) -> Prepared:
         progress = replace(progress, reference=reference)
     schedule = RunSchedule(
         max_steps=max_steps,
-        staleness=StalenessBound(groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps),
+        staleness=StalenessBound(
+            groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps, orchestrator.on_stale
+        ),
         group_size=orchestrator.rollouts_per_example,
         n_minibatches=orchestrator.n_minibatches,
         seq_len=config.trainer.model.seq_len,
@@ -182,12 +188,13 @@ async def run_loop(
     context: RunContext,
     begin_scheduling: Callable[[Buffer, StepAccounting], ElasticController | None] = lambda buffer, accounting: None,
     spent: Callable[[], Mapping[str, object]] = dict,
+    canaries: Canaries | None = None,
 ) -> RunResult:
     """Run until `max_steps` or `context.stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
     begin_scheduling: told of the step's books before the loop begins; returns the controller that moves slots between
     roles meanwhile, or None.
-    spent: what the slots did with their time, for the summary.
+    spent: what the slots did with their time, for the summary. canaries: check each version that goes live.
     Raises what a role raises (a `Failure`), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
     made in a grader; what was trained is saved by then.
     """
@@ -219,7 +226,7 @@ async def run_loop(
             buffer,
             prepared.tokenizer,
             num_samples=orchestrator.num_samples_kept,
-            counted=(buffer, graders, context),
+            counted=(buffer, graders, context, *([canaries] if canaries else [])),
             saver=saver if saves else None,
             began=prepared.began,
         )
@@ -233,8 +240,12 @@ async def run_loop(
             accounting,
             begin_scheduling(buffer, accounting),
             context.stop,
+            context.update_servers,
         )
-        step = await loop.run(context.death_watch())
+        async with canaries or nullcontext():
+            if canaries:
+                loop.publisher.on_live.add(canaries.check_soon)
+            step = await loop.run(context.death_watch())
     since_start_s = context.wall_s()
     summary = summarise_rl(record.rows(), context.slots(), earlier_s + since_start_s, progress.measured_from)
     summary |= {"steps": step, **since_start(prepared.schedule.max_steps, progress.step, since_start_s), **spent()}
@@ -243,6 +254,36 @@ async def run_loop(
         summary=summary,
         last=evaluation.last,
         model_folder=model_folder if model_folder and model_folder.exists() else None,
+    )
+
+
+def canaries_of(
+    prepared: Prepared,
+    generators: CheckedGenerators,
+    trainer: Reference,
+    scorer: PolicyScorer | None,
+    device: str,
+    record: Recorder,
+) -> Canaries | None:
+    """The canaries of a run whose slots are on such a device; None where the config wants none. Raises TaskError."""
+    config = prepared.config
+    examples = prepared.train_examples[: config.orchestrator.canaries]
+    if config.bench or not examples:
+        return None
+    model, inference = config.trainer.model, config.inference.model
+    computes = (model.compute_dtype, None if inference.dtype == "auto" else inference.dtype)
+    exact = all(
+        arithmetic_of(compute_dtype(dtype, device), config.trainer.matmul_precision, device) == "float32"
+        for dtype in computes
+    )
+    task, most = prepared.tasks["train"], inference.max_model_len // 2
+    return Canaries(
+        [TokenIds(prompt_ids(task, prepared.tokenizer, example)[:most]) for example in examples],
+        to_sampling(config.orchestrator.sampling),
+        generators,
+        ScorerReference(scorer) if scorer else trainer,
+        LIMITS["float32" if exact else "bfloat16"],
+        record,
     )
 
 

@@ -7,7 +7,7 @@ How a command ends, whatever happens to it, is `ductile.orchestrator.ending.supe
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 
 from rich.console import RenderableType
 
@@ -38,14 +38,15 @@ from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.http_generators import HttpGenerators
 from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.leases import WeightLeases
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.remote_trainer import RemoteTrainer, VersionReceivers
 from ductile.fleet.scorer import RemoteScorer
 from ductile.messages.workers import RoleName
 from ductile.orchestrator.commands.bench import Bench
-from ductile.orchestrator.commands.compose import Prepared, prepare, run_loop
+from ductile.orchestrator.commands.compose import Prepared, canaries_of, prepare, run_loop
 from ductile.orchestrator.commands.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
 from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.commands.scheduling import Scheduling, limits_of
+from ductile.orchestrator.commands.servers import Servers, has_servers
 from ductile.orchestrator.commands.serving import become_server, bench_server
 from ductile.orchestrator.commands.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.orchestrator.control.endpoint import Endpoint
@@ -96,7 +97,9 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         fleet = await run_until(
             _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
         )
-        async with _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet) as resizer:
+        servers = Servers(config, fleet, session.record, session.folder) if has_servers(config) else None
+        live = _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet, servers)
+        async with live as resizer:
 
             async def change_over(slot: int) -> None:
                 await activity.change_over(slot)
@@ -113,11 +116,19 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
                 groups=lambda role: groups_of(role, placement, cluster.slots, limits_of(config)),
             )
             scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
-            context = _context(session, lambda: fleet.slots_by_role, resizer, cluster)
+            context = _context(session, lambda: fleet.slots_by_role, resizer, cluster, servers)
+            device = next(iter(cluster.devices.values()))
             rl_loop = run_loop(
-                prepared, fleet.trainer, fleet.generators, fleet.scorer, context, scheduling.begin, scheduling.spent
+                prepared,
+                fleet.trainer,
+                fleet.generators,
+                fleet.scorer,
+                context,
+                scheduling.begin,
+                scheduling.spent,
+                canaries_of(prepared, fleet.generators, fleet.trainer, fleet.scorer, device, session.record),
             )
-            async with recovery:
+            async with recovery, servers or nullcontext():
                 result = await run_until(rl_loop, session.interrupt.forced)
     return rl_summary(result)
 
@@ -142,18 +153,25 @@ async def _rollout_only(
     """Rollouts from a server that is not the run's own."""
     client = config.client
     api_key = secret_of(client.api_key, client.api_key_var)
-    async with HttpGenerators(client.urls[0], api_key, Deadline(client.timeout_s, "client.timeout_s")) as generators:
+    async with HttpGenerators(client.urls, api_key, Deadline(client.timeout_s, "client.timeout_s")) as generators:
         running = run_rollout_only(prepared, generators, session.record, session.interrupt.graceful)
         summary = await run_until(running, session.interrupt.forced)
     return rollout_only_summary(summary, session.folder)
 
 
 def _context(
-    session: Session, slots: Callable[[], Mapping[str, Sequence[int]]], resizer: TrainerResizer, cluster: Cluster
+    session: Session,
+    slots: Callable[[], Mapping[str, Sequence[int]]],
+    resizer: TrainerResizer,
+    cluster: Cluster,
+    servers: Servers | None = None,
 ) -> RunContext:
-    return RunContext(
-        session.record, session.interrupt.graceful, slots, resizer.metrics, cluster.death, session.began_s
-    )
+    def counts() -> dict[str, float]:
+        return {**resizer.metrics(), **(servers.counts() if servers else {})}
+
+    update_servers = servers.update if servers else None
+    stop = session.interrupt.graceful
+    return RunContext(session.record, stop, slots, counts, cluster.death, update_servers, session.began_s)
 
 
 def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
@@ -220,9 +238,11 @@ async def _live(
     session: Session,
     rules: LayoutRules,
     fleet: Fleet | None = None,
+    servers: Servers | None = None,
 ) -> AsyncGenerator[TrainerResizer]:
-    """Meanwhile the run serves `ductile status` and `ductile resize`. trainer_config: as the slots have it. rules: the
-    run's, which the resizer keeps from now on. fleet: has the trainer; None where there is nothing else."""
+    """Meanwhile the run serves `ductile status`, `ductile resize` and `ductile fleet`. trainer_config: as the slots
+    have it. rules: the run's, which the resizer keeps from now on. fleet: has the trainer; None where there is nothing
+    else."""
     command_s = Deadlines.of(config.cluster).command_s
     options = ResizeOptions(
         settings=trainer_config.model_dump(mode="json"),
@@ -235,7 +255,7 @@ async def _live(
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
     resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet, rules)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
-    live = LiveRun(session, cluster, trainer, activity, resizer, policy)
+    live = LiveRun(session, cluster, trainer, activity, resizer, policy, servers)
     with LossLog(cluster, resizer, session.record):
         async with Endpoint(session.folder, live.respond):
             yield resizer
@@ -258,7 +278,9 @@ async def _take_roles(
         begin_instances(mailbox, generators, generate, timeout_s),
         begin_instances(mailbox, scorers, score, timeout_s, cluster.rendezvous),
     )
-    trainer = RemoteTrainer(mailbox, layout, deadlines, prepared.tokenizer.chat_format)
+    slots_get_versions = config.cluster.auto_scheduler or placement.generate or placement.score
+    receivers: VersionReceivers = "slots" if not has_servers(config) else "both" if slots_get_versions else "servers"
+    trainer = RemoteTrainer(mailbox, layout, deadlines, prepared.tokenizer.chat_format, receivers)
     leases = WeightLeases(trainer)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
 

@@ -45,7 +45,7 @@ _TRAINER = (
     "max_concurrent_runs", "optim.max_skipped_steps",
 )  # fmt: skip
 _ORCHESTRATOR = (
-    "task.path", "eval.task.path", "eval.interval", "num_samples_kept", "graders",
+    "task.path", "eval.task.path", "eval.interval", "num_samples_kept", "canaries", "graders",
     "client", "max_steps", "oversampling_factor",
 )  # fmt: skip
 _INFERENCE = (

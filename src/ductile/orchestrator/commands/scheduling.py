@@ -149,6 +149,7 @@ def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, rules: Layout
         n_minibatches=prepared.schedule.n_minibatches,
         max_async_level=orchestrator.max_async_level,
         max_off_policy_steps=orchestrator.max_off_policy_steps,
+        on_stale=orchestrator.on_stale,
         block_size=shared_block_tokens(config.inference),
         use_pre_process_policy=config.cluster.use_pre_process_policy,
         use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,

@@ -2,7 +2,6 @@
 and what the run tells of them."""
 
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +16,13 @@ from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
-from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, WeightUpdateEnded
+from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, ServerNoted, WeightUpdateEnded
 from ductile.fabric.process import host
 from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.monitor import HttpProbe
-from ductile.fleet.registry import Leases, Registry, registry_of, token_of
+from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of, token_of
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
@@ -62,7 +61,7 @@ class Servers:
         self._registry = LeaseBook(registry_of(inference.registry, self._tell))
         self._probe = HttpProbe(inference.probe_timeout_seconds, lambda address: self._api_key)
         options = update_options(config, folder)
-        updates = WeightUpdates(fleet.trainer, options, choose_carrier, lambda: self._fleet.next_epoch())
+        updates = WeightUpdates(fleet.trainer, options, choose_carrier, self._next_epoch)
         self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
         self._fleet = ElasticFleet(
             inference,
@@ -83,7 +82,11 @@ class Servers:
     async def __aenter__(self) -> "Servers":
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._probe.close)
-            await stack.enter_async_context(self._fleet)
+            stack.push_async_callback(self._members.close)
+            try:
+                await stack.enter_async_context(self._fleet)
+            except RegistryDown as error:
+                raise Late(f"{error} (inference.registry)") from error
             self._stack = stack.pop_all()
         return self
 
@@ -91,6 +94,9 @@ class Servers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    def _next_epoch(self) -> int:
+        return self._fleet.next_epoch()
 
     async def update(self, version: int) -> None:
         """Bring the trainer's weights to all servers (`ServerMembers.update`)."""
@@ -139,7 +145,7 @@ class Servers:
 
     async def _join(self, address: str) -> str:
         self._fleet.register_server(address)
-        await self._fleet._monitor_servers_once()
+        await self._fleet.look()
         await self._fleet.settled()
         found = self._fleet.roster.at(address.rstrip("/").removesuffix("/v1"))
         if found is None:
@@ -260,7 +266,6 @@ def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
 
 def _deadlines(config: FleetConfig, silence_s: float) -> ServerDeadlines:
     return ServerDeadlines(
-        connect_s=Deadline(config.probe_timeout_seconds, "inference.probe_timeout_seconds"),
         state_s=Deadline(config.probe_timeout_seconds, "inference.probe_timeout_seconds"),
         control_s=Deadline(config.update_bucket_timeout_seconds, "inference.update_bucket_timeout_seconds"),
         verify_s=Deadline(config.update_total_timeout_seconds, "inference.update_total_timeout_seconds"),

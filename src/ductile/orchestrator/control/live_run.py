@@ -98,6 +98,7 @@ class LiveRun:
             changes=tuple(self._session.state.resizes),
             lost=dict(self._cluster.mailbox.lost),
             fleet=self._servers.status() if self._servers else None,
+            disagreed=tuple(each.sentence for each in self._session.state.disagreements),
         )
 
     def _slot(self, slot: int) -> SlotStatus:

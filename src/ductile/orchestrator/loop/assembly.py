@@ -14,7 +14,7 @@ from ductile.elastic.step_accounting import StepAccounting
 from ductile.events.phases import StepListeners
 from ductile.orchestrator.loop.evaluate import Evaluation
 from ductile.orchestrator.loop.loop import Loop, PausableTrainer
-from ductile.orchestrator.loop.publisher import ElasticPublisher, Publisher
+from ductile.orchestrator.loop.publisher import ElasticPublisher, Publisher, UpdateServers
 from ductile.orchestrator.loop.rollouts import Rollouts
 from ductile.orchestrator.loop.run_output import RunOutput
 from ductile.orchestrator.loop.run_schedule import RunSchedule
@@ -31,12 +31,14 @@ def assemble(
     accounting: StepAccounting,
     controller: ElasticController | None,
     stop: asyncio.Event,
+    update_servers: UpdateServers | None = None,
 ) -> Loop:
-    """controller: moves slots between roles; None: slots keep the roles that they have. stop: as `Loop` has it."""
+    """controller: moves slots between roles; None: slots keep the roles that they have.
+    stop: as `Loop` has it. update_servers: as `Publisher` has it."""
     if controller is None:
         listeners = StepListeners(accounting, output)
-        publisher = Publisher(trainer, rollouts, sample_builder.scorer, listeners)
+        publisher = Publisher(trainer, rollouts, sample_builder.scorer, listeners, update_servers)
     else:
         listeners = StepListeners(accounting, output, controller)
-        publisher = ElasticPublisher(trainer, rollouts, sample_builder.scorer, listeners, controller)
+        publisher = ElasticPublisher(trainer, rollouts, sample_builder.scorer, listeners, controller, update_servers)
     return Loop(schedule, trainer, rollouts, sample_builder, publisher, evaluation, output, listeners, stop)

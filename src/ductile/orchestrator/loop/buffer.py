@@ -7,7 +7,7 @@ and `core.batch.chunking`.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,8 +15,9 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.chunking import ReadyGroup, chunk
-from ductile.core.rollouts.staleness import Freshness, StalenessBound, admission, freshness
-from ductile.events.rollouts import GroupDropped, PromptDroppedTwice
+from ductile.core.rollouts.provenance import never_published
+from ductile.core.rollouts.staleness import Freshness, StalenessBound, admission, freshness, take_order
+from ductile.events.rollouts import GroupDropped, GroupRefused, PromptDroppedTwice
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.roles import Late
@@ -33,6 +34,23 @@ class _Finished:
     group: RolloutGroup
     num_tokens: int
     oldest_version: int
+
+
+@dataclass(slots=True)
+class _Lengths:
+    """Sampled tokens of completions."""
+
+    num_completions: int = 0
+    num_tokens: int = 0
+
+    def add(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            self.num_completions += 1
+            self.num_tokens += rollout.num_sampled
+
+    @property
+    def mean(self) -> float:
+        return self.num_tokens / max(1, self.num_completions)
 
 
 class Buffer:
@@ -64,11 +82,17 @@ class Buffer:
         """Rollouts of the dropped groups that were finished."""
         self.num_dropped_tokens = 0
         """Sampled tokens of the rollouts that `num_dropped_completions` counts."""
+        self.num_stopped_completions = 0
+        """Rollouts of the dropped groups that were stopped before they were finished."""
+        self._sampled, self._trained = _Lengths(), _Lengths()
+        self.num_refused = 0
+        """Groups with tokens of weights that were never published; their prompts are asked again."""
+        self._published: dict[int, str] = {}  # digest of each version
         self._drops: Counter[str] = Counter()
         self._prompts, self._bound, self._record = prompts, bound, record
         self._max_steps, self._timeout_s, self._stop = max_steps, timeout_s, stop
         self._running: dict[str, int] = {}  # prompt id -> version when it was started
-        self._waiting: list[_Finished] = []
+        self._waiting: dict[str, _Finished] = {}  # by prompt id, in the order in which they finished
         self._error: BaseException | None = None
         self._changed = ChangeSignal()
 
@@ -78,6 +102,10 @@ class Buffer:
             "groups_dropped": float(self.num_dropped),
             "dropped_tokens": float(self.num_dropped_tokens),
             "dropped_length_mean": self.num_dropped_tokens / max(1, self.num_dropped_completions),
+            "groups_refused": float(self.num_refused),
+            "stopped_completions": float(self.num_stopped_completions),
+            "sampled_length_mean": self._sampled.mean,
+            "trained_length_mean": self._trained.mean,
         }
 
     # -- the generators' side
@@ -102,17 +130,36 @@ class Buffer:
             steps_left=1 if self._stop.is_set() else self._max_steps - self.version,
         ).num_groups
 
+    def note_sampled(self, rollout: Rollout) -> None:
+        """A completion is finished; `put` gets it when its siblings are."""
+        self._sampled.add([rollout])
+
+    def note_published(self, version: int, digest: str) -> None:
+        """Tokens may be of this version from now on. digest: "" where nobody knows it."""
+        self._published[version] = digest
+
     def put(self, group: RolloutGroup) -> None:
+        """Take a finished group. One with tokens that no published weights have sampled is refused: the others of a
+        server that lies, or was not given what it says, are not worth more, and it must not end the run."""
         del self._running[group.prompt.id]
-        self._waiting.append(_Finished(group, group.num_tokens, group.oldest_version))
+        for rollout in group.rollouts:
+            if strange := never_published(self._published, rollout.digests):
+                self.num_refused += 1
+                sentence = f"Refused {group.prompt.id} and ask it again: {strange}."
+                self._record.event(GroupRefused(group.prompt.id, sentence=sentence))
+                self._prompts.requeue(group.prompt)
+                self.wake()
+                return
+        self._waiting[group.prompt.id] = _Finished(group, group.num_tokens, group.oldest_version)
         self.wake()
 
     def stale_in_flight(self) -> list[str]:
         """Ids of prompts whose groups are in generation and would be too old even if they finished now."""
         return [prompt for prompt, version in self._running.items() if not self._freshness(version).fresh]
 
-    def drop(self, prompt: Prompt) -> None:
-        """Stop waiting for the prompt's rollouts, and ask the prompt again."""
+    def drop(self, prompt: Prompt, num_unfinished: int) -> None:
+        """Stop waiting for the prompt's rollouts, of which so many were not finished, and ask the prompt again."""
+        self.num_stopped_completions += num_unfinished
         self._drop_rollouts(prompt, (), self._freshness(self._running.pop(prompt.id)))
 
     def fail(self, error: BaseException) -> None:
@@ -141,7 +188,7 @@ class Buffer:
         seq_len: int,
         soon: Callable[[], int],
     ) -> list[RolloutGroup]:
-        """Between 1 and `wanted` groups, fresh enough to train on, in the order in which they were finished.
+        """Between 1 and `wanted` groups, fresh enough to train on, in the order of `take_order`.
 
         Waits for `put` or `fail`, and then for at most `MOMENT_S` for groups that come `soon()`. Raises Late when
         nothing is enough for `timeout_s`.
@@ -149,7 +196,7 @@ class Buffer:
 
         def count(num_soon: int = 0) -> int:
             return chunk(
-                [ReadyGroup(len(each.group.rollouts), each.num_tokens) for each in self._waiting],
+                [ReadyGroup(len(each.group.rollouts), each.num_tokens) for each in self._takeable()],
                 wanted=wanted,
                 groups_per_update=groups_per_update,
                 num_ranks=num_ranks,
@@ -170,10 +217,12 @@ class Buffer:
                 f"no prompt group to train on within {said(self._timeout_s)}: "
                 f"{len(self._running)} groups are being generated, {len(self._waiting)} are finished and not enough"
             ) from None
-        taken, self._waiting = self._waiting[:num_groups], self._waiting[num_groups:]
+        taken = [finished.group for finished in self._takeable()[:num_groups]]
+        for group in taken:
+            del self._waiting[group.prompt.id]
         self.num_taken += num_groups
         self.wake()
-        return [finished.group for finished in taken]
+        return taken
 
     async def _until(self, count: Callable[[], int]) -> int:
         """The first count of fresh groups that is not 0. Raises what `fail` was told."""
@@ -191,6 +240,7 @@ class Buffer:
         for group in groups:
             self._drops.pop(group.prompt.id, None)
             self._prompts.mark_trained(group.prompt)
+            self._trained.add(group.rollouts)
 
     def next_version(self, version: int) -> None:
         """The step is trained; the next one, of this version, begins."""
@@ -201,24 +251,39 @@ class Buffer:
         return self._prompts.position()
 
     @property
-    def waiting_tokens(self) -> int:
-        """Tokens of prompts and completions in the groups that wait for the trainer."""
-        return sum(finished.num_tokens for finished in self._waiting)
+    def takeable(self) -> tuple[int, int]:
+        """Groups that the trainer may take: how many, and their tokens of prompts and completions."""
+        takeable = self._takeable()
+        return len(takeable), sum(finished.num_tokens for finished in takeable)
 
-    def __len__(self) -> int:
-        """Groups that wait for the trainer."""
-        return len(self._waiting)
+    @property
+    def held_back(self) -> tuple[int, int]:
+        """Finished groups that wait until older ones are: how many, and their tokens of prompts and completions."""
+        num_groups, num_tokens = self.takeable
+        waiting = self._waiting.values()
+        return len(waiting) - num_groups, sum(finished.num_tokens for finished in waiting) - num_tokens
+
+    def _takeable(self) -> list[_Finished]:
+        waiting = list(self._waiting.values())
+        order = take_order(
+            self._bound,
+            version=self.version,
+            taken=self.num_taken,
+            finished=[finished.oldest_version for finished in waiting],
+            running=list(self._running.values()),
+        )
+        return [waiting[place] for place in order]
 
     def _freshness(self, version: int) -> Freshness:
         return freshness(self._bound, version=self.version, oldest_version=version)
 
     def _drop_stale(self) -> None:
-        verdicts = {version: self._freshness(version) for version in {each.oldest_version for each in self._waiting}}
-        stale = [each for each in self._waiting if not verdicts[each.oldest_version].fresh]
-        if stale:
-            self._waiting = [each for each in self._waiting if verdicts[each.oldest_version].fresh]
-        for each in stale:
-            self._drop_rollouts(each.group.prompt, each.group.rollouts, verdicts[each.oldest_version])
+        versions = {finished.oldest_version for finished in self._waiting.values()}
+        stale = {version: verdict for version in versions if not (verdict := self._freshness(version)).fresh}
+        for prompt, finished in list(self._waiting.items()) if stale else ():
+            if verdict := stale.get(finished.oldest_version):
+                del self._waiting[prompt]
+                self._drop_rollouts(finished.group.prompt, finished.group.rollouts, verdict)
 
     def _drop_rollouts(self, prompt: Prompt, rollouts: Sequence[Rollout], verdict: Freshness) -> None:
         self.num_dropped += 1
@@ -232,7 +297,7 @@ class Buffer:
             sentence = (
                 f"{prompt.id} was dropped twice: its completions take longer than orchestrator.max_off_policy_steps "
                 f"({self._bound.max_off_policy_steps}) steps. Completions as long as these are not trained on; raise "
-                "it, or lower orchestrator.sampling.max_tokens."
+                'it, set orchestrator.on_stale = "wait", or lower orchestrator.sampling.max_tokens.'
             )
             self._record.event(PromptDroppedTwice(prompt.id, sentence=sentence))
         self.wake()

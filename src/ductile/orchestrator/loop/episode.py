@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from ductile.columns import Floats, Mask, TokenIds, Versions
@@ -18,6 +18,7 @@ from ductile.records import (
     Prompt,
     Rollout,
     Sampling,
+    both_digests,
 )
 from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
@@ -54,9 +55,11 @@ class Tokens:
     mask: Mask = NO_MASK
     logprobs: Floats = NO_FLOATS
     versions: Versions = NO_VERSIONS
+    digests: dict[int, str] = field(default_factory=dict[int, str])
 
     def sampled(self, generation: Generation) -> None:
         self._add(generation.token_ids, True, generation.logprobs, generation.versions)
+        self.digests = both_digests(self.digests, generation.digests)
 
     def given(self, token_ids: TokenIds) -> None:
         """Add tokens of the environment: not sampled by the policy, so not trained on."""
@@ -168,6 +171,7 @@ class Episodes:
             num_turns=num_turns,
             error=verdict.error or "",
             failure=verdict.failure,
+            digests=tokens.digests,
         )
 
     @contextmanager

@@ -4,9 +4,11 @@ publish → receive → withdraw                           version s is live
 begin_step → publish → joined → receive → withdraw     the same where slots change roles for each version
 """
 
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Self
 
+from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import PipelinedTask, gather_all
 from ductile.elastic.controller import ElasticController
 from ductile.events.phases import JoinPhase, PublishPhase, ReceivePhase, StepListeners
@@ -14,16 +16,28 @@ from ductile.orchestrator.loop.rollouts import Rollouts
 from ductile.records import Manifest
 from ductile.roles import Scorer, TrainerClient
 
+UpdateServers = Callable[[int], Awaitable[None]]
+"""Returns when the servers have the version, which the trainer's weights are, or are left behind."""
+
 
 class Publisher:
     """`async with publisher:` has weights on their way; leaving the block waits until they are live, or stops them when
     the block has failed. `Buffer.fail` hears of weights that do not arrive."""
 
     def __init__(
-        self, trainer: TrainerClient, rollouts: Rollouts, scorer: Scorer | None, listeners: StepListeners
+        self,
+        trainer: TrainerClient,
+        rollouts: Rollouts,
+        scorer: Scorer | None,
+        listeners: StepListeners,
+        update_servers: UpdateServers | None = None,
     ) -> None:
+        """update_servers: brings a published version to the run's servers; None where it has none."""
         self._trainer, self._rollouts, self._scorer, self._listeners = trainer, rollouts, scorer, listeners
+        self._update_servers = update_servers
         self._receiving = PipelinedTask(on_error=rollouts.buffer.fail)
+        self.on_live = Listeners[[Manifest]]()
+        """Told of each version that has gone live."""
 
     def at_work(self) -> AbstractAsyncContextManager[None]:
         """Return what is at work beside the whole run: nothing here."""
@@ -44,6 +58,7 @@ class Publisher:
         """
         with self._listeners.during(PublishPhase()):
             manifest = await self._trainer.publish(version)
+        self._rollouts.buffer.note_published(version, manifest.digest)
         await self._receiving.start(self._receive(manifest))
         if self._scorer:
             await self.finish()
@@ -53,11 +68,15 @@ class Publisher:
         await self._receiving.finish()
 
     async def _receive(self, manifest: Manifest) -> None:
-        """Make the version live: from then on `Rollouts` starts new groups. Waits for all generators and scorers."""
+        """Make the version live: from then on `Rollouts` starts new groups. Waits for all generators and scorers, but
+        for servers that do not take it."""
         with self._listeners.during(ReceivePhase()):
+            if self._update_servers is not None:
+                await self._update_servers(manifest.version)
             receivers = [self._rollouts.generators, self._scorer] if self._scorer else [self._rollouts.generators]
             await gather_all(*(receiver.receive(manifest) for receiver in receivers))
         self._rollouts.now_live(manifest.version)
+        self.on_live(manifest)
         await self._trainer.withdraw(manifest.version)
 
 
@@ -71,8 +90,9 @@ class ElasticPublisher(Publisher):
         scorer: Scorer | None,
         listeners: StepListeners,
         controller: ElasticController,
+        update_servers: UpdateServers | None = None,
     ) -> None:
-        super().__init__(trainer, rollouts, scorer, listeners)
+        super().__init__(trainer, rollouts, scorer, listeners, update_servers)
         self._controller = controller
 
     def at_work(self) -> AbstractAsyncContextManager[None]:

@@ -77,7 +77,8 @@ class Rollouts:
             self.buffer.put(RolloutGroup(prompt, tuple(rollouts)))
         except asyncio.CancelledError:
             if not self._leaving:
-                self.buffer.drop(prompt)
+                num_finished, _ = self._finished.get(prompt.id, (0, 0))
+                self.buffer.drop(prompt, self._group_size - num_finished)
         except Exception as error:
             self.buffer.fail(error)
         finally:
@@ -87,6 +88,7 @@ class Rollouts:
     async def _play(self, prompt: Prompt, member: int) -> Rollout:
         try:
             rollout = await self._episodes.play(prompt, self._sampling, member)
+            self.buffer.note_sampled(rollout)
             completions, tokens = self._finished.get(prompt.id, (0, 0))
             self._finished[prompt.id] = completions + 1, tokens + len(prompt.token_ids) + len(rollout.token_ids)
             return rollout

@@ -14,8 +14,14 @@ seconds/<phase>                  wall time by phase; phases overlap
 reward/<name>                    what the task's reward reports besides; mean of what was a finite number
 reward_metrics_not_finite        how many of these metrics were not, over the batch's completions
 groups_equal, groups_dropped     groups whose rewards are all equal; groups that were too old (since the start)
+groups_refused                   with tokens of weights that were never published (since the start)
 dropped_tokens                   sampled in vain, in finished completions of groups that were too old (since the start)
 dropped_length_mean              of these completions; above length_mean, long completions are not learned from
+stopped_completions              of groups that were too old, stopped before they were finished (since the start)
+sampled_length_mean, trained_length_mean   sampled tokens a completion (since the start): of all that were finished, and
+                                 of those that steps were made of; apart, what is learned from is not what is sampled
+canaries_checked, canaries_skipped, canaries_disagreed    generators and versions (since the start)
+canary_difference                largest one between log-probs of the latest version that was compared
 train_slots, resizes             of the trainer, at the step's end; resizes since the start
 seconds/resize                   in which the trainer stood still for resizes; part of the other phases' time
 reward_error_share               of the batch's completions that could not be scored, and so are not trained on

@@ -75,7 +75,7 @@ class BatchProgress:
     ready_tokens: int = 0
     """Tokens of the `ready` rollouts, prompts included."""
     partial: int = 0
-    """Rollouts that are finished while siblings of their groups are not."""
+    """Rollouts that are finished while siblings of their groups are not, or older groups that are taken first."""
     partial_tokens: int = 0
     to_score: int = 0
     to_score_tokens: int = 0

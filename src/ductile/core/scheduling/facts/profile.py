@@ -13,6 +13,7 @@ from ductile.core.instances.placement import Placement
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.geometry.parallel_layout import ONE_SLOT, ParallelDims, ParallelLayout, RankShape
+from ductile.core.rollouts.staleness import OnStale
 from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.scheduling.facts.cluster_state import Limits, first_instances
 from ductile.core.scheduling.facts.ledger import Span
@@ -40,6 +41,7 @@ class Setting:
     n_minibatches: int = 1
     max_async_level: int = 0
     max_off_policy_steps: int = 8
+    on_stale: OnStale = "drop"
     block_size: int = 16
     """Tokens of a KV cache block that sequences share; 0 where they share none."""
     use_pre_process_policy: bool | None = None

@@ -1,0 +1,76 @@
+"""A weight update as the trainer's ranks are at it: who sends, and who is through."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
+from ductile.messages.updates import SendReport, WeightUpdate
+from ductile.messages.workers import UpdateSent
+from ductile.roles import Late, SlotLost
+from ductile.transport.mailbox import Died, Mailbox, SlotEvent
+
+SAYS_S = 5.0
+"""Seconds after its update's deadline within which a rank has said that it failed."""
+
+
+class Sending:
+    """Hears of the ranks from the beginning of an update until `end`."""
+
+    def __init__(self, mailbox: Mailbox, update: WeightUpdate, slots: Sequence[int]) -> None:
+        self.update, self.slots = update, tuple(slots)
+        self._mailbox = mailbox
+        self._reports: dict[int, SendReport] = {}
+        self._ends_at_s = asyncio.get_running_loop().time() + update.total_timeout_s + SAYS_S
+        self._heard = ChangeSignal()
+        self._is_over = False
+        self._forget: Callable[[], None] = mailbox.subscribe(self._on_event)
+
+    @property
+    def is_under_way(self) -> bool:
+        """A rank that lives may still read its weights."""
+        is_late = asyncio.get_running_loop().time() >= self._ends_at_s
+        return not self._is_over and not is_late and any(slot not in self._mailbox.lost for slot in self._unheard)
+
+    async def reports(self) -> list[SendReport]:
+        """Return what each rank says, in their order, once all are through. Raises SlotLost for one that is gone, Late
+        for one that says nothing though the update's time is over."""
+        await self._until(lambda: self._is_over or not self._unheard or bool(self._lost))
+        if lost := self._lost:
+            raise SlotLost(self._mailbox.lost[lost[0]], lost[0])
+        if unheard := self._unheard:
+            late = f"did not send its weights within {said(self.update.total_timeout_s)}"
+            raise Late(f"{self._mailbox.describe(unheard[0])} {late} (update {self.update.update_id})", unheard[0])
+        return [self._reports[slot] for slot in self.slots]
+
+    async def end_of_reading(self) -> None:
+        """Return once no rank reads its weights any more, at the latest when each has ended by itself."""
+        await self._until(lambda: not self.is_under_way)
+
+    def end(self) -> None:
+        """Hear no more: the ranks have been told that the update is over."""
+        self._is_over = True
+        self._forget()
+        self._heard.notify_all()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        left_s = self._ends_at_s - asyncio.get_running_loop().time()
+        with suppress(TimeoutError):
+            await self._heard.wait_for(condition, max(0.0, left_s))
+
+    @property
+    def _unheard(self) -> list[int]:
+        return [slot for slot in self.slots if slot not in self._reports]
+
+    @property
+    def _lost(self) -> list[int]:
+        """Ranks that are gone and had not said that they were through."""
+        return [slot for slot in self._unheard if slot in self._mailbox.lost]
+
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
+        if isinstance(event, UpdateSent) and event.report.update_id == self.update.update_id and slot in self.slots:
+            self._reports[slot] = event.report
+            self._heard.notify_all()
+        elif isinstance(event, Died):
+            self._heard.notify_all()
