@@ -158,6 +158,8 @@ class _Opened:
         pause_s = FIRST_PAUSE_S
         while True:
             self._attempts -= 1
+            if self._client.is_closed:  # its server was taken out while somebody else was at it
+                raise SlotLost(f"{self._url} is asked nothing more: the server has left")
             try:
                 self._response = await self._client.send(self._request, stream=True)
             except httpx.HTTPError as error:
