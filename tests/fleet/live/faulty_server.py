@@ -57,7 +57,8 @@ def prepare_without_room(self: StagedWeights, *args: Any, **kwargs: Any) -> None
 
 
 def noted_meet(self: Faults, point: Any) -> None:
-    said(point)
+    if point is not None:
+        said(point)
     meet(self, point)
 
 
