@@ -61,7 +61,7 @@ gpu:
 # What fails is told at the end, and does not keep the others from running.
 NIGHTLY = parity:20m resize-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
 	properties:20m nightly-tests:25m \
-	cold-starts:10m lm-eval-test:10m
+	cold-starts:10m lm-eval-test:10m fleet-test:15m fleet-mutations:15m fleet-chaos:40m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
 
 .PHONY: nightly $(PARTS)
@@ -122,6 +122,20 @@ resumes: setup
 # roles: about half an hour on two cores.
 chaos: setup
 	KILL_TRIALS=60 CHAOS_TRIALS=10 $(BIN)/python -m pytest tests/end_to_end/test_kills.py tests/end_to_end/test_chaos.py -q -rA
+
+# Servers that live, hang and die, with two train ranks and what a run has between them: under ten minutes on two cores.
+# Then each of 16 known defects put back, one after the other: tests must fail for each. And 200 faults, one after the other,
+# in a run of three servers: under half an hour; FAULTS="--faults 1 --seed 137" is one of them.
+fleet-test: setup
+	$(PYTEST) -m fleet --timeout 120 tests/fleet
+
+fleet-mutations: setup
+	$(BIN)/python -m tests.fleet.mutations
+
+FAULTS ?=
+
+fleet-chaos: setup
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.fleet.chaos $(FAULTS)
 
 # A run that its scheduler resizes through four meshes in every step, and 30 of its like in which a slot or the orchestrator
 # is killed around a resize: about a quarter of an hour on two cores.

@@ -119,7 +119,8 @@ class Rig:
     async def open_fleet(self, *urls: str, **inference: Any) -> None:
         """The run's servers, with these keys of [inference]. urls: by default of all servers of the rig."""
         self.urls = urls or tuple(self.servers[name].url for name in self.names)
-        config = self.config(self.urls, **inference)
+        broadcast = inference.pop("broadcast", None)
+        config = self.config(self.urls, broadcast, **inference)
         deadlines = Deadlines.same(PATIENCE_S)
         self.trainer = self.trainers.new_remote()
         self.generators = RemoteGenerators(None, (), 16, 16, deadlines)
@@ -146,7 +147,7 @@ class Rig:
             await self.close_fleet()
             await self.open_fleet()
 
-    def config(self, urls: tuple[str, ...], **inference: Any) -> RLConfig:
+    def config(self, urls: tuple[str, ...], broadcast: str | None = None, **inference: Any) -> RLConfig:
         return RLConfig.model_validate(
             {
                 "model": {"name": str(self.model)},
@@ -160,6 +161,7 @@ class Rig:
                     "task": {"type": "import", "import_path": "tests.end_to_end.letters.Letters"},
                     "client": {"base_url": list(urls), "timeout_s": 3.0},
                 },
+                "trainer": {"weight_broadcast": {"type": broadcast}} if broadcast else {},
                 "inference": INFERENCE | inference,
             }
         )
