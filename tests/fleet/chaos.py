@@ -161,7 +161,9 @@ class Chaos:
         if self.consistent_s:
             seconds = self.consistent_s
             median = sorted(seconds)[len(seconds) // 2]
-            print(f"{'death in mid-update':<22}{len(seconds):>7}{median:>10.2f}{max(seconds):>11.2f}   until consistent")
+            print(
+                f"{'death in mid-update':<22}{len(seconds):>7}{median:>10.2f}{max(seconds):>11.2f}   until consistent"
+            )
             if max(seconds) >= CONSISTENT_S:
                 wrong.append(f"the others were consistent {max(seconds):.2f} s after a death in mid-update")
         print(f"slow servers that were condemned: {self.slow_condemned}")

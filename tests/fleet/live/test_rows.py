@@ -40,6 +40,7 @@
 """
 
 import asyncio
+import itertools
 import json
 import signal
 import threading
@@ -58,7 +59,7 @@ from tests.tiny import make_model_folder
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
 
 
-# -- 7.1 ----------------------------------------------------------------------------------------------------------------
+# -- 7.1 --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_monitor_starts_and_stops_twenty_times(rig: Rig) -> None:
@@ -102,7 +103,7 @@ def test_a_server_that_answers_slowly_delays_no_other(rig: Rig) -> None:
         for at in heard.values():
             times = sorted(at)
             assert len(times) >= 6
-            assert max(late - early for early, late in zip(times, times[1:], strict=False)) < 0.6
+            assert max(late - early for early, late in itertools.pairwise(times)) < 0.6
         assert rig.health("a").is_serving, "slow is not dead"
 
     rig.run(story())
@@ -243,7 +244,7 @@ def test_a_server_is_taken_out_and_in_again(rig: Rig) -> None:
     rig.run(story())
 
 
-# -- 7.2: removal, join -------------------------------------------------------------------------------------------------
+# -- 7.2: removal, join -----------------------------------------------------------------------------------------------
 
 
 def test_requests_of_a_killed_server_go_on_elsewhere(rig: Rig) -> None:
@@ -364,7 +365,7 @@ def test_a_server_of_another_model_stays_out_with_a_reason(rig: Rig, tmp_path) -
     rig.run(story())
 
 
-# -- 7.2, 7.3: ranks ----------------------------------------------------------------------------------------------------
+# -- 7.2, 7.3: ranks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slot", [0, 1])
@@ -430,7 +431,7 @@ def test_the_next_optimizer_step_does_not_change_what_is_sent(rig: Rig) -> None:
     rig.run(story())
 
 
-# -- 7.2: hangs, shrink, flapping ---------------------------------------------------------------------------------------
+# -- 7.2: hangs, shrink, flapping -------------------------------------------------------------------------------------
 
 
 def test_a_slow_receiver_is_not_condemned(rig: Rig) -> None:
@@ -523,7 +524,7 @@ def test_tokens_of_base_weights_are_never_taken(rig: Rig, in_request: bool) -> N
     rig.run(story())
 
 
-# -- 7.2: pause, capacity, routing --------------------------------------------------------------------------------------
+# -- 7.2: pause, capacity, routing ------------------------------------------------------------------------------------
 
 
 def test_other_clients_of_the_servers_see_whole_versions(rig: Rig) -> None:
@@ -586,7 +587,7 @@ def test_a_slow_server_gets_less(rig: Rig) -> None:
     rig.run(story())
 
 
-# -- 7.4 ----------------------------------------------------------------------------------------------------------------
+# -- 7.4 --------------------------------------------------------------------------------------------------------------
 
 
 def test_of_two_controllers_one_rules(rig: Rig, tmp_path) -> None:
@@ -652,7 +653,7 @@ def test_versions_go_every_way(rig: Rig, broadcast: str) -> None:
     rig.run(story())
 
 
-# -- Bugs that others had in review -------------------------------------------------------------------------------------
+# -- Bugs that others had in review -----------------------------------------------------------------------------------
 
 
 def test_who_restarts_during_an_update_is_not_promoted_by_it(rig: Rig) -> None:
