@@ -51,7 +51,7 @@ def test_a_url_with_a_password_is_refused_and_not_repeated(here: Path, capsys: p
     command = ["orchestrator", *COMMAND, "--client.base-url", "http://me:sk-1@host/v1", "--dry-run"]
     assert cli.main(command) == 2
     said = capsys.readouterr()
-    assert '--client.base-url = "http://***@host/v1"' in said.err
+    assert '--client.base-url = ["http://***@host/v1"]' in said.err
     assert "sk-1" not in said.out + said.err
     assert not [file for file in here.rglob("*") if file.is_file() and b"sk-1" in file.read_bytes()]
 

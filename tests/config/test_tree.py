@@ -82,7 +82,7 @@ OTHER_VALUES = {
     "cluster.policy": "static",
     "cluster.use_pre_process_policy": "true",
     "cluster.use_wait_before_last_iter_policy": "true",
-    "cluster.component_placement": '{"rollout": "0-3"}',
+    "cluster.component_placement": '\'{"rollout": "0-3"}\'',
     "cluster.cpu_slot_fraction": "0.5",
     "cluster.slots_per_device": "2",
     "cluster.device_memory_gib": "80",
@@ -94,8 +94,26 @@ OTHER_VALUES = {
     "cluster.max_restarts": "0",
     "cluster.start_timeout_s": "5",
     "trainer.data.fake": "{}",
-    "inference.server": '{"port": 8001}',
-    "orchestrator.client": '{"timeout_s": 9}',
+    "inference.server.host": "::1",
+    "inference.server.api_key": "12345678",
+    "inference.server.api_key_var": "PATH",
+    "inference.server.served_model_name": "mine",
+    "inference.server.generation_config": "ignore",
+    "inference.server.max_connections": "7",
+    "inference.server.max_sequences": "7",
+    "inference.server.max_body_bytes": "2048",
+    "inference.server.timeout_s": "7",
+    "inference.server.stage_weights": "false",
+    "trainer.weight_broadcast.save_sharded": "false --trainer.weight-broadcast.type filesystem",
+    "trainer.weight_broadcast.save_format": "torch --trainer.weight-broadcast.type filesystem",
+    "trainer.weight_broadcast.host": "elsewhere --trainer.weight-broadcast.type nccl",
+    "trainer.weight_broadcast.port": "7 --trainer.weight-broadcast.type nccl",
+    "trainer.weight_broadcast.timeout": "7 --trainer.weight-broadcast.type nccl",
+    "trainer.weight_broadcast.inference_world_size": "7 --trainer.weight-broadcast.type nccl",
+    "weight_broadcast": '\'{"type": "nccl"}\'',
+    "registry.urls": "'[\"http://h:1\"]' --registry.type static",
+    "registry.import_path": "a.b --registry.type custom",
+    "registry.kwargs": "'{\"a\": 1}' --registry.type custom --registry.import-path a.b",
     "n_minibatches": "2",
     "max_async_level": "0",
     "max_off_policy_steps": "3",
@@ -148,7 +166,7 @@ GOOD_FLAGS = {
 )
 def test_an_unread_key_is_refused_or_noted(here: Path, root: type[Section], key: str, noted: bool) -> None:
     path = flag(tuple(key.split(".")))
-    flags = [*GOOD_FLAGS[root], path, OTHER_VALUES[key]]
+    flags = [*GOOD_FLAGS[root], path, *shlex.split(OTHER_VALUES[key])]
     if noted:
         assert any(key in notice and "no effect here" in notice for notice in parse(root, flags).notices)
         return
@@ -256,10 +274,8 @@ def test_the_seed_s_two_runs_side_by_side(here: Path) -> None:
     flags = "--inference.server.port 8001 --orchestrator.client.base-url http://localhost:8001/v1 --output-dir out/exp2"
     parsed = parse(RLConfig, ["@", "good.toml", *flags.split()])
     assert parsed.config.output_dir == "out/exp2"
-    assert parsed.notices == (
-        "inference.server and orchestrator.client have no effect here: `ductile rl` talks to its own generators, and "
-        "opens no HTTP port",
-    )
+    (notice,) = parsed.notices
+    assert "is taken for this run's own generate slots (inference.server.port 8001)" in notice
 
 
 @pytest.mark.parametrize(("loss", "told"), [("default", 1), ("ipo", 1), ("grpo", 0)])

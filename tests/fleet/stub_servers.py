@@ -1,7 +1,7 @@
-"""Servers of a fleet in the test's own event loop: real sockets and HTTP, and no engine. And a pool that they are in."""
+"""Servers of a fleet in the test's own event loop: real sockets and HTTP, no engine. And a pool that they are in."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
@@ -120,3 +120,11 @@ class StubMembers:
 
     async def remove(self, server: InstanceId, why: str) -> None:
         self.story.append(f"remove {server}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to that within 10 s")

@@ -27,6 +27,10 @@ HASTY = ServerDeadlines(connect_s=2, state_s=0.3, control_s=0.3, verify_s=0.3, s
 NEXT = EndUpdate("u", 1, 1, "00000000000000bb")
 
 
+def request(number: int, max_tokens: int = 100) -> GenerateRequest:
+    return GenerateRequest(f"r{number}", (number,), Sampling(max_tokens=max_tokens), group=f"g{number}")
+
+
 class Fleet:
     """Fake servers, each behind a port, in one pool."""
 
@@ -44,8 +48,7 @@ class Fleet:
         return port
 
     def ask(self, number: int, max_tokens: int = 100) -> "asyncio.Task[Generation]":
-        request = GenerateRequest(f"r{number}", (number,), Sampling(max_tokens=max_tokens), group=f"g{number}")
-        return asyncio.create_task(self.pool.generate(request))
+        return asyncio.create_task(self.pool.generate(request(number, max_tokens)))
 
     async def some_tokens(self, num_tokens: int = 1) -> None:
         """Returns when a request has so many tokens."""
@@ -194,7 +197,7 @@ def test_a_server_that_is_drained_keeps_what_it_has() -> None:
 
 def test_requests_migrate_between_servers_and_aborted_ones_are_not_generated() -> None:
     async def story() -> None:
-        first, second = FakeServer(token_s=0.02), FakeServer(token_s=0.02)
+        first, second = FakeServer(60, token_s=0.01), FakeServer(60, token_s=0.01)
         async with fleet(first, second) as made:
             tasks = [made.ask(number) for number in range(2)]
             await made.some_tokens(3)
@@ -203,7 +206,7 @@ def test_requests_migrate_between_servers_and_aborted_ones_are_not_generated() -
             (result,) = await made.pool.migrate([order])
             assert (result.instance, result.with_cache, result.why) == (second.url, False, "")
             tasks[1].cancel()
-            assert is_whole(await tasks[0], 0)
+            assert is_whole(await tasks[0], 0, 60)
             await until(lambda: second.num_aborted + first.num_aborted == 2)
 
     run(story())
@@ -336,5 +339,29 @@ def test_that_we_have_no_more_files_is_no_fault_of_the_server() -> None:
         with pytest.raises(NotTaken, match="could not be asked"):
             await port.open()
         await port.release()
+
+    run(story())
+
+
+def test_a_suspect_gets_nothing_and_each_request_a_server_of_its_version() -> None:
+    async def story() -> None:
+        first, second, third = FakeServer(), FakeServer(), FakeServer()
+        async with fleet(first, second, third, patience_s=0.3) as made:
+            made.pool.suspect(InstanceId(first.url), "it missed a probe")
+            assert all(map(is_whole, await asyncio.gather(*(made.ask(number) for number in range(6))), range(6)))
+            assert (len(first.bodies), len(second.bodies), len(third.bodies)) == (0, 3, 3)
+            made.pool.suspect(InstanceId(first.url), "")
+            for server, port in ((first, made.ports[0]), (second, made.ports[1])):
+                server.version, server.digest = 1, NEXT.digest
+                server.replies["/weights/commit"] = 200, msgspec.to_builtins(UpdateProgress("u", "committed"))
+                await port.commit(NEXT)
+            asked = asyncio.create_task(made.pool.generate(request(9), versions=range(1, 2)))
+            old = [asyncio.create_task(made.pool.generate(request(number), range(0, 1))) for number in range(3)]
+            await made.pool.receive(Manifest(1, "disk", "", 0, 0, ()), keeping={InstanceId(third.url)})
+            assert {*(await asked).versions} == {1}
+            assert {version for each in await asyncio.gather(*old) for version in each.versions} == {0}
+            assert len(made.pool.instances) == 3
+            with pytest.raises(Late, match="for request r1"):
+                await made.pool.generate(request(1), range(7, 9))
 
     run(story())

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
 from ductile.fleet.weight_update import Member, UpdateOptions, WeightUpdates, summed
@@ -123,6 +124,9 @@ class Server:
         await self._at("resume")
         self.paused = False
 
+    def take_bucket(self):
+        self.progress = replace(self.progress, phase="receiving", num_buckets=1)
+
     @property
     def member(self):
         return Member(InstanceId(self.name), self, f"http://{self.name}", "secret", "first")
@@ -233,7 +237,7 @@ FAULTS = [
     ("prepare", "hang", "stale", 1),
     ("prepare", "refuse", "stale", 1),
     ("prepare", "fail", "stale", 3),
-    ("prepare", "restart", "dead", 1),
+    ("prepare", "restart", "dead", 2),
     ("prepare", "drop", "stale", 1),
     ("verify", "exit", "dead", 1),
     ("verify", "hang", "stale", 1),
@@ -289,6 +293,8 @@ def test_death_in_the_middle_of_the_transfer_leaves_the_others_consistent(carrie
     async def story():
         victim, other = Server("victim"), Server("other")
         it = scene(victim, other, carrier=carrier, takes_s=1.0, breaks=carrier == "point_to_point")
+        for server in (victim, other):
+            asyncio.get_running_loop().call_later(0.2, server.take_bucket)
         asyncio.get_running_loop().call_later(0.5, lambda: setattr(victim, "alive", False))
         began_s = clock()
         result = await it.publish()
@@ -296,6 +302,29 @@ def test_death_in_the_middle_of_the_transfer_leaves_the_others_consistent(carrie
         assert clock() - began_s < 2.5, "it waited for the operation's deadline"
         assert result.attempts == (2 if carrier == "point_to_point" else 1)
         assert [len(update.receivers) for update in it.ranks.updates][-1] == (1 if result.attempts == 2 else 2)
+        it.check()
+
+    run(story())
+
+
+@pytest.mark.parametrize("dies_at", ["prepare", "bucket"])
+def test_ranks_do_not_wait_for_a_server_that_dies_before_its_first_bucket(dies_at):
+    """They would wait for it to connect, and the others with them."""
+
+    async def story():
+        victim, other = Server("victim", {"prepare": "exit"} if dies_at == "prepare" else {}), Server("other")
+        it = scene(victim, other, takes_s=OPTIONS.bucket_timeout_s)
+        if dies_at == "bucket":
+            asyncio.get_running_loop().call_later(0.2, lambda: setattr(victim, "alive", False))
+        began_s = clock()
+        updating = asyncio.create_task(it.publish())
+        await asyncio.sleep(0.8)
+        it.ranks.takes_s = 0.3
+        assert [len(update.receivers) for update in it.ranks.updates] == [2, 1], "the first attempt goes on"
+        result = await updating
+        assert outcomes(result) == {"victim": "dead", "other": "committed"}
+        assert result.attempts == (1 if dies_at == "prepare" else 2)
+        assert clock() - began_s < 4
         it.check()
 
     run(story())

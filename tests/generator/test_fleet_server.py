@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -10,16 +11,40 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from torch import Tensor, nn
 
-from ductile.messages.updates import TensorSpec
+from ductile.config.schema.inference import ServerConfig
+from ductile.generator.engine.engine import Engine
+from ductile.generator.server.control_token import ControlToken
+from ductile.generator.server.runner import EngineFailed
+from ductile.generator.server.server import create_app
+from ductile.generator.server.weight_donor import content_of
+from ductile.messages.updates import (
+    Bucket,
+    EndUpdate,
+    Offer,
+    PauseServer,
+    PrepareUpdate,
+    Receiver,
+    ResumeServer,
+    SendReport,
+    TensorSpec,
+    WeightCarrier,
+    WeightUpdate,
+)
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
+from ductile.weights.digest import box_digest
+from ductile.weights.sender import WeightSender
 from tests.generator.conftest import Family, request, run
-from tests.generator.test_serve import server
+from tests.generator.test_serve import server, wait_for
 from tests.generator.weight_giver import Giver, perturbed
+
+Client = httpx.Client | TestClient
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +91,40 @@ def give(client: httpx.Client, weights: dict[str, Tensor]) -> Callable[..., Give
 Give = Callable[..., Giver]
 
 
-def state(client: httpx.Client) -> Any:
+def state(client: Client) -> Any:
     return client.get("/fleet/state").json()
 
 
-def complete(client: httpx.Client, **settings: Any) -> Any:
+def complete(client: Client, **settings: Any) -> Any:
     body = {"prompt": "hello", "temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     return client.post("/v1/completions", json=body | settings).json()
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def post(client: Client, path: str, said: msgspec.Struct) -> Any:
+    reply = client.post(path, content=msgspec.json.encode(said), headers=JSON)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+Fault = Callable[[str, str], None]
+
+
+@pytest.fixture
+def fault(folder: Path) -> Iterator[Fault]:
+    """fault(point, what): have the server do so there; "": not any more."""
+
+    def set(point: str, what: str) -> None:
+        (folder / f"{point}.new").write_text(what)
+        (folder / f"{point}.new").rename(folder / point)
+        points.append(folder / point)
+
+    points: list[Path] = []
+    yield set
+    for point in points:
+        point.unlink(missing_ok=True)
 
 
 def test_a_whole_update_changes_what_is_sampled(client: httpx.Client, give: Give, qwen3: Family) -> None:
@@ -245,3 +297,187 @@ def scored(model: nn.Module, tokens: list[int]) -> list[float]:
 def usage(pid: int) -> dict[str, int]:
     tasks, files = len(os.listdir(f"/proc/{pid}/task")), os.listdir(f"/proc/{pid}/fd")
     return {"threads": tasks, "files": len(files)}
+
+
+def test_a_pause_holds_every_client_until_it_is_over(client: httpx.Client) -> None:
+    epoch = state(client)["epoch"] + 1
+    with ThreadPoolExecutor(2) as clients:
+        assert post(client, "/pause", PauseServer(epoch, lease_s=30))["paused"] is True
+        asked = [clients.submit(complete, client), clients.submit(complete, client, n=2)]
+        wait_for(lambda: state(client)["num_waiting"] == 3)
+        assert client.get("/health").json()["status"] == "ok"
+        sampled = state(client)["num_sampled"]
+        assert post(client, "/pause", PauseServer(epoch, lease_s=30))["paused"] is True
+        assert state(client)["num_sampled"] == sampled
+        assert (
+            client.post("/pause", content=msgspec.json.encode(PauseServer(epoch - 1)), headers=JSON).status_code == 409
+        )
+        assert post(client, "/resume", ResumeServer())["paused"] is False
+        assert [len(future.result(30)["choices"]) for future in asked] == [1, 2]
+
+
+@pytest.mark.parametrize(("mode", "reason", "num_tokens"), [("abort", "abort", None), ("drain", "length", 100)])
+def test_a_pause_ends_what_runs_or_lets_it_end_and_a_lost_resume_loses_nothing(
+    client: httpx.Client, mode: Any, reason: str, num_tokens: int | None
+) -> None:
+    with ThreadPoolExecutor(2) as clients:
+        running = clients.submit(complete, client, max_tokens=num_tokens or 10_000)
+        wait_for(lambda: state(client)["num_running"] == 1)
+        paused = post(client, "/pause", PauseServer(state(client)["epoch"], mode, lease_s=2))
+        assert (paused["paused"], paused["num_running"]) == (True, 0)
+        (choice,) = running.result(30)["choices"]
+        assert choice["finish_reason"] == reason
+        assert num_tokens in (None, len(choice["token_ids"]))
+        # Nobody resumes: the lease ends.
+        assert clients.submit(complete, client).result(30)["choices"][0]["finish_reason"] == "length"
+    assert state(client)["paused"] is False
+
+
+def test_control_routes_are_for_those_who_have_the_token(
+    client: httpx.Client, token_file: Path, process: tuple[str, Any]
+) -> None:
+    assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(token_file.parent.stat().st_mode) == 0o700
+    for key in ("", "Bearer", "Bearer wrong", "Basic " + client.headers["Authorization"][7:]):
+        for path in (
+            "/pause",
+            "/resume",
+            "/weights/prepare",
+            "/weights/buckets/u/s/0",
+            "/weights/abort",
+            "/weights/lease",
+        ):
+            reply = httpx.post(process[0] + path, json={}, headers={"Authorization": key})
+            assert reply.status_code == 401
+            assert (
+                f"this server needs its control token for this: Authorization: Bearer <token>, which is in {token_file}"
+                in reply.text
+            )
+    assert httpx.get(f"{process[0]}/weights/digest").status_code == 401
+    assert httpx.get(f"{process[0]}/fleet/state").status_code == 200
+    assert httpx.get(f"{process[0]}/weights/buckets/guessed/0").status_code == 422
+
+
+def test_a_commit_whose_reply_is_lost_is_told_by_the_state_and_told_again(
+    client: httpx.Client, give: Give, fault: Fault
+) -> None:
+    giver = give()
+    giver.stage()
+    fault("commit-reply", "drop")
+    said = EndUpdate(giver.update.update_id, giver.epoch, giver.version, giver.digest)
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/weights/commit", content=msgspec.json.encode(said), headers=JSON, timeout=0.3)
+    assert (state(client)["version"], state(client)["update"]["phase"]) == (giver.version, "committed")
+    fault("commit-reply", "")
+    assert giver.end("commit")[1]["phase"] == "committed"
+
+
+def test_a_loader_that_hangs_is_seen_and_its_update_fails(client: httpx.Client, give: Give, fault: Fault) -> None:
+    giver = give(settings={"bucket_timeout_s": 0.5})
+    giver.prepare()
+    fault("bucket-first", "hold")
+    with ThreadPoolExecutor(1) as sender:
+        sent = sender.submit(giver.send, 0, 0)
+        assert client.get("/health").status_code == 200
+        status, said = giver.end("verify")
+        assert (status, said["phase"], said["num_buckets"]) == (200, "failed", 0)
+        assert f"no bucket came for 0.5 s: 0 of {len(giver.offers[0].buckets)} buckets are there" in said["reason"]
+        fault("bucket-first", "")
+        assert sent.result(30)[0] == 409
+    give().give()
+
+
+def test_a_server_that_joins_gets_the_weights_of_one_that_is_there(
+    client: httpx.Client, give: Give, qwen3: Family
+) -> None:
+    give().give()
+    live = state(client)
+    lease = client.post("/weights/lease", json={"bucket_bytes": 20_000}).json()
+    assert (lease["version"], lease["digest"]) == (live["version"], live["digest"])
+    give().give()  # the version that is on lease stays as it is
+    control = ControlToken()
+    app = create_app(qwen3.engine(), qwen3.tokenizer, "tiny", control=control)
+    headers = {"Authorization": f"Bearer {control.text}"}
+    with TestClient(app, base_url="http://127.0.0.1", headers=headers) as joiner:
+        offer = msgspec.convert(lease["offer"], Offer)
+        update = WeightUpdate("join", 1, lease["version"], (Receiver("joiner", "http"),))
+        end = msgspec.json.encode(EndUpdate("join", 1, lease["version"], lease["digest"]))
+        said = post(joiner, "/weights/prepare", PrepareUpdate(update, "http", (offer,)))
+        assert said["num_expected"] == len(offer.buckets) > 3
+        assert joiner.post("/weights/verify", content=end, headers=JSON).json()["phase"] == "verified"
+        assert joiner.post("/weights/commit", content=end, headers=JSON).json()["phase"] == "committed"
+        assert joiner.get("/weights/digest").json()["digest"] == live["digest"]
+        gone = msgspec.structs.replace(offer, location=f"{offer.location}x")
+        late = PrepareUpdate(WeightUpdate("late", 2, 9, (Receiver("joiner", "http"),)), "http", (gone,))
+        post(joiner, "/weights/prepare", late)
+        said = post(joiner, "/weights/verify", EndUpdate("late", 2, 9))
+        assert said["phase"] == "failed"
+        assert "version 9 did not come: HTTPStatusError: Client error '422" in said["reason"]
+
+
+def test_weights_that_are_loaded_in_place_keep_everybody_out_until_the_commit(
+    qwen3: Family, weights: dict[str, Tensor]
+) -> None:
+    control = ControlToken()
+    config = ServerConfig(stage_weights=False)
+    app = create_app(qwen3.engine(), qwen3.tokenizer, "tiny", config, control=control)
+    headers = {"Authorization": f"Bearer {control.text}"}
+    with TestClient(app, base_url="http://127.0.0.1", headers=headers) as local, ThreadPoolExecutor(1) as asking:
+        broken = Giver(local, perturbed(weights, 1), 1)
+        broken.prepare()
+        broken.send(0, 0)
+        assert state(local)["serving"] is False
+        waiting = asking.submit(complete, local)
+        wait_for(lambda: state(local)["num_waiting"] == 1)
+        broken.end("abort")
+        assert waiting.result(30)["choices"][0]["finish_reason"] == "abort"
+        assert "has the weights of no version" in complete(local)["error"]["message"]
+        whole = Giver(local, perturbed(weights, 2), 2, epoch=2)
+        whole.give()
+        assert state(local)["serving"] is True
+        assert complete(local)["choices"][0]["weight_versions"] == [[2, whole.digest, 12]]
+
+
+def test_a_commit_that_fails_half_way_ends_the_server(
+    qwen3: Family, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(engine: Engine, tensors: Any, version: int) -> None:
+        swap(engine, dict(list(tensors.items())[:3]), version)
+
+    swap = Engine.swap_weights
+    monkeypatch.setattr(Engine, "swap_weights", half)
+    control, failures = ControlToken(), list[EngineFailed]()
+    app = create_app(qwen3.engine(), qwen3.tokenizer, "tiny", None, failures.append, control=control)
+    headers = {"Authorization": f"Bearer {control.text}"}
+    with TestClient(app, base_url="http://127.0.0.1", headers=headers) as local:
+        giver = Giver(local, perturbed(weights, 1), 1)
+        giver.stage()
+        status, said = giver.end("commit")
+        assert status == 503
+        assert "the engine failed: KeyError" in said["error"]["message"]
+        assert len(failures) == 1
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point", "disk"])
+def test_a_thread_of_the_server_fetches_what_a_sender_has(
+    client: httpx.Client, give: Give, carrier: WeightCarrier, tmp_path: Path
+) -> None:
+    giver = give()
+    update = msgspec.structs.replace(giver.update, receivers=(Receiver("it", carrier),), folder=str(tmp_path))
+    reports: list[SendReport] = []
+
+    def fill(bucket: Bucket, buffer: Tensor) -> int:
+        buffer[: bucket.num_bytes] = content_of(giver.held, bucket)
+        return sum(
+            box_digest(box.name, giver.tensors[box.name][tuple(map(slice, box.start, box.stop))], box.start)
+            for box in bucket.boxes
+        )
+
+    sender = WeightSender(update, giver.offers[0], fill, reports.append)
+    said = post(client, "/weights/prepare", PrepareUpdate(update, carrier, (sender.start(),), "it"))
+    assert said["phase"] == "prepared"
+    assert giver.end("verify")[1]["phase"] == "verified"
+    sender.finish(10)
+    assert [(report.failed, report.digest) for report in reports] == [({}, giver.digest)]
+    assert giver.end("commit")[1]["phase"] == "committed"
+    assert client.get("/weights/digest").json()["digest"] == giver.digest

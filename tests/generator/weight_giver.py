@@ -8,13 +8,15 @@ from typing import Any
 import httpx
 import msgspec
 import torch
+from fastapi.testclient import TestClient
 from msgspec.structs import replace
 from torch import Tensor
 
 from ductile.generator.server.weight_donor import content_of, offered
-from ductile.generator.server.weight_receiver import checksum_of
+from ductile.generator.server.weight_receiver import as_tensor
 from ductile.messages.updates import EndUpdate, PrepareUpdate, Receiver, TensorSpec, WeightUpdate
 from ductile.weights.buckets import only
+from ductile.weights.carriers.carrier import checksum_of
 from ductile.weights.live_weights import VersionTensors
 
 
@@ -30,7 +32,7 @@ def perturbed(tensors: Mapping[str, Tensor], seed: int, scale: float = 0.02) -> 
 class Giver:
     """One update at a server. Every call returns the reply's status and JSON."""
 
-    client: httpx.Client
+    client: httpx.Client | TestClient
     tensors: Mapping[str, Tensor]
     version: int
     epoch: int = 1
@@ -72,14 +74,14 @@ class Giver:
 
     def send(self, sender: int, index: int, **changed: Any) -> tuple[int, Any]:
         offer = self.offers[sender]
-        content = changed.get("content", content_of(self.held, offer.buckets[index]))
+        content = changed.get("content", content_of(self.held, offer.buckets[index]).numpy().tobytes())
         reply = self.client.post(
             f"/weights/buckets/{self.update.update_id}/{offer.sender}/{changed.get('to', index)}",
             content=content,
             headers={
                 "Content-Type": "application/octet-stream",
                 "X-Ductile-Epoch": str(changed.get("epoch", self.epoch)),
-                "X-Ductile-Checksum": changed.get("checksum", checksum_of(content)),
+                "X-Ductile-Checksum": changed.get("checksum", checksum_of(as_tensor(bytearray(content)))),
             },
         )
         return reply.status_code, reply.json()
@@ -107,5 +109,6 @@ class Giver:
         assert (status, said["phase"]) == (200, "committed"), said
 
     def post(self, path: str, said: msgspec.Struct) -> tuple[int, Any]:
-        reply = self.client.post(path, content=msgspec.json.encode(said), headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        reply = self.client.post(path, content=msgspec.json.encode(said), headers=headers)
         return reply.status_code, reply.json()

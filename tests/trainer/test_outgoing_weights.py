@@ -2,11 +2,13 @@
 
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from ductile.config.schema.trainer import SFTLoss, SGDConfig, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer import owners
 from ductile.fabric import rendezvous
-from ductile.messages.updates import Offer, Receiver, WeightUpdate
+from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, WeightCarrier, WeightUpdate
 from ductile.messages.workers import BeginUpdate, FinishUpdate, ForwardBackward, OptimStep, Publish
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch
@@ -24,13 +26,14 @@ from ductile.roles import RoleAssignment, StateKept
 from ductile.trainer import outgoing_weights
 from ductile.trainer.outgoing_weights import OutgoingWeights
 from ductile.trainer.train_role import TrainRole
-from ductile.weights.digest import total_of, whole_digest
+from ductile.weights.carriers import receive
+from ductile.weights.digest import box_digest, total, total_of, whole_digest
 from ductile.weights.shared_memory import SharedMemory
 from tests.ranks import result_of, start, stop
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import make_samples
-from tests.weights.memory_sender import MemorySender, assemble
+from tests.weights.memory_sender import MemorySender, assemble, box_of
 
 SAMPLES = tuple(make_samples((9, 14, 5)))
 RECEIVERS = (Receiver("http-1", "shared_memory"),)
@@ -183,6 +186,24 @@ def test_a_reader_is_safe_from_the_next_step_and_would_not_be_without_the_fence(
     assert not is_still, "the step did change the weights"
 
 
+def test_an_update_that_is_aborted_frees_the_step_that_waits(folder: str, tmp_path: Path) -> None:
+    (hold := tmp_path / "hold").touch()
+
+    def story(role: TrainRole, told: "queue.Queue[Any]", place: RoleAssignment) -> None:
+        MemorySender.hold = hold
+        role.handle(BeginUpdate(update(1)))
+        role.handle(batch_of(place))
+        step = threading.Thread(target=role.handle, args=(OptimStep(20.0),))
+        step.start()
+        role.handle(FinishUpdate("u1", True))  # as the thread beside does it
+        step.join(20)
+        assert not step.is_alive()
+        assert told.get(timeout=20).report.failed == {"everybody": "the update was aborted"}
+
+    _with_role(story, RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu"), settings_of(folder))
+    MemorySender.hold = None
+
+
 def stuck(role: TrainRole, told: "queue.Queue[Any]", place: RoleAssignment, hold: Path) -> tuple[Any, Any]:
     MemorySender.hold = hold
     role.handle(BeginUpdate(update(1, total_timeout_s=0.2)))
@@ -268,3 +289,29 @@ def test_what_was_finished_cannot_begin(folder: str) -> None:
         told.get(timeout=20)
 
     _with_role(story, RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu"), settings_of(folder))
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point"])
+def test_a_receiver_gets_the_version_from_all_ranks_while_they_train(carrier: WeightCarrier, folder: str) -> None:
+    """With the sender of the carriers, and real bytes."""
+    order = msgspec.structs.replace(update(1), receivers=(Receiver("http-1", carrier),))
+    tensors: dict[str, Tensor] = {}
+    parts: list[int] = []
+
+    def load(offer: Offer, bucket: Bucket, content: Tensor) -> None:
+        assemble(tensors, offer, {bucket.index: content}, bucket)
+        parts.extend(box_digest(box.name, box_of(tensors, box), box.start) for box in bucket.boxes)
+
+    with Fleet(settings_of(folder), slots=range(2)) as fleet:
+        fleet.assign((0, 1))
+        offers = tuple(reply.offer for reply in fleet.ask(dict.fromkeys((0, 1), BeginUpdate(order))).values())
+        with ThreadPoolExecutor(1) as pool:
+            received = pool.submit(receive, PrepareUpdate(order, carrier, offers), load, threading.Event())
+            fleet.forward_backward(SAMPLES)
+            fleet.optim_step(20.0)  # waits for the receiver
+            received.result(timeout=20)
+        fleet.ask(dict.fromkeys((0, 1), FinishUpdate("u1", False)))
+        fleet.release((0, 1))
+    whole = {name: parameter.detach() for name, parameter in load_model(folder).named_parameters()}
+    assert_equal(tensors, whole)
+    assert total(parts) == whole_digest(whole.items())

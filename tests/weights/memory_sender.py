@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ductile.messages.updates import Bucket, Offer, SendReport, WeightUpdate
+from ductile.messages.updates import Bucket, Offer, SendReport, TensorBox, WeightUpdate
 from ductile.weights.digest import to_text
 from ductile.weights.sender import Fill
 
@@ -59,12 +59,16 @@ class MemorySender:
         return part
 
 
-def assemble(tensors: dict[str, Tensor], offer: Offer, content: dict[int, Tensor]) -> None:
-    """Load what was sent into `tensors`, by name, which are made where there are none."""
+def assemble(tensors: dict[str, Tensor], offer: Offer, content: dict[int, Tensor], *only: Bucket) -> None:
+    """Load the content of buckets, by index, into `tensors`, by name, which are made where there are none."""
     for spec in offer.tensors:
         tensors.setdefault(spec.name, torch.zeros(spec.shape, dtype=vars(torch)[spec.dtype]))
-    for bucket in offer.buckets:
+    for bucket in only or offer.buckets:
         for box in bucket.boxes:
-            into = tensors[box.name][tuple(map(slice, box.start, box.stop))]
+            into = box_of(tensors, box)
             sent = content[bucket.index][box.offset_bytes : box.offset_bytes + box.num_bytes]
             into.copy_(sent.view(into.dtype).view(into.shape))
+
+
+def box_of(tensors: dict[str, Tensor], box: TensorBox) -> Tensor:
+    return tensors[box.name][tuple(map(slice, box.start, box.stop))]

@@ -1,5 +1,6 @@
 """Every way that buckets travel, with receivers (and senders) that are processes, which die, hang and refuse."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -17,9 +18,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from ductile.fabric import rendezvous
 from ductile.messages.updates import Offer, PrepareUpdate, Receiver, SendReport, WeightCarrier, WeightUpdate
-from ductile.weights.carriers.disk import DiskSender
+from ductile.weights.carriers.disk import DiskSender, folder_of
+from ductile.weights.carriers.shared_memory import SlotRing
 from ductile.weights.sender import WeightSender
+from tests.full_disk import small_disk
 from tests.weights.member import TOKEN, Task, content, fill, fingerprint, offer_of
 
 CARRIERS: list[WeightCarrier] = ["shared_memory", "point_to_point", "http", "disk"]
@@ -75,6 +79,8 @@ class Fleet:
     def __init__(self, folder: Path, carrier: WeightCarrier) -> None:
         self._folder, self._carrier = folder, carrier
         self.servers: dict[str, Member] = {}
+        self.ranks: list[Member] = []
+        """Senders in processes of their own."""
         self.receivers: list[Receiver] = []
         self._tasks: dict[str, Task] = {}
         self.senders: list[WeightSender] = []
@@ -125,8 +131,8 @@ class Fleet:
         for sender in self.senders:
             sender.abort()
             sender.finish(WAIT_S)
-        for server in self.servers.values():
-            server.end()
+        for member in (*self.servers.values(), *self.ranks):
+            member.end()
 
 
 def expected(*sizes: Sequence[int]) -> str:
@@ -169,7 +175,8 @@ def _open_files() -> dict[str, int]:
 
 @pytest.fixture(autouse=True, scope="module")
 def warm() -> None:
-    """The template of processes, which keeps a socket of its own, is there before anything is counted."""
+    """What stays in this process is there before anything is counted: a template, and a signal pipe of torch."""
+    rendezvous.host_store()
     subprocess.run([sys.executable, "-m", "tests.warm_echo"], stdout=subprocess.DEVNULL, check=True)
 
 
@@ -247,14 +254,133 @@ def test_the_death_of_a_sender_fails_its_receivers_at_once(
     made.receiver("a"), made.receiver("b")
     update = made.update(bucket_timeout_s=60.0)
     sender = Member(tmp_path, "sender", Task(hold_at=at, send=update, sizes=SIZES))
+    made.ranks.append(sender)
     location = sender.until("location")
     made.prepare(update, (msgspec.structs.replace(offer_of("rank-0", SIZES), location=location),))
     sender.until("bucket", str(at))
     for server in made.servers.values():
         if at and carrier != "disk":
             server.until("bucket", str(at - 1))
-    sender.end()
+    sender.send_signal(signal.SIGKILL)
     for server in made.servers.values():
         assert server.until("failed").startswith("rank-0 ")
     if carrier == "disk":
+        sender.process.wait()
         DiskSender(update, "rank-1", ["a"]).remove()  # the next one finds what was left, and removes it
+
+
+@pytest.mark.parametrize("carrier", ACKNOWLEDGED)
+def test_a_receiver_that_never_comes_is_left_out(
+    fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier
+) -> None:
+    """And one of which the orchestrator knows that it will not come is not waited for."""
+    made = fleet(carrier)
+    made.receiver("here")
+    absent = [Receiver(name, carrier, "http://127.0.0.1:9", TOKEN) for name in ("late", "refused")]
+    present, made.receivers = made.receivers, [*made.receivers, *absent]
+    update, made.receivers = made.update(bucket_timeout_s=2.0), present
+    offers = made.send(update, SIZES)
+    made.senders[0].leave_out("refused", "it has another model")
+    made.prepare(update, offers)
+    assert made.servers["here"].until("staged") == expected(SIZES)
+    failed = made.report().failed
+    assert failed.keys() == {"late", "refused"}
+    assert failed["refused"] == "refused was left out: it has another model"
+
+
+@pytest.mark.parametrize("carrier", ACKNOWLEDGED)
+def test_an_aborted_update_ends_on_both_sides(fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier) -> None:
+    made = fleet(carrier)
+    name = made.receiver("slow", load_s=0.5)
+    update = made.update(bucket_timeout_s=60.0)
+    made.prepare(update, made.send(update, SIZES))
+    made.servers[name].until("bucket", "1")
+    made.senders[0].abort()
+    assert made.report().failed == {name: f"{name} was left out: the update was aborted"}
+    if carrier != "http":
+        made.servers[name].until("failed")
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point"])
+def test_who_does_not_know_the_secret_gets_nothing(
+    fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier
+) -> None:
+    made = fleet(carrier)
+    thief, honest = made.receiver("thief"), made.receiver("honest")
+    update = made.update(bucket_timeout_s=1.0)
+    offers = made.send(update, SIZES)
+    everybody = made.receivers
+    made.receivers = everybody[:1]
+    made.prepare(msgspec.structs.replace(update, secret="guessed"), offers)
+    assert made.servers[thief].until("failed").startswith("rank-0 ")
+    made.receivers = everybody[1:]
+    made.prepare(update, offers)
+    assert made.servers[honest].until("staged") == expected(SIZES)
+    assert made.report().failed == {thief: "thief did not connect within 1 s"}
+
+
+def test_a_sender_that_does_not_know_the_secret_is_believed_nothing(fleet: Callable[[WeightCarrier], Fleet]) -> None:
+    made = fleet("shared_memory")
+    name = made.receiver("a")
+    update = made.update(bucket_timeout_s=1.0)
+    made.prepare(msgspec.structs.replace(update, secret="another"), made.send(update, SIZES))
+    assert made.servers[name].until("failed").startswith("rank-0 ")
+    assert made.report().failed.keys() == {name}
+
+
+def test_a_token_that_is_refused_is_shown_nowhere_and_not_tried_again(
+    fleet: Callable[[WeightCarrier], Fleet],
+) -> None:
+    made = fleet("http")
+    name = made.receiver("a")
+    wrong = msgspec.structs.replace(made.receivers[0], token="a-wrong-secret")
+    update = msgspec.structs.replace(made.update(bucket_timeout_s=60.0), receivers=(wrong,))
+    made.prepare(update, made.send(update, SIZES))
+    report = made.report()
+    assert "HTTP 401" in report.failed[name]  # the server's reply has the token in it
+    assert "a-wrong-secret" not in repr(report) + repr(update)
+    assert update.secret not in repr(update)
+
+
+def test_a_full_disk_fails_its_carrier_and_no_other(fleet: Callable[[WeightCarrier], Fleet], tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        made = fleet("disk")
+        made.receiver("by-disk")
+        made.receiver("by-memory", "shared_memory")
+        update = msgspec.structs.replace(made.update(), folder=str(disk))
+        made.prepare(update, made.send(update, (700_000, 700_000)))
+        assert made.servers["by-memory"].until("staged") == expected((700_000, 700_000))
+        (failed,) = made.report().failed.items()
+        assert failed[0] == "by-disk"
+        assert "No space left on device" in failed[1]
+        assert "gave the update up" in made.servers["by-disk"].until("failed")
+        assert os.listdir(disk) == []
+
+
+def test_a_folder_of_another_sender_is_not_loaded(fleet: Callable[[WeightCarrier], Fleet]) -> None:
+    """As where a server sees another disk under the same path."""
+    made = fleet("disk")
+    name = made.receiver("a")
+    update = made.update()
+    offers = made.send(update, SIZES)
+    made.prepare(msgspec.structs.replace(update, secret="another"), offers)
+    assert "is not the folder that rank-0 writes to" in made.servers[name].until("failed")
+
+
+@pytest.mark.parametrize("name", ["../x", "", ".", "a/b", "/x"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be the name of a folder"):
+        folder_of(WeightUpdate(name, 0, 0, (), folder="/x"), "rank-0")
+
+
+def test_the_memory_of_a_sender_can_only_be_read() -> None:
+    ring = SlotRing("test", 1, 10)
+    try:
+        fd = os.open(ring.location, os.O_RDWR)
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, 4096)
+        with pytest.raises(PermissionError):
+            os.write(fd, b"x")
+        os.close(fd)
+    finally:
+        ring.close()

@@ -33,18 +33,21 @@ class BroadcastGroup:
 
 class Broadcast:
     """One that is under way. It must be waited for before the last reference to its group goes: the group's end waits
-    for it, and keeps all other threads of the process waiting with it."""
+    for it, and keeps all other threads of the process waiting with it. Until then it keeps the group's sockets open."""
 
     def __init__(self, work: dist.Work) -> None:
-        self._work = work
+        self._work: dist.Work | None = work
+        self._error = ""
 
     def is_over(self) -> bool:
-        return self._work.is_completed()
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> str:
         """Why it failed, within the group's timeout; "" when it did not."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            return str(error) or type(error).__name__
-        return ""
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                self._error = str(error) or type(error).__name__
+            self._work = None
+        return self._error

@@ -43,12 +43,12 @@ def weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
 
 
 def _array(box: torch.Tensor) -> NDArray[Any]:
-    """Return the memory of a box, for as long as that is there. `Tensor.numpy` would do, but for ever forbid to free the
-    memory of a tensor that others hold, as FSDP2 does with what it has gathered."""
+    """Return a box's memory, for as long as that is there. `Tensor.numpy` would do, but for ever forbid to free memory
+    that others hold, as FSDP2 holds what it has gathered."""
     item_bytes = box.element_size()
     strides = [stride * item_bytes for stride in box.stride()]
     num_bytes = item_bytes + sum((length - 1) * stride for length, stride in zip(box.shape, strides, strict=True))
-    memory = (ctypes.c_char * (num_bytes if box.numel() else 0)).from_address(box.data_ptr())
+    memory = memoryview((ctypes.c_char * (num_bytes if box.numel() else 0)).from_address(box.data_ptr()))
     return np.ndarray(tuple(box.shape), _ARRAYS[box.dtype], memory, strides=tuple(strides))
 
 

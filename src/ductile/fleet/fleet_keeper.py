@@ -168,7 +168,7 @@ class FleetKeeper:
         elif finding.kind == "unasked":
             self._blame_ourselves(finding.reason)
         elif finding.kind == "denied":
-            self.discovery.reject(address, server.incarnation if server else "", finding.reason)
+            self.discovery.reject(address, "", finding.reason)
             self._tell(f"{finding.reason}; it is not asked again")
         if server is not None:
             match finding.kind:

@@ -22,7 +22,7 @@ from ductile.fleet.in_flight import InFlight, RequestsInFlight
 from ductile.fleet.instance_port import InstanceEvent, Returned, RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.migration import MigrationResult, Migrator
-from ductile.fleet.worker_pool import MOST_LOST, WorkerPool
+from ductile.fleet.worker_pool import ANY_VERSION, MOST_LOST, WorkerPool
 from ductile.messages.workers import DigestWeights, EngineStats, Finished, Heartbeat, Score, TrainCommand, WeightDigests
 from ductile.records import GenerateRequest, Generation
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
@@ -62,6 +62,7 @@ class RemoteGenerators(WorkerPool):
         not."""
         super().__init__("generate", slots, instances, deadlines, leases)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
+        self._suspects: dict[InstanceId, str] = {}
         self._in_flight = RequestsInFlight(lambda: asyncio.get_running_loop().time())
         self._dispatch = Dispatch(self)
 
@@ -69,8 +70,16 @@ class RemoteGenerators(WorkerPool):
     def capacity(self) -> int:
         return sum(self._ports[each.id].max_num_seqs or self._max_num_seqs for each in self.instances)
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Waits for a generator while there is none. Raises SlotLost, Late or Refused.
+    def suspect(self, id: InstanceId, why: str) -> None:
+        """The generator gets only what no other one can take; with "" for a reason, what it can, again."""
+        if why:
+            self._suspects[id] = why
+        else:
+            self._suspects.pop(id, None)
+
+    async def generate(self, request: GenerateRequest, versions: range = ANY_VERSION) -> Generation:
+        """Waits for a generator while there is none. Raises SlotLost, Late, Refused or Interrupted. versions: those
+        that a generator may have when it gets the request, such as range(7, 8).
 
         What was under way at a generator that is lost goes on at another one, with the tokens that are known of it; a
         generator that makes no progress is given up. A request that MOST_LOST generators were lost with while it came
@@ -82,7 +91,7 @@ class RemoteGenerators(WorkerPool):
         try:
             while True:
                 try:
-                    await self._send(entry, lost, unwilling)
+                    await self._send(entry, lost, unwilling, versions)
                     return await self._wait_for(entry)
                 except Failure as error:
                     if entry.instance is not None:
@@ -92,7 +101,9 @@ class RemoteGenerators(WorkerPool):
                         elif isinstance(error, SlotLost) and entry.where in self._ports:
                             lost.add(entry.instance)  # the news of its death is still to come
                     self._begin_again(entry, error)
-                    if unwilling.issuperset({*self.instances} - lost):  # nothing tells when they take requests again
+                    if unwilling.issuperset(
+                        {*self.of_versions(versions)} - lost
+                    ):  # nothing tells when they take requests again
                         if isinstance(error, NotTaken | Interrupted):
                             await asyncio.sleep(self._not_taken_s(entry))
                         unwilling.clear()
@@ -156,10 +167,12 @@ class RemoteGenerators(WorkerPool):
         """Lengths of the latest completions."""
         return self._in_flight.completion_lengths.lengths()
 
-    async def _send(self, entry: InFlight, lost: Collection[Instance], unwilling: Collection[Instance]) -> None:
-        there = await self.some(f"request {entry.name}", lost)
+    async def _send(
+        self, entry: InFlight, lost: Collection[Instance], unwilling: Collection[Instance], versions: range
+    ) -> None:
+        there = await self.some(f"request {entry.name}", lost, versions)
         instances = [instance for instance in there if instance not in unwilling] or there
-        request, loads = entry.request, self._in_flight.loads(instances)
+        request, loads = entry.request, self._in_flight.loads(instances, self._suspects)
         chosen = route(request.group, loads, len(request.prompt), self._block_tokens).instance
         self._in_flight.note_instance(entry, next(each for each in instances if each.id == chosen))
         self._dispatch.send(entry)
@@ -228,6 +241,7 @@ class RemoteGenerators(WorkerPool):
                     entry.take(request)
                     entry.fail(failure)
             case Died(reason):
+                self._suspects.pop(instance.id, None)
                 self._in_flight.forget(instance)
                 for entry in self._in_flight.at(instance):
                     if not entry.migrating:

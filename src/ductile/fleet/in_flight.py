@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ductile.concurrency.change_signal import ChangeSignal
@@ -165,8 +165,10 @@ class RequestsInFlight:
                 entry.generated, entry.not_taken_since_s = max(entry.generated, generated), None
                 self._predict(entry)
 
-    def loads(self, instances: Sequence[Instance]) -> list[GeneratorLoad]:
-        """Predicted work that each generator still has."""
+    def loads(
+        self, instances: Sequence[Instance], suspects: Mapping[InstanceId, str] | None = None
+    ) -> list[GeneratorLoad]:
+        """Predicted work that each generator still has. suspects: why some are, as `GeneratorLoad` has it."""
         remaining = {each.id: 0.0 for each in instances}
         groups: dict[InstanceId, set[str]] = {name: set() for name in remaining}
         for entry in self._by_name.values():
@@ -174,7 +176,10 @@ class RequestsInFlight:
                 remaining[name] += entry.predicted_tokens
                 if entry.request.group:
                     groups[name].add(entry.request.group)
-        return [GeneratorLoad(name, tokens, frozenset(groups[name])) for name, tokens in remaining.items()]
+        return [
+            GeneratorLoad(name, tokens, frozenset(groups[name]), (suspects or {}).get(name, ""))
+            for name, tokens in remaining.items()
+        ]
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """All requests that are at a generator, as policies see them; their ids are those on the wire."""

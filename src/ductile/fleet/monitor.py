@@ -20,6 +20,7 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.config.schema.fleet import FleetConfig
 from ductile.error_text import error_text
+from ductile.fleet.server_http import KEPT_S
 from ductile.messages.updates import ServerState
 
 MOST_PROBES = 64
@@ -58,7 +59,7 @@ class HttpProbe:
         """timeout_s: for a whole probe. key_of: the server's API key, by address."""
         self._timeout_s, self._key_of = timeout_s, key_of
         self._client = httpx.AsyncClient(
-            timeout=timeout_s, limits=httpx.Limits(max_connections=None, keepalive_expiry=60.0), trust_env=False
+            timeout=timeout_s, limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S), trust_env=False
         )
 
     async def __call__(self, address: str) -> Finding:
@@ -166,11 +167,7 @@ class Monitor:
         if (task := self._under_way.get(address)) is None:
             task = self._under_way[address] = asyncio.create_task(self._asked(address))
             task.add_done_callback(lambda _: self._under_way.pop(address, None))
-        with suppress(asyncio.CancelledError):
-            await asyncio.shield(task)
-            return
-        if not task.cancelled():
-            raise asyncio.CancelledError
+        await asyncio.wait([task])
 
     async def _asked(self, address: str) -> None:
         try:

@@ -28,6 +28,9 @@ OUR_FAULTS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.EPERM}
 )
 """What keeps us from asking anybody: no server is to blame for it."""
+KEPT_S = 2.0
+"""Seconds that a connection without a request is kept: less than servers do (5 s), which would close it just as it is
+used again."""
 FIRST_PAUSE_S = 0.8
 """Seconds between the first two attempts to connect; each pause after it is four times as long."""
 
@@ -41,11 +44,11 @@ class ServerDeadlines:
     connect_s: float = 5.0
     state_s: float = 2.0
     control_s: float = 30.0
-    """Of a control route that says nothing else."""
+    """Seconds until a control route must have replied, where nothing else is said."""
     verify_s: float = 300.0
-    """Until all buckets of an update are staged, and their digest is known."""
+    """Seconds until all buckets of an update are staged, and their digest is known."""
     silence_s: float = 600.0
-    """Without a byte of a response; its first token may wait for others' last."""
+    """Seconds without a byte of a response; its first token may wait for others' last."""
 
 
 class ServerHttp:
@@ -71,7 +74,7 @@ class ServerHttp:
         self._control = {"Authorization": f"Bearer {control_token}"} if control_token else {}
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S),
             transport=transport,
             trust_env=False,  # a proxy between a run and its own server is never meant
         )

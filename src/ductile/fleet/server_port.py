@@ -85,7 +85,7 @@ class ServerPort:
         self.max_num_seqs = max_num_seqs
         self.why_lost = ""
         self.incarnation = ""
-        """Of the process that was adopted; "" for a server that does not say it."""
+        """Incarnation of the process that was adopted; "" for a server that does not say it."""
         self.version: int | None = None
         """Version that is live; None for a server that keeps its own weights."""
         self._model = ""

@@ -165,6 +165,10 @@ class _Attempt:
     short: dict[InstanceId, Shortfall] = field(default_factory=dict[InstanceId, Shortfall])
     prepared: list[InstanceId] = field(default_factory=list[InstanceId])
     committed: list[InstanceId] = field(default_factory=list[InstanceId])
+    receiving: set[InstanceId] = field(default_factory=set[InstanceId])
+    """Servers that have been seen with a bucket: the ranks notice by themselves when these fail."""
+    is_sent: bool = False
+    """All servers were prepared, so that the ranks could send to them."""
     digest: Digest = ""
     num_bytes: int = 0
     pause_s: float = 0.0
@@ -179,9 +183,12 @@ class _Attempt:
 
     @property
     def is_broken(self) -> bool:
-        """Nobody is left, or one has failed on whom the others depend: a process group lacks it."""
-        groups = {receiver.instance for receiver in self.update.receivers if receiver.carrier == "point_to_point"}
-        return not self.left or not groups.isdisjoint(self.short)
+        """Nobody is left, or one has failed that holds the others up: a process group lacks it, or the ranks would wait
+        for it to come."""
+        carriers = {InstanceId(each.instance): each.carrier for each in self.update.receivers}
+        failed = [(carriers[name], name in self.receiving) for name in self.short if name in carriers]
+        awaited = [carrier == "shared_memory" and not began for carrier, began in failed]
+        return not self.left or any(awaited) or any(carrier == "point_to_point" for carrier, _ in failed)
 
     def end(self, version: int = 0) -> EndUpdate:
         return EndUpdate(self.update.update_id, self.update.epoch, version or self.update.version, self.digest)
@@ -294,12 +301,14 @@ class WeightUpdates:
         digest, num_bytes, pause_s = "", 0, 0.0
         left = {member.id: member for member in members}
         while left:
-            number += 1
             attempt = await self._attempt(senders, version, left)
+            drops = any(why.fault not in ("undone", "held_up") for why in attempt.short.values())
+            if attempt.is_sent or not drops:  # else nothing has gone out, and there are fewer the next time
+                number += 1
             carriers |= {InstanceId(each.instance): each.carrier for each in attempt.update.receivers}
             digest, num_bytes = attempt.digest or digest, num_bytes + attempt.num_bytes
             pause_s = max(pause_s, attempt.pause_s)
-            decision = next_attempt(tuple(attempt.committed), attempt.short, number, max_attempts)
+            decision = next_attempt(tuple(attempt.committed), attempt.short, max(1, number), max_attempts)
             outcomes += decision.ended
             left = {name: replace(left[name], incarnation=attempt.states[name].incarnation) for name in decision.again}
         seconds = self._clock() - began_s
@@ -395,6 +404,7 @@ class WeightUpdates:
         """Wait for the ranks and watch the servers; what fails first counts, and nobody waits for the rest."""
         if attempt.is_broken:
             return self._break(attempt)
+        attempt.is_sent = True
         sending = asyncio.create_task(_awaited(senders.sent(attempt.update.update_id)))
         watching = asyncio.create_task(self._watch(attempt))
         try:
@@ -534,6 +544,8 @@ def _note(attempt: _Attempt, name: InstanceId, reply: "UpdateProgress | Failure"
         attempt.fail(name, reply)
     elif reply.phase in ("failed", "aborted"):
         attempt.fail(name, reply.reason or f"the update has {reply.phase}")
+    elif reply.num_buckets:
+        attempt.receiving.add(name)
 
 
 def _restarted(member: AnyMember, state: ServerState) -> Shortfall | None:

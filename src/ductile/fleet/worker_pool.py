@@ -30,6 +30,7 @@ from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import raise_worst
 from ductile.transport.mailbox import Died, Outcome
 
+ANY_VERSION = range(-1, 1 << 31)
 MOST_LOST = 5
 """Generators that may be lost with one request before it fails, and times that scorers may be with the same samples."""
 
@@ -102,6 +103,12 @@ class WorkerPool:
         port = self._ports.get(instance.id)
         return port.why_lost if port else self._lost.get(instance.id, "")
 
+    def of_versions(self, versions: range) -> tuple[Instance, ...]:
+        """The instances that take work and have one of these versions. Where one does not say, it has the live one."""
+        has = {each: self._ports[each.id].version for each in self.instances}
+        live = 0 if self.version is None else self.version
+        return tuple(each for each, version in has.items() if (live if version is None else version) in versions)
+
     async def ask(self, instance: Instance, command: Command) -> Reply:
         """Tell the instance, and wait for its reply. Raises SlotLost, Late or Refused."""
         if why := self.why_lost(instance):
@@ -120,13 +127,15 @@ class WorkerPool:
         outcomes = await asyncio.gather(*(self._outcome(*item) for item in commands.items()))
         return dict(zip(commands, outcomes, strict=True))
 
-    async def some(self, what: str, without: Collection[Instance] = ()) -> tuple[Instance, ...]:
+    async def some(
+        self, what: str, without: Collection[Instance] = (), versions: range = ANY_VERSION
+    ) -> tuple[Instance, ...]:
         """The instances that take work, at least one. Raises Late when none comes. what: the work, such as "12
         samples". without: instances that were lost with it; their connection may end before the news of their death
-        comes."""
+        comes. versions: those that one of them may have."""
 
         def there() -> tuple[Instance, ...]:
-            return tuple(each for each in self.instances if each not in without)
+            return tuple(each for each in self.of_versions(versions) if each not in without)
 
         if not there():
             self.num_waiting += 1
@@ -228,9 +237,9 @@ class WorkerPool:
                 self._forget(port)
                 await port.release()
 
-    async def receive(self, manifest: Manifest) -> None:
+    async def receive(self, manifest: Manifest, keeping: Collection[InstanceId] = ()) -> None:
         """Returns when the version is live on every instance that takes it; the others are left behind. Nothing happens
-        when a later version is live.
+        when a later version is live. keeping: instances that are not to get it, and go on with the one that they have.
 
         Raises Refused when all of several refuse it: the fault is the version's. Raises Refused or Late when one cannot
         be given up (`leave_behind`).
@@ -238,7 +247,7 @@ class WorkerPool:
         async with self.lock.exclusive(f"version {manifest.version} goes live"):
             if self.version is not None and manifest.version < self.version:
                 return
-            asked = {instance: self._ports[instance.id] for instance in self.all_instances}
+            asked = {each: self._ports[each.id] for each in self.all_instances if each.id not in keeping}
             outcomes = await asyncio.gather(*(_received(port, manifest) for port in asked.values()))
             failed = {instance: failure for instance, failure in zip(asked, outcomes, strict=True) if failure}
             if len(asked) > 1 and all(isinstance(failed.get(instance), Refused) for instance in asked):
@@ -251,6 +260,7 @@ class WorkerPool:
                     if self._leases is not None:
                         self._leases.note(port, manifest.version)
             self._update()
+            self._changed.notify_all()  # work may wait for the version
 
     def leave_behind(self, failed: Mapping[Instance, Failure]) -> None:
         """Go on without the instances that failed at what they were asked: one that is late or refuses is given up

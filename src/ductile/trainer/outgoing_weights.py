@@ -26,8 +26,8 @@ from ductile.weights.buckets import OwnedTensor, num_bytes_of, offer_of, only
 from ductile.weights.digest import box_digest, from_text, to_text
 from ductile.weights.sender import WeightSender
 
-PIECE_BYTES = 1 << 19
-"""Bytes that are copied and summed up at a time: they are still in a core's second cache when they are read again."""
+PIECE_BYTES = 1 << 20
+"""Bytes that are copied and summed up at a time: what was copied is in the cache when it is summed up."""
 FINISH_S = 5.0
 """Seconds that a sender which is through, or was told to end, has to free what it holds."""
 

@@ -95,10 +95,10 @@ def _packed(groups: Iterable[Sequence[TensorBox]], most: int) -> Iterator[Bucket
     index, end = 0, 0
     boxes: list[TensorBox] = []
     for group in groups:
-        together = sum(_aligned(box.num_bytes) for box in group[:-1]) + group[-1].num_bytes
-        fits_alone = together <= most
+        num_bytes = sum(_aligned(box.num_bytes) for box in group[:-1]) + group[-1].num_bytes
+        fits_alone = num_bytes <= most
         for place, box in enumerate(group):
-            needed = together if fits_alone and not place else box.num_bytes
+            needed = num_bytes if fits_alone and not place else box.num_bytes
             if boxes and _aligned(end) + needed > most:
                 yield Bucket(index, end, tuple(boxes))
                 index, end, boxes = index + 1, 0, []

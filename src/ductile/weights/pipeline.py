@@ -88,8 +88,12 @@ class Pipeline(Generic[Item]):
                 queues[1].put(None)
             for thread in threads:
                 thread.join()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # else its traceback, and so all that the stages worked with, would live in a circle
 
     def _serve(self, index: int, queues: "list[SimpleQueue[_Way[Item] | None]]", free: SimpleQueue[int]) -> None:
         while (way := queues[index].get()) is not None:

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.instances.routing import GeneratorLoad, predicted_tokens, route
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.routing import GeneratorLoad, Route, predicted_tokens, route
 
 
 def test_the_fewest_remaining_tokens_wins_not_the_fewest_sequences():
@@ -59,3 +62,11 @@ def test_predicted_tokens():
     assert predicted_tokens(128, 100, 40.0) == 14
     assert predicted_tokens(16, 0, 40.0) == 16
     assert predicted_tokens(16, 20, 40.0) == 0
+
+
+def test_a_suspect_gets_only_what_no_other_can_take() -> None:
+    idle = GeneratorLoad(InstanceId("a"), 0, frozenset({"g"}), "it missed a probe")
+    busy = GeneratorLoad(InstanceId("b"), 1000)
+    chosen = route("g", [idle, busy], 64, 16)
+    assert chosen == Route(InstanceId("b"), "b has the fewest tokens left: 1000; a is suspect: it missed a probe")
+    assert route("g", [idle, replace(busy, suspect="it is late")], 64, 16).instance == "a"

@@ -65,7 +65,10 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
         Unread(("trainer.data.fake",), "it is for `ductile trainer`, and here the generators make the data"),
     ),
     SFTConfig: (_unscheduled("sft"),),
-    TrainerRunConfig: (_unscheduled("trainer"),),
+    TrainerRunConfig: (
+        _unscheduled("trainer"),
+        Unread(("weight_broadcast",), "it is for servers that generate, and `ductile trainer` has none"),
+    ),
     OrchestratorRunConfig: (
         Unread(
             (
@@ -84,6 +87,10 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
             tuple(name for name in FleetConfig.model_fields if name != "registry"),
             "it is for `ductile rl`, which rules the fleet that this server is in",
             noted=True,
+        ),
+        Unread(
+            ("registry.urls", "registry.import_path", "registry.kwargs"),
+            "a server announces itself in a folder or at a registry over HTTP (registry.type file, http)",
         ),
         Unread(
             ("output_dir", "deployment.gpus_per_node"),

@@ -3,7 +3,8 @@
 The one with the least work ahead of it, counted in predicted tokens and not in sequences: sequences of a skewed length
 distribution are not alike. Siblings of a group go where their prompt is already cached, as long as that costs less
 than the cached prompt saves (`AFFINITY_TOKENS` more predicted tokens than the least loaded generator). A cache shares
-whole blocks: siblings of a prompt that fills none are strangers.
+whole blocks: siblings of a prompt that fills none are strangers. A generator that is suspect gets nothing while there
+is another one, not even siblings.
 
 The caller keeps the books (a `GeneratorLoad` a generator) and asks again for every sequence.
 """
@@ -26,6 +27,8 @@ class GeneratorLoad:
     """Predicted tokens that the generator still has to sample, all its sequences together."""
     groups: frozenset[str] = frozenset()
     """Groups with a request in flight on the generator: their prompts are cached there."""
+    suspect: str = ""
+    """Why the generator may be about to fail, and gets only what no other one can take; "" for one that is well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +46,21 @@ def route(group: str, loads: Sequence[GeneratorLoad], prompt_tokens: int, block_
     """
     if not loads:
         raise ValueError("there is no generator to route to")
-    least = min(loads, key=lambda load: load.remaining_tokens)
+    able = [load for load in loads if not load.suspect] or loads
+    least = min(able, key=lambda load: load.remaining_tokens)
     is_shared = bool(group) and 0 < block_tokens <= prompt_tokens
-    siblings = [load for load in loads if is_shared and group in load.groups]
+    siblings = [load for load in able if is_shared and group in load.groups]
+    others = "".join(f"; {load.instance} is suspect: {load.suspect}" for load in loads if load.suspect)
     if siblings:
         near = min(siblings, key=lambda load: load.remaining_tokens)
         extra = near.remaining_tokens - least.remaining_tokens
         if extra <= AFFINITY_TOKENS:
             return Route(
                 near.instance,
-                f"{near.instance} has the prompt of group {group} cached, for {many(round(extra), 'token')} more",
+                f"{near.instance} has the prompt of group {group} cached, for {many(round(extra), 'token')} more"
+                f"{others}",
             )
-    return Route(least.instance, f"{least.instance} has the fewest tokens left: {least.remaining_tokens:.0f}")
+    return Route(least.instance, f"{least.instance} has the fewest tokens left: {least.remaining_tokens:.0f}{others}")
 
 
 def predicted_tokens(max_tokens: int, generated: int, mean_length: float | None) -> float:

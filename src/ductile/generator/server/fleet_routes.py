@@ -24,8 +24,8 @@ from ductile.generator.server.fleet_member import FleetMember
 from ductile.generator.server.request_body import BadBody
 from ductile.generator.server.responses import error
 from ductile.generator.server.update_machine import Fenced, Unusable
-from ductile.generator.server.weight_receiver import checksum_of
 from ductile.messages.updates import EndUpdate, LeaseVersion, PauseServer, PrepareUpdate, ResumeServer
+from ductile.weights.carriers.carrier import checksum_of
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -90,7 +90,7 @@ async def lease(member: Member, http: Request) -> Response:
 async def give_bucket(lease: str, index: int, member: Member) -> Response:
     content = await member.donor.bucket(lease, index)
     checksum = {"X-Ductile-Checksum": checksum_of(content)}
-    return Response(content, media_type="application/octet-stream", headers=checksum)
+    return Response(content.numpy().tobytes(), media_type="application/octet-stream", headers=checksum)
 
 
 @fleet_routes.get("/weights/digest")

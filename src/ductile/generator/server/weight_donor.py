@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from ductile.generator.server.update_machine import Fenced, Unusable
 from ductile.messages.updates import Bucket, LeaseVersion, Offer, VersionLease
@@ -51,8 +52,8 @@ class WeightDonor:
         self._leases[name] = _Lease(held, offer, pin, ends)
         return VersionLease(held.version, await asyncio.to_thread(held.digest), offer)
 
-    async def bucket(self, name: str, index: int) -> bytes:
-        """Raises `Unusable` where there is no such lease, or not any more."""
+    async def bucket(self, name: str, index: int) -> Tensor:
+        """The bucket's bytes (uint8). Raises `Unusable` where there is no such lease, or not any more."""
         lease = self._leases.get(name)
         if lease is None or not 0 <= index < len(lease.offer.buckets):
             raise Unusable("no lease of this name has such a bucket: it may be over")
@@ -79,7 +80,7 @@ def offered(held: VersionTensors, sender: str, bucket_bytes: int) -> Offer:
     return offer_of(sender, whole, bucket_bytes)
 
 
-def content_of(held: VersionTensors, bucket: Bucket) -> bytes:
+def content_of(held: VersionTensors, bucket: Bucket) -> Tensor:
     content = torch.empty(bucket.num_bytes, dtype=torch.uint8)
     for box in bucket.boxes:
         place = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
@@ -87,4 +88,4 @@ def content_of(held: VersionTensors, bucket: Bucket) -> bytes:
         values = held.tensors[box.name][place]
         target = content[box.offset_bytes : box.offset_bytes + box.num_bytes].view(dtype).view(values.shape)
         target.copy_(values)
-    return content.numpy().tobytes()
+    return content

@@ -14,7 +14,6 @@ from functools import partial
 
 import httpx
 import torch
-import xxhash
 from torch import Tensor
 
 from ductile.error_text import error_text
@@ -23,6 +22,8 @@ from ductile.generator.server.pause_gate import PauseGate
 from ductile.generator.server.runner import EngineRunner
 from ductile.generator.server.update_machine import Fenced, Unusable, Update, UpdateMachine
 from ductile.messages.updates import Bucket, EndUpdate, Offer, PrepareUpdate, UpdateProgress
+from ductile.weights.carriers import receive
+from ductile.weights.carriers.carrier import checksum_of
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.staged_weights import StagedWeights
 
@@ -249,8 +250,6 @@ class WeightReceiver:
                 if offer.location
             ]
         else:
-            from ductile.weights.carriers import receive
-
             fetches = [partial(receive, message, sink, stopped)]
         for fetch in fetches:
             threading.Thread(target=run, args=(fetch,), name=f"weights-{update.version}", daemon=True).start()
@@ -286,13 +285,8 @@ def check_content(bucket: Bucket, content: bytearray, checksum: str) -> None:
     """Raise `Unusable` for bytes that are not the bucket's. checksum: `checksum_of`'s; "": none was sent."""
     if len(content) != bucket.num_bytes:
         raise Unusable(f"bucket {bucket.index} came with {len(content)} bytes, and has {bucket.num_bytes}")
-    if checksum and checksum != (found := checksum_of(content)):
+    if checksum and checksum != (found := checksum_of(as_tensor(content))):
         raise Unusable(f"bucket {bucket.index} came with checksum {found}, and {checksum[:16]} was announced")
-
-
-def checksum_of(content: bytes | bytearray) -> str:
-    """Return the checksum of a bucket's bytes (xxh3)."""
-    return xxhash.xxh3_64_hexdigest(content)
 
 
 def as_tensor(content: bytearray) -> Tensor:

@@ -87,7 +87,11 @@ class _Poster:
     def begin(self, bucket: Bucket, content: Tensor, checksum: str) -> None:
         if not self._requests:
             self._progress_at = time.monotonic()
-        self._requests[bucket.index] = self._thread.submit(self._post, bucket, content, checksum)
+        try:
+            request = self._thread.submit(self._post, bucket, content, checksum)
+        except RuntimeError:  # it was ended meanwhile
+            (request := Future[None]()).cancel()
+        self._requests[bucket.index] = request
 
     def wait(self, index: int) -> str:
         """Why the receiver did not take the bucket; "" if it did."""
@@ -95,7 +99,10 @@ class _Poster:
         while not request.done() and time.monotonic() - self._progress_at <= self._timeout_s:
             wait_for([request], TICK_S)
         self._progress_at = time.monotonic()
-        error = request.exception() if request.done() else TimeoutError()
+        if request.cancelled():
+            error = UpdateFailed("was left out")
+        else:
+            error = request.exception() if request.done() else TimeoutError()
         if error is None:
             del self._requests[index]
             return ""

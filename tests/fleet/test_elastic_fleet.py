@@ -1,0 +1,526 @@
+"""A fleet over real sockets: who is taken out and when, who comes back, and who rules."""
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ductile.config.schema.fleet import FleetConfig
+from ductile.core.instances.health import ServerHealth
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.update_outcomes import InstanceOutcome
+from ductile.fleet import ElasticFleet
+from ductile.fleet.authority import FolderAuthority
+from ductile.fleet.registry import LeaseFolder
+from ductile.messages.server_lease import ServerLease, lease_file
+from ductile.roles import Late, Refused
+from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until
+
+KEYS = {
+    "health_check_interval_seconds": 10.0,
+    "probe_timeout_seconds": 5.0,
+    "topology_change_cooldown_seconds": 0.0,
+}
+
+
+class Case:
+    """A fleet of stub servers that is looked after by hand, and what it has told."""
+
+    def __init__(self, servers: list[StubServer], members: StubMembers) -> None:
+        self.servers, self.members = servers, members
+        self.told: list[str] = []
+        self.changes: list[tuple[str, str, int]] = []
+        self.now = 0.0
+        self.fleet: ElasticFleet
+
+    def note(self, before: ServerHealth | None, after: ServerHealth, epoch: int) -> None:
+        self.changes.append((after.address, after.status, epoch))
+
+    async def looks(self, times: int = 1) -> None:
+        for _ in range(times):
+            await self.fleet._monitor_servers_once()
+        await self.fleet.settled()
+
+    @property
+    def serving(self) -> list[int]:
+        """Numbers of the servers that take requests."""
+        active = self.fleet.get_active_server_addresses()
+        return [number for number, each in enumerate(self.servers) if each.url in active]
+
+    def id(self, number: int) -> InstanceId:
+        server = self.fleet.roster.at(self.servers[number].url)
+        assert server is not None
+        return server.instance
+
+
+@asynccontextmanager
+async def case(number: int, version: int | None = 1, watched: bool = False, **keys: object) -> AsyncGenerator[Case]:
+    async with stub_servers(number) as servers:
+        one = Case(servers, StubMembers(servers, version))
+        config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": watched, **keys})
+        addresses = [f"{each.url}/v1" for each in servers]
+        one.fleet = ElasticFleet(
+            config, one.members, addresses, tell=one.told.append, patience_s=5.0, clock=lambda: one.now
+        )
+        one.fleet.on_change.add(one.note)
+        async with one.fleet:
+            await one.fleet.settled()
+            yield one
+
+
+def test_a_closed_port_is_evidence_at_once() -> None:
+    async def story() -> None:
+        async with case(3) as one:
+            await one.servers[1].kill()
+            await one.looks()
+            assert one.serving == [0, 2]
+            assert one.members.story[-1] == f"remove 127.0.0.1:{one.servers[1].port}"
+
+    asyncio.run(story())
+
+
+def test_a_lost_connection_has_the_server_probed_at_once() -> None:
+    """With probes every 1000 s; and one that lost a connection and lives stays."""
+
+    async def story() -> None:
+        async with case(2, watched=True, health_check_interval_seconds=1000) as one:
+            await one.servers[1].kill()
+            for number in (0, 1):
+                one.fleet.request_failed(one.id(number), "the connection was reset")
+            await until(lambda: one.serving == [0])
+            assert one.fleet.roster.of(one.id(0)).status == "suspect"
+            one.fleet.generated(one.id(0))
+            assert one.fleet.roster.of(one.id(0)).request_failures == 0
+
+    asyncio.run(story())
+
+
+def test_a_suspect_is_asked_last() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            first = one.fleet.get_active_server_addresses()[0]
+            epoch = one.fleet.roster.membership
+            one.fleet.request_failed(one.fleet.roster.serving[0].instance, "HTTP 500")
+            assert one.fleet.get_active_server_addresses()[1] == first
+            assert one.fleet.roster.membership == epoch
+
+    asyncio.run(story())
+
+
+def test_a_wedged_server_whose_probes_are_answered_is_taken_out_by_its_requests() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            for _ in range(3):
+                one.fleet.request_failed(one.id(1), "no token came")
+                await one.looks(3)
+            assert one.serving == [0] or one.changes[-1][1] == "ready"
+            assert (one.servers[1].url, "dead") in {(url, status) for url, status, _ in one.changes}
+
+    asyncio.run(story())
+
+
+def test_a_server_that_samples_nothing_is_taken_out_though_it_answers() -> None:
+    async def story() -> None:
+        async with case(2, progress_timeout_seconds=60) as one:
+            one.members.may_warm.clear()
+            one.servers[1].says(num_running=4, num_sampled=7)
+            await one.looks()
+            one.now = 59.0
+            await one.looks()
+            assert one.serving == [0, 1]
+            one.now = 61.0
+            await one.fleet._monitor_servers_once()
+            assert one.serving == [0]
+            one.members.may_warm.set()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("silent", "left"), [([0, 1], [2, 3]), ([0, 1, 2, 3], [0, 1, 2, 3])])
+def test_never_is_everybody_taken_out_for_silence(silent: list[int], left: list[int]) -> None:
+    """When all are silent the fault is our own network's. (All of them closed is another thing.)"""
+
+    async def story() -> None:
+        async with case(4, probe_timeout_seconds=0.2) as one:
+            for number in silent:
+                one.servers[number].delay_s = 9.0
+            for _ in range(5):
+                one.now += 1.0
+                await one.looks()
+            assert one.serving == left
+            own = [each for each in one.told if "the fault is on our side" in each]
+            assert len(own) == (len(silent) == 4)
+            if own:
+                assert one.fleet.maybe_rebuild_weight_update_group().action == "wait"
+                for server in one.servers:
+                    server.delay_s = 0.0
+                one.now += 1.0
+                await one.looks(2)
+                assert {each.status for each in one.fleet.roster.serving} == {"ready"}
+
+    asyncio.run(story())
+
+
+def test_a_server_that_wants_another_key_is_not_asked_again_until_somebody_names_it() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            one.servers[1].status = 401
+            await one.looks()
+            assert one.serving == [0]
+            asked = one.servers[1].num_asked
+            await one.looks(5)
+            assert one.servers[1].num_asked == asked
+            assert one.fleet.kept_out[one.servers[1].url].endswith("refused our key with 401")
+            one.servers[1].status = 200
+            one.fleet.register_server(one.servers[1].url)
+            await one.looks()
+            assert one.serving == [0, 1]
+
+    asyncio.run(story())
+
+
+def test_a_server_with_another_model_is_kept_out_with_a_reason() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            one.fleet.expect_model("m")
+            stranger = await StubServer("another").start()
+            one.fleet.register_server(stranger.url)
+            await one.looks(2)
+            assert one.serving == [0]
+            assert [each for each in one.told if "has another model (another) than the run (m)" in each]
+            await stranger.kill()
+
+    asyncio.run(story())
+
+
+def test_a_joiner_that_cannot_be_given_weights_waits_longer_each_time() -> None:
+    async def story() -> None:
+        async with case(1, flap_limit=2, flap_backoff_seconds=10) as one:
+            joiner = await StubServer().start()
+            one.servers.append(joiner)
+
+            async def refuse(*_: object) -> None:
+                raise Refused("its disk is full")
+
+            warm, one.members.warm = one.members.warm, refuse  # type: ignore[method-assign]
+            one.fleet.register_server(joiner.url)
+            await one.looks(4)
+            found = one.fleet.roster.at(joiner.url)
+            assert found is not None
+            assert (found.status, found.reason) == ("stale", "its disk is full")
+            assert len([each for each in one.told if "its disk is full" in each]) == 2
+            one.now += 11.0
+            one.members.warm = warm  # type: ignore[method-assign]
+            await one.looks()
+            assert one.serving == [0, 1]
+            await joiner.kill()
+
+    asyncio.run(story())
+
+
+def test_leaving_is_finishing_first_or_at_once() -> None:
+    async def story() -> None:
+        async with case(4) as one:
+            fleet, urls = one.fleet, [each.url for each in one.servers]
+            one.members.may_drain.clear()
+            epoch = fleet.deregister_server(urls[0])
+            assert epoch == fleet.roster.epoch == fleet.deregister_server(f"{urls[0]}/v1/")
+            assert one.serving == [1, 2, 3]
+            await fleet._monitor_servers_once()
+            assert fleet.roster.at(urls[0]).status == "draining"  # type: ignore[union-attr]
+            one.members.may_drain.set()
+            await fleet.settled()
+            assert one.members.story[-2:] == [f"drain {fleet_id(urls[0])}", f"remove {fleet_id(urls[0])}"]
+            fleet.deregister_server(one.id(1), mode="now")
+            assert one.serving == [2, 3]
+            assert fleet.deregister_server("http://127.0.0.1:9") == fleet.roster.epoch  # nobody is there
+            await one.looks(3)
+            assert one.serving == [2, 3]  # though they answer
+            fleet.register_server(urls[0])
+            await one.looks()
+            assert one.serving == [0, 2, 3]
+
+    def fleet_id(url: str) -> str:
+        return url.removeprefix("http://")
+
+    asyncio.run(story())
+
+
+def test_a_drain_has_an_end() -> None:
+    async def story() -> None:
+        async with case(2, drain_timeout_seconds=0.05) as one:
+            one.members.may_drain.clear()
+            one.fleet.deregister_server(one.servers[0].url)
+            await one.fleet.settled()
+            assert one.members.story[-1] == f"remove 127.0.0.1:{one.servers[0].port}"
+
+    asyncio.run(story())
+
+
+def test_the_last_servers_do_not_leave() -> None:
+    async def story() -> None:
+        async with case(2, min_healthy_servers=2) as one:
+            with pytest.raises(ValueError, match="1 would be left, and 2 are needed"):
+                one.fleet.deregister_server(one.servers[0].url)
+            assert one.serving == [0, 1]
+            one.members.num_others = 1  # a slot generates as well
+            one.fleet.deregister_server(one.servers[0].url)
+            with pytest.raises(ValueError, match="are needed"):
+                one.fleet.deregister_server(one.servers[1].url, "now")
+            one.fleet.deregister_server(one.servers[1].url, "now", force=True)
+            assert one.serving == []
+            with pytest.raises(ValueError, match="is no address of a server"):
+                one.fleet.register_server("127.0.0.1:8000")
+
+    asyncio.run(story())
+
+
+def test_too_few_servers_are_waited_for_and_not_for_ever() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            for server in one.servers:
+                await server.kill()
+            await one.looks()
+            assert one.fleet.maybe_rebuild_weight_update_group().action == "wait"
+            one.now = 4.0
+            waiting = asyncio.create_task(one.fleet.enough_servers())
+            await one.servers[1].start()
+            await one.looks(2)
+            assert [each.address for each in (await waiting).receivers] == [one.servers[1].url]
+            await one.servers[1].kill()
+            await one.looks()
+            assert one.fleet.maybe_rebuild_weight_update_group().action == "wait"
+            one.now = 9.5
+            with pytest.raises(Late, match=r"0 of at least 1 servers are healthy .*, and none joined in 6 s"):
+                await one.fleet.enough_servers()
+
+    asyncio.run(story())
+
+
+def test_before_the_first_version_all_that_are_there_get_it() -> None:
+    async def story() -> None:
+        async with case(2, version=None) as one:
+            await one.looks(3)
+            assert one.serving == []
+            decision = one.fleet.maybe_rebuild_weight_update_group()
+            assert len(decision.receivers) == 2
+            one.fleet.update_began(1, [each.instance for each in decision.receivers])
+            one.members.version = 1
+            outcomes = [InstanceOutcome(each.instance, "committed") for each in decision.receivers]
+            one.fleet.update_ended(1, DIGEST, outcomes)
+            assert one.serving == [0, 1]
+
+    asyncio.run(story())
+
+
+def test_an_aborted_update_leaves_everybody_as_it_was() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            ids = [each.instance for each in one.fleet.update_began(2, [one.id(0), one.id(1), InstanceId("gone")])]
+            assert ids == [one.id(0), one.id(1)]
+            one.fleet.update_aborted(ids)
+            await one.looks()
+            assert {(each.status, each.version) for each in one.fleet.roster.serving} == {("ready", 1)}
+            epoch = one.fleet.next_epoch()
+            assert one.fleet.next_epoch() > epoch > one.fleet.roster.membership
+
+    asyncio.run(story())
+
+
+def lease(folder: Path, server: StubServer, **fields: object) -> None:
+    content = ServerLease(server.url, server.state.incarnation, renewed_at=1e12)
+    (folder / lease_file(server.url)).write_bytes(msgspec.json.encode(msgspec.structs.replace(content, **fields)))
+
+
+def test_a_server_that_says_it_is_leaving_finishes_first(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with stub_servers(2) as servers:
+            members = StubMembers(servers)
+            registry = LeaseFolder(tmp_path, 1e9, unix_time=lambda: 1e12)
+            for server in servers:
+                lease(tmp_path, server)
+            config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
+            async with ElasticFleet(config, members, registry=registry) as fleet:
+                await fleet.settled()
+                lease(tmp_path, servers[0], beat=1, is_leaving=True)
+                for _ in range(2):
+                    await fleet._monitor_servers_once()
+                    await fleet.settled()
+                assert members.story[-2:] == [f"{each} 127.0.0.1:{servers[0].port}" for each in ("drain", "remove")]
+                assert fleet.get_active_server_addresses() == (servers[1].url,)
+                await servers[0].restart()
+                lease(tmp_path, servers[0], beat=1)
+                await fleet._monitor_servers_once()
+                await fleet.settled()
+                assert {*fleet.get_active_server_addresses()} == {each.url for each in servers}
+
+    asyncio.run(story())
+
+
+def test_of_two_controllers_one_rules_and_the_other_one_learns_it(tmp_path: Path) -> None:
+    """Also the one that was stopped while it ruled, and does not know: its epochs are older than the other one's."""
+
+    async def story() -> None:
+        now = 0.0
+        async with stub_servers(1) as servers:
+            config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
+
+            def controller(name: str, patience_s: float) -> ElasticFleet:
+                authority = FolderAuthority(tmp_path, name, 15.0, lambda: now)
+                members = StubMembers(servers)
+                urls = [each.url for each in servers]
+                return ElasticFleet(config, members, urls, authority=authority, patience_s=patience_s)
+
+            first, second = controller("first", 5.0), controller("second", 0.0)
+            await first.start()
+            await first.settled()
+            with pytest.raises(Late, match="another controller has ruled this fleet"):
+                await second.start()
+            old = first.next_epoch()
+            now = 16.0  # the first one was stopped
+            await second.start()
+            await second.settled()
+            assert second.next_epoch() > old
+            servers[0].says(epoch=second.roster.epoch)  # the second one's first update
+            await first._monitor_servers_once()
+            decision = first.maybe_rebuild_weight_update_group()
+            assert decision.action == "fail"
+            assert "another controller" in decision.reason
+            with pytest.raises(Late, match="another controller"):
+                await first.enough_servers()
+            await first.close()
+            await second.close()
+
+    asyncio.run(story())
+
+
+def test_servers_that_were_in_another_run_s_fleet_get_newer_epochs() -> None:
+    async def story() -> None:
+        async with stub_servers(1) as (server,):
+            server.says(epoch=900)
+            config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
+            async with ElasticFleet(config, StubMembers([server]), [server.url]) as fleet:
+                await fleet.settled()
+                assert fleet.roster.epoch > 900
+                await fleet._monitor_servers_once()
+                assert fleet.maybe_rebuild_weight_update_group().action == "rebuild"
+
+    asyncio.run(story())
+
+
+def test_any_thread_may_register_and_read() -> None:
+    async def story() -> None:
+        async with case(4, version=1) as one:
+            urls = [each.url for each in one.servers]
+            seen: list[int] = []
+            errors: list[BaseException] = []
+
+            def work(seed: int) -> None:
+                chance = random.Random(seed)
+                try:
+                    for _ in range(100):
+                        url = chance.choice(urls)
+                        if chance.random() < 0.5:
+                            one.fleet.register_server(url)
+                        else:
+                            one.fleet.deregister_server(url, "now", force=True)
+                        seen.append(one.fleet.maybe_rebuild_weight_update_group().topology.epoch)
+                        assert {*one.fleet.get_active_server_addresses()} <= {*urls}
+                except BaseException as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+            for thread in threads:
+                thread.start()
+            await until(lambda: not any(thread.is_alive() for thread in threads))
+            assert not errors
+            for url in urls:
+                one.fleet.register_server(url)
+            await one.looks(3)
+            assert one.serving == [0, 1, 2, 3]
+            epochs = [epoch for _, _, epoch in one.changes]
+            assert epochs == sorted(epochs)
+
+    asyncio.run(story())
+
+
+def test_a_flapper_holds_up_no_update_and_is_joined_a_few_times_only() -> None:
+    """Thirty kills, restarts and silences of one of three servers, with an update after each."""
+
+    async def story() -> None:
+        keys = {"flap_window_seconds": 600, "flap_limit": 3, "flap_backoff_seconds": 20, "probe_timeout_seconds": 0.2}
+        async with case(3, **keys) as one:
+            chance, version, rebuilds = random.Random(7), 1, 0
+            flapper = one.servers[2]
+            for _ in range(30):
+                match chance.choice(["kill", "restart", "silence"]):
+                    case "kill":
+                        await flapper.kill()
+                    case "restart":
+                        await flapper.restart()
+                    case _:
+                        flapper.delay_s = 9.0 if not flapper.delay_s else 0.0
+                one.now += 2.0
+                await one.looks()
+                decision = one.fleet.maybe_rebuild_weight_update_group()
+                rebuilds += decision.action == "rebuild"
+                assert decision.action in ("keep", "rebuild")
+                one.fleet.mark_group_built(decision)
+                version += 1
+                ids = [
+                    each.instance
+                    for each in one.fleet.update_began(version, [each.instance for each in decision.receivers])
+                ]
+                steady = [each for each in ids if each in (one.id(0), one.id(1))]
+                assert len(steady) == 2
+                one.members.version = version
+                for server in one.servers[:2]:
+                    server.says(version=version)
+                outcomes = [InstanceOutcome(each, "committed" if each in steady else "dead", "lost") for each in ids]
+                one.fleet.update_ended(version, DIGEST, outcomes)
+                assert one.fleet.roster.version == version
+            assert {0, 1} <= {*one.serving}
+            assert rebuilds <= 16  # 60 s at quarantines of 20, 40, ... s
+            joins = [each for each in one.members.story if each.startswith(f"warm 127.0.0.1:{flapper.port}")]
+            assert 3 <= len(joins) <= 6, joins
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_started_and_stopped_twenty_times_it_leaves_nothing_running(watched: bool) -> None:
+    async def story() -> None:
+        async with case(3, watched=watched) as one:
+            fleet = one.fleet
+            await fleet.stop()
+            before, threads = len(asyncio.all_tasks()), threading.active_count()
+            for _ in range(20):
+                await fleet.start()
+                await fleet.start()
+                await fleet.stop()
+            assert len(asyncio.all_tasks()) == before
+            assert threading.active_count() == threads
+            await fleet.start()
+            await until(lambda: one.serving == [0, 1, 2])
+
+    asyncio.run(story())
+
+
+def test_without_a_monitor_nobody_is_probed_and_requests_still_find_out() -> None:
+    async def story() -> None:
+        async with case(2, health_check_interval_seconds=0.05) as one:
+            await until(lambda: one.serving == [0, 1])
+            asked = one.servers[0].num_asked
+            await one.servers[1].kill()
+            await asyncio.sleep(0.2)
+            assert one.servers[0].num_asked == asked
+            for _ in range(3):
+                one.fleet.request_failed(one.id(1), "nobody listens")
+            assert one.serving == [0]
+
+    asyncio.run(story())

@@ -1,0 +1,52 @@
+import pytest
+
+from ductile.messages.carrier_choice import choose_carrier
+from ductile.messages.updates import ServerState, WeightCarrier
+
+ALL: tuple[WeightCarrier, ...] = ("shared_memory", "point_to_point", "http", "disk")
+FAR = "10.0.0.1:29500"
+
+
+def state(host: str, carriers: tuple[WeightCarrier, ...] = ALL) -> ServerState:
+    return ServerState("incarnation", "model", 0, "", 0, carriers=carriers, host=host)
+
+
+@pytest.mark.parametrize(
+    ("host", "carriers", "asked", "rendezvous", "carrier", "reason"),
+    [
+        ("here", ALL, None, "", "shared_memory", "on the trainer's host"),
+        ("here", ALL, "filesystem", "", "disk", "'filesystem'"),
+        ("here", ALL, "nccl", "", "point_to_point", "'nccl'"),
+        ("there", ALL, "nccl", FAR, "point_to_point", "'nccl'"),
+        ("there", ALL, None, FAR, "point_to_point", "another host"),
+        ("there", ALL, None, "trainer.example:1", "point_to_point", "another host"),
+        ("there", ALL, None, "127.0.0.1:29500", "http", "does not reach"),
+        ("there", ALL, None, "", "http", "does not reach"),
+        ("", ALL, None, "", "http", "another host"),
+        ("here", ("http", "point_to_point"), None, "", "point_to_point", "no shared memory"),
+        ("there", ("http",), None, FAR, "http", "no process group"),
+        ("there", ("disk",), None, FAR, "disk", "only disk"),
+    ],
+)
+def test_the_fastest_way_that_both_have_or_the_one_that_is_asked_for(
+    host: str, carriers: tuple[WeightCarrier, ...], asked: str | None, rendezvous: str, carrier: str, reason: str
+) -> None:
+    choice = choose_carrier("here", state(host, carriers), asked, rendezvous)
+    assert choice.carrier == carrier
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("carriers", "asked", "rendezvous", "error"),
+    [
+        (ALL, "nixl", "", "'nixl' is not there: write 'filesystem' or 'nccl'"),
+        (("http",), "nccl", FAR, "asks for point_to_point, and the server takes http"),
+        (ALL, "nccl", "127.0.0.1:1", "does not reach the trainer at 127.0.0.1:1"),
+        ((), None, "", "takes weights by nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    carriers: tuple[WeightCarrier, ...], asked: str | None, rendezvous: str, error: str
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        choose_carrier("here", state("there", carriers), asked, rendezvous)
