@@ -141,7 +141,7 @@ class UpdateResult:
 
     version: int
     digest: Digest
-    """The version's; "" where nobody staged it."""
+    """The version's; "" where nobody has committed it."""
     outcomes: tuple[InstanceOutcome, ...]
     attempts: int
     seconds: float
@@ -248,7 +248,7 @@ class WeightUpdates:
                 result = await self._transaction(self._trainer, version, members, self._options.max_attempts)
             finally:
                 self.under_way = ""
-            self.version, self.digest = version, result.digest or self.digest
+            self.version, self.digest = version, result.digest
             return result
 
     async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
@@ -306,7 +306,9 @@ class WeightUpdates:
             if attempt.is_sent or not drops:  # else nothing has gone out, and there are fewer the next time
                 number += 1
             carriers |= {InstanceId(each.instance): each.carrier for each in attempt.update.receivers}
-            digest, num_bytes = attempt.digest or digest, num_bytes + attempt.num_bytes
+            if attempt.committed:  # else the ranks may have been stopped before they had all of it
+                digest = attempt.digest
+            num_bytes += attempt.num_bytes
             pause_s = max(pause_s, attempt.pause_s)
             decision = next_attempt(tuple(attempt.committed), attempt.short, max(1, number), max_attempts)
             outcomes += decision.ended
