@@ -26,8 +26,8 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import Topology, TopologyMember
 from ductile.fleet.monitor import Finding, Monitor
 from ductile.fleet.shared_roster import SharedRoster
-from ductile.messages.updates import Bucket
 from ductile.generator.server.weight_receiver import as_tensor
+from ductile.messages.updates import Bucket
 from ductile.weights.digest import box_digest, to_text, whole_digest
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.staged_weights import StagedWeights
