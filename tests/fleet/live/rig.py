@@ -169,13 +169,14 @@ class Rig:
     def close(self) -> None:
         self.watcher.stop()
         self.runner.run(self.close_fleet())
+        left = self.segments()
         self.runner.run(self.trainers.stop())
         self.runner.close()
         self.servers.close()
-        left = processes_with(f"{MARK}={self.mark}")
-        assert not left, f"processes are left: {left}"
+        assert not left, f"shared memory is left: {left}"
+        processes = processes_with(f"{MARK}={self.mark}")
+        assert not processes, f"processes are left: {processes}"
         assert [thread.name for thread in threading.enumerate() if thread.name == "watcher"] == []
-        assert self.segments() == [], "shared memory is left"
 
     def run(self, story: Coroutine[Any, Any, None], heal: bool = True) -> None:
         self.runner.run(self._run(story, heal))
@@ -338,8 +339,19 @@ class Rig:
         return [status for _, url, status, _ in self.changes if url == self.servers[name].url]
 
     def segments(self) -> list[str]:
-        """Shared memory of weights, of anybody here."""
-        return sorted(each.name for each in Path("/dev/shm").iterdir() if "ductile-weights" in each.name)
+        """Shared memory of weights that a rank, a server or nobody has open or mapped."""
+        found = [f"nobody: {each.name}" for each in Path("/dev/shm").iterdir() if "ductile-weights" in each.name]
+        pids = {f"rank {slot}": process.pid for slot, process in self.trainers.cluster.processes.items()}
+        pids |= {name: server.pid for name, server in self.servers.all.items() if server.runs}
+        for who, pid in pids.items():
+            with suppress(OSError):
+                for file in Path(f"/proc/{pid}/fd").iterdir():
+                    with suppress(OSError):
+                        target = os.readlink(file)
+                        found += [f"{who}: {target}"] if "ductile-weights" in target else []
+                maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                found += [f"{who} maps {line.split()[-2]}" for line in maps if "ductile-weights" in line]
+        return sorted(found)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in read_jsonl(self.folder / "run" / "events.jsonl") if row["kind"] == kind]

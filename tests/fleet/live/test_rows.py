@@ -30,6 +30,8 @@
 | two controllers | test_of_two_controllers_one_rules |
 | eviction: our own fault | test_when_nobody_answers_nobody_is_taken_out |
 | `trainer.weight_broadcast`: disk, point to point | test_versions_go_every_way |
+| disk fallback; 13: a second join in a step | test_two_servers_that_join_by_disk_get_the_same_version |
+| multi-rank validation; 16: tests are mocks | test_versions_reach_all_servers |
 | NeMo-RL 3592 (1) | test_who_restarts_during_an_update_is_not_promoted_by_it |
 | NeMo-RL 3592 (2) | test_a_restarted_server_has_no_history |
 | NeMo-RL 3591 (3) | test_the_recovery_of_one_server_clears_no_other |
@@ -207,7 +209,7 @@ def test_targets_are_members_or_an_error(rig: Rig) -> None:
         assert sorted(rig.fleet._get_target_addresses(None)) == sorted(urls)
         assert rig.fleet._get_target_addresses([]) == ()
         assert rig.fleet._get_target_addresses(urls[1:2]) == (urls[1],)
-        with pytest.raises(ValueError, match="http://127.0.0.1:1"):
+        with pytest.raises(ValueError, match=r"127\.0\.0\.1:1\b"):
             rig.fleet._get_target_addresses([urls[0], "http://127.0.0.1:1"])
         rig.servers["b"].kill()
         await rig.dead("b")
@@ -245,6 +247,19 @@ def test_a_server_is_taken_out_and_in_again(rig: Rig) -> None:
 
 
 # -- 7.2: removal, join -----------------------------------------------------------------------------------------------
+
+
+def test_versions_reach_all_servers(rig: Rig) -> None:
+    async def story() -> None:
+        for _ in range(3):
+            rig.ask(60)
+            rig.ask(60)
+            result = await rig.publish()
+            assert len(result.committed) == 3
+            assert result.digest == rig.truth.digests[result.version]
+        assert len(await rig.finished()) == 6
+
+    rig.run(story())
 
 
 def test_requests_of_a_killed_server_go_on_elsewhere(rig: Rig) -> None:
@@ -649,6 +664,23 @@ def test_versions_go_every_way(rig: Rig, broadcast: str) -> None:
             rig.servers["b"].restart()
             await rig.ready("b")
             await rig.finished()
+
+    rig.run(story())
+
+
+def test_two_servers_that_join_by_disk_get_the_same_version(rig: Rig) -> None:
+    async def story() -> None:
+        async with rig.fleet_with(*rig.urls[:2], broadcast="filesystem", join_transport="disk") as fleet:
+            await rig.publish()
+            for name in "de":
+                (joiner,) = rig.servers.start(name)
+                fleet.register_server(joiner.url)
+                await rig.ready(name)
+                joiner.kill()  # no peer gives it to the next one
+                await rig.dead(name)
+            for name in "ab":
+                rig.servers[name].restart()
+                await rig.ready(name)
 
     rig.run(story())
 

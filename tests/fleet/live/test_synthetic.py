@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import time
+from functools import partial
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ import torch
 from ductile.config.schema.fleet import FleetConfig
 from ductile.core.instances.health import Answer
 from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.roster import Roster
 from ductile.core.instances.topology import Topology, TopologyMember
 from ductile.fleet.monitor import Finding, Monitor
 from ductile.fleet.shared_roster import SharedRoster
@@ -73,7 +75,8 @@ def test_eight_threads_change_the_roster_and_nothing_is_lost() -> None:
             roster.change(lambda now: now.above(now.epoch))
             if turn % 50 == 0:
                 answer = Answer(incarnation=f"{number}-{turn}", version=0)
-                roster.change(lambda now, answer=answer: now.joined(f"http://h{number}:80", answer, float(turn)))
+                joined = partial(Roster.joined, address=f"http://h{number}:80", answer=answer, now=float(turn))
+                roster.change(joined)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
