@@ -185,7 +185,7 @@ DEFECTS = (
                 "        finally:\n            pass\n",
             ),
         ),
-        f"{ROWS}test_a_rank_that_fails_is_named_and_the_next_update_works",
+        f"{ROWS}test_a_rank_that_refuses_once_is_asked_again",
     ),
     Defect(
         13,

@@ -94,9 +94,13 @@ class LoggedTrainer(TrainRole):
             time.sleep(0.005)
 
 
+PLAIN = {name: getattr(torch.distributed, name) for name in COLLECTIVES}
+"""As they are without this module: a slot that gets the role again logs each collective once."""
+
+
 def _log_collectives(write: Callable[[str], None]) -> None:
-    for name in COLLECTIVES:
-        setattr(torch.distributed, name, _logged(name, getattr(torch.distributed, name), write))
+    for name, collective in PLAIN.items():
+        setattr(torch.distributed, name, _logged(name, collective, write))
 
 
 def _logged(name: str, collective: Callable[..., Any], write: Callable[[str], None]) -> Callable[..., Any]:

@@ -122,6 +122,7 @@ class Rig:
         broadcast = inference.pop("broadcast", None)
         config = self.config(self.urls, broadcast, **inference)
         deadlines = Deadlines.same(PATIENCE_S)
+        self._epochs = []
         self.trainer = self.trainers.new_remote()
         self.generators = RemoteGenerators(None, (), 16, 16, deadlines)
         fleet = Fleet(self.trainer, self.generators, None, {})

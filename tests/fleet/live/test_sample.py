@@ -1,4 +1,4 @@
-"""A sample of `make fleet-test` for the suite: one server dies in the middle of an update, and one lies about a version.
+"""A sample of `make fleet-test` for the suite: a server dies in the middle of an update, and one has other bytes.
 
 Everything else of this folder is marked `fleet`.
 """
