@@ -61,7 +61,7 @@ gpu:
 # What fails is told at the end, and does not keep the others from running.
 NIGHTLY = parity:20m resize-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
 	properties:20m nightly-tests:25m \
-	cold-starts:10m lm-eval-test:10m fleet-test:15m fleet-mutations:15m fleet-chaos:40m
+	cold-starts:10m fleet-test:10m fleet-mutations:30m fleet-chaos:30m fleet-run:20m provenance:10m lm-eval-test:10m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
 
 .PHONY: nightly $(PARTS)
@@ -123,24 +123,33 @@ resumes: setup
 chaos: setup
 	KILL_TRIALS=60 CHAOS_TRIALS=10 $(BIN)/python -m pytest tests/end_to_end/test_kills.py tests/end_to_end/test_chaos.py -q -rA
 
-# Servers that live, hang and die, with two train ranks and what a run has between them: under ten minutes on two cores.
-# Then each of 16 known defects put back, one after the other: tests must fail for each. And 200 faults, one after the other,
-# in a run of three servers: under half an hour; FAULTS="--faults 1 --seed 137" is one of them.
+# A run that its scheduler resizes through four meshes in every step, and 30 of its like in which a slot or the orchestrator
+# is killed around a resize: about a quarter of an hour on two cores.
+layouts: setup
+	LAYOUT_TRIALS=30 $(BIN)/python -m pytest tests/end_to_end/test_layouts.py -q -rA -m ''
+
+# Servers that are killed, stopped, restarted and lied to, real processes all of them: under ten minutes on two cores.
 fleet-test: setup
 	$(PYTEST) -m fleet --timeout 120 tests/fleet
 
+# Each of the 16 defects of the field's draft of an elastic fleet, put back: a test has to fail of it.
 fleet-mutations: setup
 	$(BIN)/python -m tests.fleet.mutations
 
+# 200 seeded faults in runs with three servers and two ranks that train.
 FAULTS ?=
 
 fleet-chaos: setup
 	PYTHONWARNINGS=ignore $(BIN)/python -m tests.fleet.chaos $(FAULTS)
 
-# A run that its scheduler resizes through four meshes in every step, and 30 of its like in which a slot or the orchestrator
-# is killed around a resize: about a quarter of an hour on two cores.
-layouts: setup
-	LAYOUT_TRIALS=30 $(BIN)/python -m pytest tests/end_to_end/test_layouts.py -q -rA -m ''
+# The quickstart on one train slot and servers that are found, one of which is killed while another one joins; and every token's
+# log-prob beside the trainer's.
+fleet-run: setup
+	$(BIN)/python -m pytest tests/end_to_end/fleet_run.py -q -s
+
+# Seven faults of weights and sampling, each named right, and a thousand versions without a false alarm.
+provenance: setup
+	$(BIN)/python -m pytest tests/provenance -q -m ''
 
 # Every benchmark but gpu.py and real.py, each for at most ten minutes, to this machine's file in benchmarks/results, then the
 # tables of README and docs: at most 90 minutes, with nothing else at work. The peers come with the extra `bench`.

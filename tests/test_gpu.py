@@ -1,7 +1,9 @@
 """Each role on one CUDA device says what it says on a CPU, and states move between slots that share the device."""
 
+import queue
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,11 +21,13 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.generator.generate_role import load_engine
 from ductile.kernels.device import peak_memory, peak_of
-from ductile.messages.workers import Receive, Score
+from ductile.messages.updates import WeightUpdate
+from ductile.messages.workers import BeginUpdate, FinishUpdate, Publish, Receive, Score
 from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
 from ductile.scorer.score_role import ScoreRole
+from ductile.trainer import outgoing_weights
 from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.train_role import TrainRole
 from ductile.trainer.trainer import Trainer
@@ -34,6 +38,7 @@ from tests.resharding.world import run_world
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import NaiveTrainer, make_samples
+from tests.weights.memory_sender import MemorySender
 
 GPU = "cuda:0"
 PROMPTS = ("hello", "a", "what is 1 + 2? " * 5, "x" * 33)
@@ -189,3 +194,20 @@ def test_a_trainer_goes_to_other_slots_on_the_device(folder: Path) -> None:
             for have in fleet.call(after.slots, whole_state).values():
                 assert [name for name in expected if have[name] != expected[name]] == []
             assert fleet.optim_step(20.0).step == step + 1
+
+
+def test_a_rank_sends_from_the_gpu_what_it_publishes(folder: Path) -> None:
+    config = TrainerConfig.model_validate({"model": {"name": str(folder), "compute_dtype": "bfloat16"}})
+    told: queue.Queue[Any] = queue.Queue()
+    place = RoleAssignment(0, ParallelLayout.of((0,)), 0, GPU, tell=told.put)
+    with patch.object(outgoing_weights, "WeightSender", MemorySender):
+        role = TrainRole(config.model_dump(), place)
+        manifest = role.handle(Publish(1)).manifest
+        for version, base in ((1, None), (2, 1)):
+            update = WeightUpdate(f"u{version}", 1, version, (), 3000, base_version=base)
+            role.handle(BeginUpdate(update))
+            report = told.get(timeout=20).report
+            role.handle(FinishUpdate(update.update_id, False))
+            assert (report.digest, report.failed) == (manifest.digest, {})
+        assert report.num_bytes == 0, "nothing has changed"
+        role.close()

@@ -82,7 +82,7 @@ OTHER_VALUES = {
     "cluster.policy": "static",
     "cluster.use_pre_process_policy": "true",
     "cluster.use_wait_before_last_iter_policy": "true",
-    "cluster.component_placement": '\'{"rollout": "0-3"}\'',
+    "cluster.component_placement": '{"rollout": "0-3"}',
     "cluster.cpu_slot_fraction": "0.5",
     "cluster.slots_per_device": "2",
     "cluster.device_memory_gib": "80",
@@ -104,16 +104,13 @@ OTHER_VALUES = {
     "inference.server.max_body_bytes": "2048",
     "inference.server.timeout_s": "7",
     "inference.server.stage_weights": "false",
-    "trainer.weight_broadcast.save_sharded": "false --trainer.weight-broadcast.type filesystem",
-    "trainer.weight_broadcast.save_format": "torch --trainer.weight-broadcast.type filesystem",
-    "trainer.weight_broadcast.host": "elsewhere --trainer.weight-broadcast.type nccl",
-    "trainer.weight_broadcast.port": "7 --trainer.weight-broadcast.type nccl",
-    "trainer.weight_broadcast.timeout": "7 --trainer.weight-broadcast.type nccl",
-    "trainer.weight_broadcast.inference_world_size": "7 --trainer.weight-broadcast.type nccl",
-    "weight_broadcast": '\'{"type": "nccl"}\'',
-    "registry.urls": "'[\"http://h:1\"]' --registry.type static",
-    "registry.import_path": "a.b --registry.type custom",
-    "registry.kwargs": "'{\"a\": 1}' --registry.type custom --registry.import-path a.b",
+    "trainer.weight_broadcast.save_sharded": "false",
+    "trainer.weight_broadcast.save_format": "torch",
+    "trainer.weight_broadcast.host": "elsewhere",
+    "trainer.weight_broadcast.port": "7",
+    "trainer.weight_broadcast.timeout": "7",
+    "trainer.weight_broadcast.inference_world_size": "7",
+    "weight_broadcast": '{"type": "nccl"}',
     "n_minibatches": "2",
     "max_async_level": "0",
     "max_off_policy_steps": "3",
@@ -146,7 +143,19 @@ OTHER_VALUES = {
     "bucket_bytes": "9",
     "verify": "none",
     "pause_mode": "abort",
+    "registry.urls": '["http://127.0.0.1:8000"]',
+    "registry.import_path": "json.loads",
+    "registry.kwargs": '{"a": 1}',
 }
+_FILES, _GROUP = ["--trainer.weight-broadcast.type", "filesystem"], ["--trainer.weight-broadcast.type", "nccl"]
+OF_VARIANT = {
+    **dict.fromkeys(("trainer.weight_broadcast.save_sharded", "trainer.weight_broadcast.save_format"), _FILES),
+    **{f"trainer.weight_broadcast.{key}": _GROUP for key in ("host", "port", "timeout", "inference_world_size")},
+    "registry.urls": ["--registry.type", "static"],
+    "registry.import_path": ["--registry.type", "custom"],
+    "registry.kwargs": ["--registry.type", "custom", "--registry.import-path", "json.loads"],
+}
+"""What makes the table have the key."""
 GOOD_FLAGS = {
     RLConfig: ["@", "good.toml"],
     SFTConfig: ["@", "sft.toml"],
@@ -166,7 +175,7 @@ GOOD_FLAGS = {
 )
 def test_an_unread_key_is_refused_or_noted(here: Path, root: type[Section], key: str, noted: bool) -> None:
     path = flag(tuple(key.split(".")))
-    flags = [*GOOD_FLAGS[root], path, *shlex.split(OTHER_VALUES[key])]
+    flags = [*GOOD_FLAGS[root], *OF_VARIANT.get(key, ()), path, OTHER_VALUES[key]]
     if noted:
         assert any(key in notice and "no effect here" in notice for notice in parse(root, flags).notices)
         return

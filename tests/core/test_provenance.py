@@ -17,7 +17,7 @@ NOW = KnownWeights(7, "new", {"a": "a7", "b": "b7", "c": "c6"})
 
 
 def evidence(**changes):
-    given = {"told": [(7, "new")], "plain": NEAR, "sampled": NEAR, "earlier": BEFORE, "found": NOW}
+    given = {"labels": [(7, "new")], "plain": NEAR, "sampled": NEAR, "earlier": BEFORE, "found": NOW}
     return Evidence(**{"published": NOW, "limits": LIMITS["float32"], **given, **changes})
 
 
@@ -26,17 +26,17 @@ def found(**tensors):
 
 
 @pytest.mark.parametrize(
-    "kind, said, changes",
+    ("kind", "said", "changes"),
     [
         ("agrees", "1e-05 nats", {}),
-        ("agrees", "", {"told": [(7, "")], "found": None}),
-        ("wrong_version", "of version 6, and version 7 was published", {"told": [(6, "old")]}),
-        ("wrong_version", "calls version 7 what was published as 6", {"told": [(7, "old")], "plain": FAR}),
+        ("agrees", "", {"labels": [(7, "")], "found": None}),
+        ("wrong_version", "of version 6, and version 7 was published", {"labels": [(6, "old")]}),
+        ("wrong_version", "calls version 7 what was published as 6", {"labels": [(7, "old")], "plain": FAR}),
         ("wrong_version", "has the weights of version 6", {"found": KnownWeights(7, "new", BEFORE.tensors)}),
         ("tensor_not_sent", "b is still as in version 6", {"plain": FAR, "found": found(b="b6")}),
         ("wrong_weights", "a is neither as published nor", {"plain": FAR, "found": found(a="?")}),
         ("wrong_weights", "a and b are not as published", {"found": found(a="?", b="b6"), "earlier": None}),
-        ("wrong_weights", "its weights are ?, and new was published", {"told": [(7, "?")], "found": None}),
+        ("wrong_weights", "its weights are ?, and new was published", {"labels": [(7, "?")], "found": None}),
         ("stale_kv", "with the prefix cache", {"plain": FAR, "sampled": FAR, "without_cache": NEAR}),
         ("sampling_transform", "agree at temperature 1", {"sampled": FAR}),
         ("numerics", "its weights are the published ones", {"plain": FAR, "sampled": FAR, "without_cache": FAR}),

@@ -35,7 +35,7 @@ def write_config(folder: Path, registry: Path) -> Path:
     text = text.replace('output_dir = "runs/quickstart"', f'output_dir = "{folder / "run"}"')
     text = text.replace('name = "examples/quickstart/model"', f'name = "{QUICKSTART / "model"}"')
     fleet = f'registry = {{ type = "file", folder = "{registry}", ttl_seconds = 3 }}\n'
-    fleet += "topology_change_cooldown_seconds = 1\nhealth_check_interval_seconds = 3\nprobe_timeout_seconds = 2.5\n"
+    fleet += "topology_change_cooldown_seconds = 1\nhealth_check_interval_seconds = 5\nprobe_timeout_seconds = 4.5\n"
     file = folder / "rl.toml"
     file.write_text(f"{text}\n[inference]\n{fleet}")
     return file

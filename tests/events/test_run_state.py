@@ -12,6 +12,7 @@ from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.lines import read_event
 from ductile.events.run_state import RunState
+from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft
 from tests.core.scheduling.scenes import COSTS, SPEEDS
 from tests.nightly import examples
 
@@ -85,6 +86,19 @@ def test_a_live_run_keeps_the_latest_of_what_a_report_has_all_of(rows, num_kept)
     for name in ("profiles", "resizes", "waits", "sentences"):
         assert getattr(live, name) == getattr(whole, name)[-num_kept:]
     assert live.instances == {name: each for name, each in whole.instances.items() if each.ended_s is None}
+
+
+def test_servers_are_those_that_have_joined_and_not_left():
+    state = RunState()
+    for event in (
+        ServerJoined("a", "http://a", 1, 0.5),
+        ServerJoined("b", "http://b", 1, 0.5),
+        ServerChanged("b", "ready", "suspect"),
+        ServerJoined("c", "http://c", 1, 0.5),
+        ServerLeft("a", True),
+    ):
+        state.apply(event)
+    assert state.servers == {"b": "suspect", "c": "ready"}
 
 
 def test_instances_are_there_from_their_beginning_to_their_end():

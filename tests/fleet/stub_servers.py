@@ -9,7 +9,7 @@ import msgspec
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
-from ductile.fleet.members import Warmed
+from ductile.fleet.fleet_members import Warmed
 from ductile.messages.updates import ServerState
 from ductile.roles import SlotLost
 
@@ -111,8 +111,8 @@ class StubMembers:
     def put_aside(self, server: InstanceId, why: str) -> None:
         self.story.append(f"put aside {server}")
 
-    def take_back(self, server: InstanceId) -> None:
-        self.story.append(f"take back {server}")
+    def readmit(self, server: InstanceId) -> None:
+        self.story.append(f"readmit {server}")
 
     async def drain(self, server: InstanceId) -> None:
         self.story.append(f"drain {server}")

@@ -53,7 +53,7 @@ class Case:
         return [number for number, each in enumerate(self.servers) if each.url in active]
 
     def id(self, number: int) -> InstanceId:
-        server = self.fleet.roster.at(self.servers[number].url)
+        server = self.fleet.state.at(self.servers[number].url)
         assert server is not None
         return server.instance
 
@@ -93,9 +93,9 @@ def test_a_lost_connection_has_the_server_probed_at_once() -> None:
             for number in (0, 1):
                 one.fleet.request_failed(one.id(number), "the connection was reset")
             await until(lambda: one.serving == [0])
-            assert one.fleet.roster.of(one.id(0)).status == "suspect"
+            assert one.fleet.state.of(one.id(0)).status == "suspect"
             one.fleet.generated(one.id(0))
-            assert one.fleet.roster.of(one.id(0)).request_failures == 0
+            assert one.fleet.state.of(one.id(0)).request_failures == 0
 
     asyncio.run(story())
 
@@ -104,10 +104,10 @@ def test_a_suspect_is_asked_last() -> None:
     async def story() -> None:
         async with case(2) as one:
             first = one.fleet.get_active_server_addresses()[0]
-            epoch = one.fleet.roster.membership
-            one.fleet.request_failed(one.fleet.roster.serving[0].instance, "HTTP 500")
+            epoch = one.fleet.state.membership
+            one.fleet.request_failed(one.fleet.state.serving[0].instance, "HTTP 500")
             assert one.fleet.get_active_server_addresses()[1] == first
-            assert one.fleet.roster.membership == epoch
+            assert one.fleet.state.membership == epoch
 
     asyncio.run(story())
 
@@ -161,7 +161,7 @@ def test_never_is_everybody_taken_out_for_silence(silent: list[int], left: list[
                     server.delay_s = 0.0
                 one.now += 1.0
                 await one.looks(2)
-                assert {each.status for each in one.fleet.roster.serving} == {"ready"}
+                assert {each.status for each in one.fleet.state.serving} == {"ready"}
 
     asyncio.run(story())
 
@@ -210,7 +210,7 @@ def test_a_joiner_that_cannot_be_given_weights_waits_longer_each_time() -> None:
             warm, one.members.warm = one.members.warm, refuse  # type: ignore[method-assign]
             one.fleet.register_server(joiner.url)
             await one.looks(4)
-            found = one.fleet.roster.at(joiner.url)
+            found = one.fleet.state.at(joiner.url)
             assert found is not None
             assert (found.status, found.reason) == ("stale", "its disk is full")
             assert len([each for each in one.told if "its disk is full" in each]) == 2
@@ -229,16 +229,16 @@ def test_leaving_is_finishing_first_or_at_once() -> None:
             fleet, urls = one.fleet, [each.url for each in one.servers]
             one.members.may_drain.clear()
             epoch = fleet.deregister_server(urls[0])
-            assert epoch == fleet.roster.epoch == fleet.deregister_server(f"{urls[0]}/v1/")
+            assert epoch == fleet.state.epoch == fleet.deregister_server(f"{urls[0]}/v1/")
             assert one.serving == [1, 2, 3]
             await fleet._monitor_servers_once()
-            assert fleet.roster.at(urls[0]).status == "draining"  # type: ignore[union-attr]
+            assert fleet.state.at(urls[0]).status == "draining"  # type: ignore[union-attr]
             one.members.may_drain.set()
             await fleet.settled()
             assert one.members.story[-2:] == [f"drain {fleet_id(urls[0])}", f"remove {fleet_id(urls[0])}"]
             fleet.deregister_server(one.id(1), mode="now")
             assert one.serving == [2, 3]
-            assert fleet.deregister_server("http://127.0.0.1:9") == fleet.roster.epoch  # nobody is there
+            assert fleet.deregister_server("http://127.0.0.1:9") == fleet.state.epoch  # nobody is there
             await one.looks(3)
             assert one.serving == [2, 3]  # though they answer
             fleet.register_server(urls[0])
@@ -325,9 +325,9 @@ def test_an_aborted_update_leaves_everybody_as_it_was() -> None:
             assert ids == [one.id(0), one.id(1)]
             one.fleet.update_aborted(ids)
             await one.looks()
-            assert {(each.status, each.version) for each in one.fleet.roster.serving} == {("ready", 1)}
+            assert {(each.status, each.version) for each in one.fleet.state.serving} == {("ready", 1)}
             epoch = one.fleet.next_epoch()
-            assert one.fleet.next_epoch() > epoch > one.fleet.roster.membership
+            assert one.fleet.next_epoch() > epoch > one.fleet.state.membership
 
     asyncio.run(story())
 
@@ -386,7 +386,7 @@ def test_of_two_controllers_one_rules_and_the_other_one_learns_it(tmp_path: Path
             await second.start()
             await second.settled()
             assert second.next_epoch() > old
-            servers[0].says(epoch=second.roster.epoch)  # the second one's first update
+            servers[0].says(epoch=second.state.epoch)  # the second one's first update
             await first._monitor_servers_once()
             decision = first.maybe_rebuild_weight_update_group()
             assert decision.action == "fail"
@@ -406,7 +406,7 @@ def test_servers_that_were_in_another_run_s_fleet_get_newer_epochs() -> None:
             config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
             async with ElasticFleet(config, StubMembers([server]), [server.url]) as fleet:
                 await fleet.settled()
-                assert fleet.roster.epoch > 900
+                assert fleet.state.epoch > 900
                 await fleet._monitor_servers_once()
                 assert fleet.maybe_rebuild_weight_update_group().action == "rebuild"
 
@@ -483,7 +483,7 @@ def test_a_flapper_holds_up_no_update_and_is_joined_a_few_times_only() -> None:
                     server.says(version=version)
                 outcomes = [InstanceOutcome(each, "committed" if each in steady else "dead", "lost") for each in ids]
                 one.fleet.update_ended(version, DIGEST, outcomes)
-                assert one.fleet.roster.version == version
+                assert one.fleet.state.version == version
             assert {0, 1} <= {*one.serving}
             assert rebuilds <= 16  # 60 s at quarantines of 20, 40, ... s
             joins = [each for each in one.members.story if each.startswith(f"warm 127.0.0.1:{flapper.port}")]

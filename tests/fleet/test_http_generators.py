@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_tokens_in_tokens_out_and_all_of_sampling_is_said() -> None:
             "logprobs": 1,
             "return_token_ids": True,
             "stream": True,
-            "seed": 9,
+            "seed": 9 * 1_000_003 + 1,
             "priority": -2,
         }
 
@@ -132,5 +133,19 @@ def test_its_weights_are_its_own() -> None:
         async with generators(FakeServer(plain=True)) as made:
             with pytest.raises(Refused, match="servers of their own weights cannot receive version 1"):
                 await made.receive(Manifest(1, "disk", "", 0, 0, ()))
+
+    asyncio.run(story())
+
+
+def test_a_stop_string_that_may_have_begun_is_sampled_again() -> None:
+    async def story() -> None:
+        server = FakeServer(plain=True, fault="503", times=2)
+        async with generators(server) as made:
+            generated = tuple(token(5, place) for place in range(1, 6))
+            request = replace(REQUEST, generated=generated, logprobs=[-1] * 5, versions=[2] * 5)
+            generation = await made.generate(replace(request, sampling=replace(SAMPLING, stop=("ab", "xyz"))))
+            assert [body["prompt"] for body in server.bodies] == [[5, *generated[:3]]] * 3
+            assert generation.token_ids == (*generated, token(5, 6))
+            assert generation.versions == (2, 2, 2, 0, 0, 0)
 
     asyncio.run(story())

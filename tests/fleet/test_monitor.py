@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ductile.config.schema.fleet import FleetConfig
-from ductile.fleet.monitor import MOST_PROBES, Finding, HttpProbe, Monitor
+from ductile.fleet.monitor import MOST_PROBES, HttpProbe, Monitor, ProbeOutcome
 from tests.fleet.stub_servers import StubServer, stub_servers, until
 
 QUICK = FleetConfig(health_check_interval_seconds=0.05, probe_timeout_seconds=0.04)
 
 
-def probed(prepare: Callable[[StubServer], Awaitable[object]]) -> Finding:
-    async def story() -> Finding:
+def probed(prepare: Callable[[StubServer], Awaitable[object]]) -> ProbeOutcome:
+    async def story() -> ProbeOutcome:
         async with stub_servers(1) as (server,):
             probe = HttpProbe(0.2)
             try:
@@ -64,7 +64,7 @@ def test_each_failure_is_told_apart(kind: str) -> None:
 def test_a_socket_that_takes_connections_and_says_nothing_is_silent() -> None:
     """As a stopped process: the kernel takes the connection."""
 
-    async def story() -> Finding:
+    async def story() -> ProbeOutcome:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             probe = HttpProbe(0.1)
             try:
@@ -79,7 +79,7 @@ def test_that_we_have_no_sockets_left_is_no_server_s_fault(monkeypatch: pytest.M
     def no_more(*args: object, **kwargs: object) -> socket.socket:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    async def story() -> Finding:
+    async def story() -> ProbeOutcome:
         async with stub_servers(1) as (server,):
             probe = HttpProbe(0.2)
             try:
@@ -117,13 +117,13 @@ def test_a_server_that_is_slow_delays_no_other() -> None:
 def test_a_hundred_servers_are_not_asked_all_at_the_same_instant() -> None:
     under_way = most = 0
 
-    async def probe(address: str) -> Finding:
+    async def probe(address: str) -> ProbeOutcome:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
         await asyncio.sleep(0.01)
         under_way -= 1
-        return Finding("silent", "late")
+        return ProbeOutcome("silent", "late")
 
     async def story() -> None:
         told: list[str] = []
@@ -139,14 +139,14 @@ def test_it_goes_on_after_any_exception() -> None:
     errors: list[str] = []
     calls = 0
 
-    async def probe(address: str) -> Finding:
+    async def probe(address: str) -> ProbeOutcome:
         nonlocal calls
         calls += 1
         if calls % 2:
             raise KeyError("a mistake")
-        return Finding("silent", "late")
+        return ProbeOutcome("silent", "late")
 
-    def tell(address: str, finding: Finding) -> None:
+    def tell(address: str, outcome: ProbeOutcome) -> None:
         raise ValueError("another one")
 
     def watched() -> list[str]:

@@ -2,6 +2,7 @@
 its "next steps". Servers are real sockets; those with engines are in `tests/fleet/live`."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,13 @@ from ductile.config.schema.fleet import FleetConfig
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyDecision
 from ductile.core.instances.update_outcomes import InstanceOutcome
+from ductile.fabric.groups import Groups
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.registry import LeaseFolder
 from ductile.messages.server_lease import ServerLease, lease_file
+from ductile.weights.pipeline import Pipeline, Stage
 from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until
+from tests.ranks import run_ranks
 
 BY_HAND = FleetConfig(
     enable_health_monitor=False,
@@ -207,7 +211,7 @@ def test_a_fast_restart_at_the_same_address_is_another_member_that_needs_weights
                 members.may_warm.set()
                 await fleet.settled()
                 assert {*fleet.get_active_server_addresses()} == {first.url, second.url}
-                again = fleet.roster.at(second.url)
+                again = fleet.state.at(second.url)
                 assert again is not None
                 assert again.instance == f"127.0.0.1:{second.port}+1"
                 assert again.version == second.state.version == 1
@@ -215,23 +219,47 @@ def test_a_fast_restart_at_the_same_address_is_another_member_that_needs_weights
     asyncio.run(story())
 
 
-def test_all_ranks_act_on_one_decision_whatever_their_own_clocks_and_views_are() -> None:
-    """It is one object that travels as bytes: each rank does what it says, and none asks again. (The ranks' processes,
-    with collectives: `tests/fleet/live`.)"""
+def acts(groups: Groups, members: tuple[int, ...], sent: bytes, heard: list[list[str]]) -> list[str]:
+    """One rank's collectives, as the decision has them. Its clock is off by hours, and it has heard of servers that
+    have ended, which is nothing to act on."""
+    import torch
+    import torch.distributed as dist
 
-    async def story() -> None:
-        async with stub_servers(2) as servers, fleet_of(servers, StubMembers(servers)) as fleet:
+    time.monotonic = lambda: 10_000.0 * groups.slot  # in this process alone
+    decision = msgspec.msgpack.decode(sent, type=TopologyDecision)
+    assert {*heard[groups.slot]} <= {each.address for each in decision.receivers}
+    story = [f"{decision.action} {decision.topology.group_name} of {decision.topology.world_size}"]
+    group = groups.group(members)
+    for receiver in sorted(decision.receivers, key=lambda each: each.instance):
+        rank = decision.topology.first_rank(receiver.instance)
+        seen = torch.tensor([decision.topology.epoch, rank])
+        dist.all_reduce(seen, group=group)
+        story.append(f"{receiver.instance} is {rank}: {(seen // len(members)).tolist()}")
+    return story
+
+
+def test_all_ranks_act_on_one_decision_whatever_their_own_clocks_and_views_are() -> None:
+    """Three real ranks do the same collectives, while servers die that only some of them have heard of."""
+
+    async def story() -> tuple[bytes, list[list[str]]]:
+        async with stub_servers(3) as servers, fleet_of(servers, StubMembers(servers)) as fleet:
             await looked(fleet)
             sent = msgspec.msgpack.encode(fleet.maybe_rebuild_weight_update_group())
             await servers[0].kill()  # while the decision is on its way
             await looked(fleet)
-            ranks = [msgspec.msgpack.decode(sent, type=TopologyDecision) for _ in range(3)]
-            assert {(each.action, each.topology.epoch, each.topology.world_size) for each in ranks} == {
-                ("rebuild", ranks[0].topology.epoch, 3)
-            }
-            assert len({each.topology for each in ranks}) == 1
+            urls = [each.url for each in servers]
+            heard = [[], urls[:1], urls]
+            return sent, await asyncio.to_thread(ranks_act, sent, heard)
 
-    asyncio.run(story())
+    sent, stories = asyncio.run(story())
+    decision = msgspec.msgpack.decode(sent, type=TopologyDecision)
+    assert stories[0] == stories[1] == stories[2]
+    assert stories[0][0] == f"rebuild update_weight_group_v{decision.topology.epoch} of 4"
+    assert [each.split()[2] for each in stories[0][1:]] == ["1:", "2:", "3:"]
+
+
+def ranks_act(sent: bytes, heard: list[list[str]]) -> list[list[str]]:
+    return run_ranks(3, acts, sent, heard)
 
 
 def test_an_update_brings_ready_only_those_that_got_it() -> None:
@@ -241,7 +269,7 @@ def test_an_update_brings_ready_only_those_that_got_it() -> None:
             async with fleet_of([stays, fails, restarts], members) as fleet:
                 await looked(fleet)
                 ids = [each.instance for each in fleet.maybe_rebuild_weight_update_group().receivers]
-                by_url = {each.address: each.instance for each in fleet.roster.living}
+                by_url = {each.address: each.instance for each in fleet.state.living}
                 fleet.update_began(2, ids)
                 await restarts.restart()
                 members.may_warm.clear()
@@ -253,12 +281,12 @@ def test_an_update_brings_ready_only_those_that_got_it() -> None:
                 outcomes.append(InstanceOutcome(by_url[fails.url], "stale", "its digest is another one"))
                 fleet.update_ended(2, DIGEST, outcomes)
                 assert fleet.get_active_server_addresses() == (stays.url,)
-                statuses = {each.address: each.status for each in fleet.roster.living}
+                statuses = {each.address: each.status for each in fleet.state.living}
                 assert statuses == {stays.url: "ready", fails.url: "stale", restarts.url: "warming"}
                 members.may_warm.set()
                 await looked(fleet)
                 assert {*fleet.get_active_server_addresses()} == {stays.url, fails.url, restarts.url}
-                assert {each.version for each in fleet.roster.serving} == {2}
+                assert {each.version for each in fleet.state.serving} == {2}
 
     asyncio.run(story())
 
@@ -280,6 +308,41 @@ def test_a_joiner_catches_up_with_a_version_that_went_live_meanwhile() -> None:
                 # It was under way with version 1 when that was the newest.
                 members.may_warm.set()
                 await fleet.settled()
-                assert {each.version for each in fleet.roster.serving} == {2}
+                assert {each.version for each in fleet.state.serving} == {2}
 
     asyncio.run(story())
+
+
+def test_one_pending_bucket_is_waited_for_when_the_next_one_is_on_its_way() -> None:
+    """The pull request's own regression: buckets are waited for in the order in which they were sent, the last one too;
+    and with one slot a bucket's predecessor is waited for after it has been filled and before it is sent."""
+    story: list[str] = []
+
+    def stage(name: str) -> Stage[int]:
+        return Stage(name, lambda bucket, buffer: story.append(f"{name} {bucket}"))
+
+    Pipeline([stage("fill"), stage("send"), stage("wait")], num_slots=1).run(range(4))
+    for name in ("fill", "send", "wait"):
+        assert [each for each in story if each.startswith(name)] == [f"{name} {bucket}" for bucket in range(4)]
+    for bucket in range(4):
+        assert story.index(f"fill {bucket}") < story.index(f"send {bucket}") < story.index(f"wait {bucket}")
+    for bucket in range(2, 4):  # two buffers: one that is sent, one that is filled
+        assert story.index(f"wait {bucket - 2}") < story.index(f"fill {bucket}")
+
+
+def test_a_bucket_that_fails_leaves_no_other_one_unwaited_for() -> None:
+    story: list[str] = []
+
+    def fill(bucket: int, buffer: int) -> None:
+        if bucket == 2:
+            raise ValueError("bucket 2 cannot be gathered")
+
+    stages = [
+        Stage("fill", fill),
+        Stage("send", lambda bucket, buffer: story.append(f"send {bucket}")),
+        Stage("wait", lambda bucket, buffer: story.append(f"wait {bucket}"), settles=True),
+    ]
+    with pytest.raises(ValueError, match="bucket 2 cannot be gathered"):
+        Pipeline(stages, num_slots=1).run(range(4))
+    sent = [each.removeprefix("send ") for each in story if each.startswith("send")]
+    assert [each.removeprefix("wait ") for each in story if each.startswith("wait")] == sent

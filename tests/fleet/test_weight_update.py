@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
-from ductile.fleet.weight_update import Member, UpdateOptions, WeightUpdates, summed
+from ductile.fleet.weight_update import UpdateMember, UpdateOptions, WeightUpdates, summed
 from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress
 from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
@@ -129,7 +129,7 @@ class Server:
 
     @property
     def member(self):
-        return Member(InstanceId(self.name), self, f"http://{self.name}", "secret", "first")
+        return UpdateMember(InstanceId(self.name), self, f"http://{self.name}", "secret", "first")
 
 
 @dataclass

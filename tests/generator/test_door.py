@@ -1,10 +1,13 @@
 """Who gets in, and with what, before anything is read."""
 
+import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ductile.config.schema.inference import ServerConfig
+from ductile.generator.server.control_token import ControlToken, UnsafeFolder, control_token, read_token
 from ductile.generator.server.server import create_app
 from tests.generator.conftest import Family
 from tests.generator.test_server import Client, local
@@ -63,6 +66,35 @@ def test_the_api_key_is_asked_for(qwen3: Family) -> None:
         assert client.post("/v1/completions", json=body, headers={"authorization": "bearer s3cret-s3cret"}).is_success
         assert client.get("/health").status_code == 200
         assert client.get("/health", headers={"host": "any.example"}).status_code == 200
+
+
+def test_the_api_key_opens_the_control_routes_and_nothing_else_does(qwen3: Family) -> None:
+    control, key = ControlToken(), {"Authorization": "Bearer s3cret-s3cret"}
+    app = create_app(qwen3.engine(), qwen3.tokenizer, "tiny", ServerConfig(api_key="s3cret-s3cret"), control=control)
+    with local(app) as client:
+        for headers in ({}, {"Authorization": f"Bearer {control.text}"}):
+            assert client.post("/pause", json={"epoch": 1}, headers=headers).status_code == 401
+            assert client.get("/fleet/state", headers=headers).status_code == 401
+        assert client.post("/pause", json={"epoch": 1}, headers=key).json()["paused"] is True
+        assert client.post("/resume", json={}, headers=key).json()["paused"] is False
+        bad = client.post("/pause", json={"epoch": "one"}, headers=key)
+        assert bad.status_code == 400
+        assert "the body is no PauseServer: Expected `int`, got `str` - at `$.epoch`" in bad.json()["error"]["message"]
+        wrong = client.post("/weights/buckets/u/s/0", json={}, headers=key)
+        assert wrong.status_code == 415
+
+
+def test_a_token_is_kept_in_a_folder_of_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with control_token("::1", 8000) as token:
+        assert token.file is not None
+        assert stat.S_IMODE(token.file.stat().st_mode) == 0o600
+        assert read_token("::1", 8000) == token.text
+        assert token.text not in repr(token)
+    assert read_token("::1", 8000) is None
+    token.file.parent.chmod(0o777)
+    with pytest.raises(UnsafeFolder, match="can be written by others"), control_token("::1", 8000):
+        pass
 
 
 def test_the_key_is_asked_for_before_a_body_is_looked_at(qwen3: Family) -> None:

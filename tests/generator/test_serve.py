@@ -64,13 +64,15 @@ def metric(url: str, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def url(qwen3: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with server(qwen3.folder, tmp_path_factory.mktemp("server")) as (url, process):
+    folder = tmp_path_factory.mktemp("server")
+    with server(qwen3.folder, folder) as (url, process):
         yield url
         # Everything the tests did ends in an orderly way.
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         assert process.stdout is not None
         assert process.stdout.read() == ""
+        assert not any((folder / "ductile" / "servers").iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import HealthCheck, given, settings
@@ -235,6 +236,32 @@ def test_the_trainer_waits_for_slow_groups_so_that_it_learns_from_all_lengths_al
     assert rows["drop"]["groups_dropped"] > 0 < rows["drop"]["stopped_completions"]
     assert rows["wait"]["groups_dropped"] == rows["wait"]["stopped_completions"] == 0
     assert rows["wait"]["trained_length_mean"] == rows["wait"]["sampled_length_mean"] > 2
+
+
+def test_tokens_of_weights_that_were_never_published_are_not_trained_on(tmp_path):
+    class Publishes(FakeTrainer):
+        async def publish(self, version):
+            return replace(await super().publish(version), digest=f"digest {version}")
+
+    class LiesOnce(FakeGenerators):
+        liar = ""
+
+        async def generate(self, request):
+            self.liar = self.liar or request.id
+            generation = await super().generate(request)
+            lies = request.id == self.liar and len(self.requests) < 20
+            digests = {version: "another" if lies else f"digest {version}" for version in generation.versions}
+            return replace(generation, digests=digests)
+
+    stage = Stage(tmp_path, max_steps=3, generators=LiesOnce, trainer=Publishes)
+    assert run(stage.go()) == 3
+    group = stage.fake_generators.liar.rsplit("/", 2)[0]
+    (told,) = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "group_refused"]
+    assert told["prompt"] == group
+    assert "weights another that are called version 0" in told["sentence"]
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["groups_refused"] == 1
+    assert [prompt.id for _, prompt in stage.trained].count(group) == 1
+    assert len(stage.trained) == 3 * 4
 
 
 def test_generation_runs_ahead_but_not_further_than_asked(tmp_path):

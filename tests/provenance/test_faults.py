@@ -109,7 +109,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("inject, kind, said", FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
+@pytest.mark.parametrize(("inject", "kind", "said"), FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
 def test_each_fault_is_named(rig, monkeypatch, inject, kind, said):
     inject(rig, monkeypatch)
     told = rig.publish()

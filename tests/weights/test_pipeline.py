@@ -3,19 +3,20 @@
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.weights.pipeline import Pipeline, Span, Stage
+from ductile.weights.pipeline import BucketPipeline, Stage, StageSpan
 
 NAMES = ("fill", "transfer", "load")
 
 
-def of_delays(delays: tuple[float, ...], num_slots: int) -> Pipeline[int]:
+def of_delays(delays: tuple[float, ...], num_slots: int) -> BucketPipeline[int]:
     stages = [Stage(name, lambda _item, _buffer, s=s: time.sleep(s)) for name, s in zip(NAMES, delays, strict=True)]
-    return Pipeline(stages, num_slots)
+    return BucketPipeline(stages, num_slots)
 
 
 @pytest.mark.parametrize("delays", [(0.02, 0.005, 0.005), (0.005, 0.02, 0.005), (0.005, 0.005, 0.02)])
@@ -56,7 +57,7 @@ def test_order_and_number_of_buckets_under_way(num_items: int, num_slots: int, m
     def stage(name: str) -> Stage[int]:
         return Stage(name, lambda item, buffer: work(name, item, buffer))
 
-    pipeline = Pipeline([stage(name) for name in NAMES], num_slots)
+    pipeline = BucketPipeline([stage(name) for name in NAMES], num_slots)
     pipeline.run(range(num_items))
     for name in NAMES:
         assert [item for each, item in begun if each == name] == list(range(num_items))
@@ -81,7 +82,7 @@ def test_with_one_slot_a_bucket_is_waited_for_when_the_next_one_has_been_sent() 
     def fill(item: int, _buffer: int) -> None:
         events.append(f"filled {item}")
 
-    Pipeline([Stage("fill", fill), Stage("transfer", transfer), Stage("load", load)], 1).run(range(3))
+    BucketPipeline([Stage("fill", fill), Stage("transfer", transfer), Stage("load", load)], 1).run(range(3))
     assert events.index("sent 1") < events.index("acknowledged 0") < events.index("filled 2")
 
 
@@ -100,24 +101,24 @@ def test_an_error_settles_what_was_begun_and_is_raised(stage: str, at: int, num_
             sent.append(item)
         time.sleep(0.001)
 
-    def items() -> list[int]:
+    def items() -> Iterator[int]:
         for item in range(6):
             if (stage, item) == ("items", at):
                 raise ValueError(f"items {item}")
             yield item
 
     def made(name: str) -> Stage[int]:
-        return Stage(name, lambda item, _buffer: work(name, item), settles=name == "load")
+        return Stage(name, lambda item, _buffer: work(name, item), finishes=name == "load")
 
     before = threading.active_count()
     with pytest.raises(ValueError, match=f"{stage} {at}"):
-        Pipeline([made(name) for name in NAMES], num_slots).run(items())
+        BucketPipeline([made(name) for name in NAMES], num_slots).run(items())
     assert settled == sent, "what was sent has been waited for, in order, and nothing else"
     assert threading.active_count() == before
 
 
 def test_the_trace_says_when_each_stage_had_each_bucket() -> None:
     ticks = iter(range(100))
-    pipeline = Pipeline([Stage("fill", lambda _item, _buffer: None)], 1, clock=lambda: float(next(ticks)))
+    pipeline = BucketPipeline([Stage("fill", lambda _item, _buffer: None)], 1, clock=lambda: float(next(ticks)))
     pipeline.run(["a", "b"])
-    assert pipeline.trace == [Span("fill", 0, 0.0, 1.0), Span("fill", 1, 2.0, 3.0)]
+    assert pipeline.trace == [StageSpan("fill", 0, 0.0, 1.0), StageSpan("fill", 1, 2.0, 3.0)]

@@ -53,6 +53,7 @@ class Follower(Listener):
                 SlotView(slot, roles, account.activity, _busy(account.totals(now_s)))
                 for slot, (roles, account) in sorted(self._slots.items())
             ),
+            servers=tuple(self._run.servers.items()),
         )
 
 

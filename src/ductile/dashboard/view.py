@@ -16,6 +16,7 @@ TREND_WIDTH = 32
 STYLES = {
     "train": "yellow", "generate": "green", "score": "cyan", "publish": "magenta", "switch": "red", "idle": "dim",
 }  # fmt: skip
+STATES = {"ready": "green", "suspect": "yellow", "draining": "dim"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class ViewState:
     tokens_per_s_train: float = 0.0
     off_policy_mean: float = 0.0
     slots: tuple[SlotView, ...] = ()
+    servers: tuple[tuple[str, str], ...] = ()
+    """Servers of the run's fleet, each with its state."""
     events: tuple[ViewEvent, ...] = ()
 
 
@@ -56,6 +59,8 @@ def render(state: ViewState) -> RenderableType:
     parts: list[RenderableType] = [_progress(state), _trends(state)]
     if state.slots:
         parts.append(_slots(state.slots))
+    if state.servers:
+        parts.append(_servers(state.servers))
     if state.events:
         parts.append(_events(state.events))
     return Panel(Group(*parts), title=state.title, title_align="left", border_style="dim")
@@ -126,6 +131,13 @@ def _slots(slots: Sequence[SlotView]) -> RenderableType:
             Text(slot.doing, style=STYLES.get(slot.doing, "")),
             Text(f"{slot.busy:4.0%} busy", style="dim"),
         )
+    return table
+
+
+def _servers(servers: Sequence[tuple[str, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for server, status in servers:
+        table.add_row(Text("server", style="dim"), Text(server), Text(status, style=STATES.get(status, "red")))
     return table
 
 

@@ -18,6 +18,7 @@ from ductile.events.lines import KINDS, UnreadEvent, read_event
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.rollouts import CanaryDisagreed
 from ductile.events.scheduling import OrdersDone, TrainingHeld
+from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft
 from ductile.events.slots import SlotGivenBack, SlotRestarted, SlotRestarting, SlotWasLost
 from ductile.events.steps import StepProfiled, WorkBegan
 from ductile.observe import Listener, RunEvent
@@ -55,6 +56,8 @@ class RunState(Listener):
     """Lost slots that are not started again."""
     restarting: set[int] = field(default_factory=set[int])
     """Lost slots that are being started again."""
+    servers: dict[str, str] = field(default_factory=dict[str, str])
+    """State of each server that is in the run's fleet."""
     resizes: list[TrainerResized | ResizeRolledBack] = field(default_factory=list[TrainerResized | ResizeRolledBack])
     """Resizes of the trainer, done or not, those by a policy and those by `ductile resize`."""
     disagreements: list[CanaryDisagreed] = field(default_factory=list[CanaryDisagreed])
@@ -84,7 +87,7 @@ class RunState(Listener):
         kind = KINDS.get(event.written) if isinstance(event, UnreadEvent) else type(event)
         if kind is WorkBegan:
             self.began_s, self.setting, self.profiles, self.instances = event.time_s, None, [], {}
-            self.given_back, self.restarting, self.resizes = set(), set(), []
+            self.given_back, self.restarting, self.resizes, self.servers = set(), set(), [], {}
             self.disagreements = []
             self.unreadable, self.unread_kinds = "", set()
         if self.began_s is None:
@@ -121,6 +124,12 @@ class RunState(Listener):
                 self.restarting.add(slot)
             case SlotWasLost(slot=slot):
                 self._end([name for name, each in self.instances.items() if slot in each.instance.slots], at_s)
+            case ServerJoined(server=server):
+                self.servers[server] = "ready"
+            case ServerChanged(server=server, after=after):
+                self.servers[server] = after
+            case ServerLeft(server=server):
+                self.servers.pop(server, None)
             case _:
                 pass
 

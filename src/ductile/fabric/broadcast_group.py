@@ -18,17 +18,15 @@ class BroadcastGroup:
     def __init__(self, store: Store, name: str, rank: int, size: int, host: str, timeout_s: float) -> None:
         """Collective among those that make it under this name, which must be new. Raises RuntimeError where they do not
         all come in time. host: address of this machine at which the others reach it."""
-        options = ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=timeout_s)
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = self._timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         self._group = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
-        self._timeout_s = timeout_s
 
     def broadcast(self, content: torch.Tensor) -> "Broadcast":
         """Begin to send, or to receive, a tensor on the CPU. Raises RuntimeError in a group that has failed."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = ROOT, timedelta(seconds=self._timeout_s)
-        return Broadcast(self._group.broadcast([content], options))
+        return Broadcast(self._group.broadcast(content, ROOT, self._timeout))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Broadcast:

@@ -18,14 +18,30 @@ from ductile.roles import Interrupted
 ROUTE = "/v1/completions"
 
 
+SEEDS = 1 << 62
+
+
+def as_prompt(request: GenerateRequest) -> GenerateRequest:
+    """The request as a server can go on with it, which sees a prompt in what was generated, and no stop string there:
+    one that has begun in the last tokens would be missed, so these are sampled again."""
+    longest = max((len(stop.encode()) for stop in request.sampling.stop), default=1)
+    kept = max(0, len(request.generated) - (longest - 1))  # a token has a byte at least
+    return replace(
+        request,
+        generated=request.generated[:kept],
+        logprobs=request.logprobs[:kept],
+        versions=request.versions[:kept],
+    )
+
+
 def completion_body(request: GenerateRequest, model: str, num_likeliest: int) -> dict[str, Any]:
     """All of sampling is said, or a server may take what the model's generation_config.json says. num_likeliest: 0, or
     1 for a server that gives no log-probs otherwise."""
-    sampling = request.sampling
+    sampling, num_generated = request.sampling, len(request.generated)
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(request.prompt + request.generated),
-        "max_tokens": sampling.max_tokens - len(request.generated),
+        "max_tokens": sampling.max_tokens - num_generated,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -40,16 +56,16 @@ def completion_body(request: GenerateRequest, model: str, num_likeliest: int) ->
         "logprobs": num_likeliest,
         "return_token_ids": True,
     }
-    if sampling.seed is not None:
-        body["seed"] = sampling.seed
     if request.cache_salt:
         body["cache_salt"] = request.cache_salt
+    if sampling.seed is not None:  # the stream begins anew with each prompt: the same numbers may not come twice
+        body["seed"] = sampling.seed if not num_generated else (sampling.seed * 1_000_003 + num_generated) % SEEDS
     if request.priority:
         body["priority"] = -request.priority  # vLLM's: the lower goes first
     return body
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class SampledSpan(msgspec.Struct, frozen=True, array_like=True):
     """Weights that so many tokens in a row were sampled from."""
 
     version: int
@@ -65,7 +81,7 @@ class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[SampledSpan] | None = None
 
 
 class _Chunk(msgspec.Struct, frozen=True):
@@ -74,17 +90,17 @@ class _Chunk(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamedPiece:
     """Tokens that have come. spans: empty where the server does not say which weights they are from."""
 
     token_ids: list[int]
     logprobs: list[float]
-    spans: list[Span]
+    spans: list[SampledSpan]
     finish_reason: FinishReason | None
     incarnation: str
 
 
-def read_piece(event: Mapping[str, Any], url: str) -> Piece:
+def read_piece(event: Mapping[str, Any], url: str) -> StreamedPiece:
     """Raises Interrupted where the event says that the server failed, or cannot be read."""
     if "error" in event:
         raise Interrupted(f"{url} failed at a request: {str(event['error'])[:500]}")
@@ -105,18 +121,23 @@ def read_piece(event: Mapping[str, Any], url: str) -> Piece:
     reason = next((each for each in get_args(FinishReason) if each == choice.finish_reason), None)
     if choice.finish_reason and reason is None:
         raise Interrupted(f"{url} ended a completion for a reason that nobody knows: {choice.finish_reason[:80]!r}")
-    return Piece(token_ids, logprobs, spans, reason, chunk.incarnation)
+    return StreamedPiece(token_ids, logprobs, spans, reason, chunk.incarnation)
 
 
 @dataclass(slots=True, eq=False)
 class PartialCompletion:
     """A request, and what has come of its completion."""
 
-    request: GenerateRequest
+    asked: GenerateRequest
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     digests: dict[int, Digest] = field(default_factory=dict[int, Digest])
+    request: GenerateRequest = field(init=False)
+    """The request as the server gets it (`as_prompt`)."""
+
+    def __post_init__(self) -> None:
+        self.request = as_prompt(self.asked)
 
     def __len__(self) -> int:
         """Tokens of the completion, those that the request began with included."""
@@ -130,24 +151,33 @@ class PartialCompletion:
             return "stop"
         return "length" if len(self) >= sampling.max_tokens else None
 
-    def add(self, piece: Piece, version: int, url: str) -> None:
+    def add(self, piece: StreamedPiece, version: int, url: str) -> None:
         """version: of the tokens that the piece does not say the version of. Raises Interrupted for tokens that
         are none."""
         if len(self) + len(piece.token_ids) > self.request.sampling.max_tokens:
             raise Interrupted(f"{url} sent more than the {self.request.sampling.max_tokens} tokens it was asked for")
         try:
-            _ = TokenIds(piece.token_ids), Floats(piece.logprobs)
+            _ = (
+                TokenIds(piece.token_ids),
+                Floats(piece.logprobs),
+                Versions([version, *(s.version for s in piece.spans)]),
+            )
         except ValueError as error:
             raise Interrupted(f"{url} sent tokens that are none: {error}") from None
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
-        for span in piece.spans or [Span(version, "", len(piece.token_ids))]:
+        for span in piece.spans or [SampledSpan(version, "", len(piece.token_ids))]:
             self.versions += [span.version] * span.count
             if span.count:
                 self.digests = both_digests(self.digests, {span.version: span.digest})
 
     def so_far(self) -> GenerateRequest:
-        """The request as another instance can go on with it."""
+        """The request as another instance can go on with it, with no fewer tokens than it came with."""
+        if len(self) <= len(self.asked.generated):
+            return self.asked
+        return self._whole()
+
+    def _whole(self) -> GenerateRequest:
         request = self.request
         return replace(
             request,
@@ -158,5 +188,5 @@ class PartialCompletion:
         )
 
     def ended(self, reason: FinishReason) -> Generation:
-        whole = self.so_far()
+        whole = self._whole()
         return Generation(whole.id, whole.generated, whole.logprobs, whole.versions, reason, whole.digests)

@@ -1,9 +1,9 @@
 """The servers of a run as one object: found, watched, given weights, taken out. It has the names of AReaL's engine.
 
-    discovery (where to look) → monitor (who answers) → roster (who is what) → members (who gets requests)
+    discovery (where to look) → monitor (who answers) → state (who is what) → members (who gets requests)
 
 It is the one authority over its servers: whoever updates weights or routes requests asks it for a decision, and nobody
-else looks at clocks, lists or flags. It moves no bytes: a server that joins is given weights by `Members.warm`.
+else looks at clocks, lists or flags. It moves no bytes: a server that joins is given weights by `FleetMembers.warm`.
 """
 
 import asyncio
@@ -13,14 +13,14 @@ from contextlib import suppress
 from typing import Literal
 
 from ductile.config.schema.fleet import FleetConfig
+from ductile.core.instances.fleet_state import FleetState
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.instances import InstanceId
-from ductile.core.instances.roster import Roster
 from ductile.core.instances.topology import Action, TopologyDecision, TopologyMember, require_members
 from ductile.core.instances.update_outcomes import InstanceOutcome, UpdateOutcome, lacking
 from ductile.fleet.authority import Authority
 from ductile.fleet.fleet_keeper import FleetKeeper
-from ductile.fleet.members import Members
+from ductile.fleet.fleet_members import FleetMembers
 from ductile.fleet.monitor import Probe
 from ductile.fleet.registry import Registry
 from ductile.messages.server_lease import is_server_url
@@ -38,7 +38,7 @@ class ElasticFleet:
     def __init__(
         self,
         config: FleetConfig,
-        members: Members,
+        members: FleetMembers,
         addresses: Iterable[str] = (),
         registry: Registry | None = None,
         authority: Authority | None = None,
@@ -55,7 +55,7 @@ class ElasticFleet:
         self.on_change = self._keeper.on_change
         """Hears every change of a server's state (`FleetChange`), in order."""
         self._config, self._members, self._patience_s, self._clock = config, members, patience_s, clock
-        self._roster = self._keeper.roster
+        self._state = self._keeper.state
         self._built_epoch = -1
         self._lacking_since: float | None = None
 
@@ -89,7 +89,7 @@ class ElasticFleet:
             raise ValueError(f'{address!r} is no address of a server; write one such as "http://10.0.0.7:8000"')
         self._keeper.discovery.name(address)
         self._keeper.look()
-        return self._roster.now.epoch
+        return self._state.now.epoch
 
     def deregister_server(self, server: str, mode: Literal["drain", "now"] = "drain", force: bool = False) -> int:
         """Take a server out, by its address or its id. Returns the epoch; the same again changes nothing.
@@ -99,29 +99,29 @@ class ElasticFleet:
         """
         cause, why = ("drain", "it has been told to leave") if mode == "drain" else ("remove", "it has been taken out")
 
-        def leave(roster: Roster) -> Roster:
-            found = _found_by(roster, server)
+        def leave(state: FleetState) -> FleetState:
+            found = _found_by(state, server)
             if found is None or (mode == "drain" and found.status == "draining"):
-                return roster
-            left = len(roster.serving) - found.is_serving + self._members.num_others
+                return state
+            left = len(state.serving) - found.is_serving + self._members.num_others
             if found.is_serving and left < self._config.min_healthy_servers and not force:
                 least = f"{self._config.min_healthy_servers} are needed (inference.min_healthy_servers)"
                 raise ValueError(f"{found.instance} cannot be taken out: {left} would be left, and {least}")
-            return roster.changed(found.moved(cause, why, self._clock()))
+            return state.changed(found.moved(cause, why, self._clock()))
 
-        found = _found_by(self._roster.now, server)
-        after = self._roster.change(leave)
+        found = _found_by(self._state.now, server)
+        after = self._state.change(leave)
         self._keeper.discovery.strike(found.address if found else root_of(server))
         return after.epoch
 
     def get_active_server_addresses(self) -> tuple[str, ...]:
         """Return the addresses of the servers that take requests; suspects come last."""
-        return tuple(server.address for server in self._roster.now.serving)
+        return tuple(server.address for server in self._state.now.serving)
 
     def consume_group_rebuild_request(self) -> bool:
         """Return whether those that serve are others than the last group was built of (`mark_group_built`). Asking
         changes nothing, so no request is lost."""
-        return self._roster.now.membership != self._built_epoch
+        return self._state.now.membership != self._built_epoch
 
     def get_last_topology_change_time(self) -> float:
         """Return when those that serve last changed, by this fleet's clock."""
@@ -146,7 +146,7 @@ class ElasticFleet:
         action, reason = self._action(num_healthy, waited_s)
         return TopologyDecision(
             action,
-            self._roster.now.topology,
+            self._state.now.topology,
             tuple(map(TopologyMember.of, receivers)),
             self._members.version,
             config.update_bucket_timeout_seconds,
@@ -165,7 +165,7 @@ class ElasticFleet:
     def _get_target_addresses(self, target_server_addresses: Sequence[str] | None = None) -> tuple[str, ...]:
         """Return the addresses of an update's receivers: all that serve for None, nobody for []. Raises ValueError for
         one that does not serve."""
-        members = self._roster.now.topology.members
+        members = self._state.now.topology.members
         if target_server_addresses is None:
             return tuple(member.address for member in members)
         return tuple(member.address for member in require_members(target_server_addresses, members))
@@ -173,9 +173,9 @@ class ElasticFleet:
     # -- For those who update weights, and route requests -----------------------------------------------------------
 
     @property
-    def roster(self) -> Roster:
+    def state(self) -> FleetState:
         """All servers, now. A value: it does not change any more."""
-        return self._roster.now
+        return self._state.now
 
     @property
     def kept_out(self) -> dict[str, str]:
@@ -188,7 +188,7 @@ class ElasticFleet:
 
     def next_epoch(self) -> int:
         """Return an epoch that is newer than any before: for one attempt at an update."""
-        return self._roster.change(lambda roster: roster.above(roster.epoch)).epoch
+        return self._state.change(lambda state: state.above(state.epoch)).epoch
 
     async def enough_servers(self) -> TopologyDecision:
         """Return the decision before an update, once there are `min_healthy_servers`. Raises Late when there are not
@@ -206,13 +206,13 @@ class ElasticFleet:
         that is older than what one of them has."""
         wanted, now = [*receivers], self._clock()
 
-        def send(roster: Roster) -> Roster:
-            for server in [roster.of(each) for each in wanted if each in roster.servers]:
+        def send(state: FleetState) -> FleetState:
+            for server in [state.of(each) for each in wanted if each in state.servers]:
                 if server.is_living:
-                    roster = roster.changed(server.sent(version, now))
-            return roster
+                    state = state.changed(server.sent(version, now))
+            return state
 
-        servers = self._roster.change(send).servers
+        servers = self._state.change(send).servers
         return tuple(TopologyMember.of(servers[each]) for each in wanted if each in servers and servers[each].is_living)
 
     def update_ended(self, version: int, digest: Digest, outcomes: Iterable[InstanceOutcome]) -> None:
@@ -255,7 +255,7 @@ class ElasticFleet:
         """Return the servers that get the next version: those that serve, those whose weights are not trusted and who
         answer, and before the first version those that wait for it."""
         waiting = ("stale", "joining") if self._members.version is None else ("stale",)
-        living = self._roster.now.living
+        living = self._state.now.living
         return [each for each in living if each.is_serving or (each.status in waiting and not each.probe_failures)]
 
     def _action(self, num_healthy: int, waited_s: float) -> tuple[Action, str]:
@@ -277,7 +277,7 @@ def root_of(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _found_by(roster: Roster, server: str) -> ServerHealth | None:
+def _found_by(state: FleetState, server: str) -> ServerHealth | None:
     """Return the living server of this id, or at this address."""
-    found = roster.servers.get(InstanceId(server))
-    return found if found is not None and found.is_living else roster.at(root_of(server))
+    found = state.servers.get(InstanceId(server))
+    return found if found is not None and found.is_living else state.at(root_of(server))

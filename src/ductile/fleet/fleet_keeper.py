@@ -1,9 +1,9 @@
-"""Keeps a fleet as it should be: what probes, registry and requests say becomes the roster, and what follows from a
-change of the roster is done.
+"""Keeps a fleet as it should be: what probes, registry and requests say becomes the state, and what follows from a
+change of the state is done.
 
-    finding → roster → joins (batched, after the cooldown), removals (at once), drains
+    outcome → state → joins (batched, after the cooldown), removals (at once), drains
 
-Everything that follows happens in the event loop in which the keeper was made, in the order of the changes; the roster
+Everything that follows happens in the event loop in which the keeper was made, in the order of the changes; the state
 may be read and changed by any thread.
 """
 
@@ -16,17 +16,17 @@ from typing import Any
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
-from ductile.core.instances.health import LIVING, Answer, HealthRules, ServerHealth, TransitionRefused
+from ductile.core.instances.fleet_state import FleetState
+from ductile.core.instances.health import LIVING, HealthRules, ProbeReply, ServerHealth, TransitionRefused
 from ductile.core.instances.instances import InstanceId
-from ductile.core.instances.roster import Roster
 from ductile.core.instances.topology import TopologyMember, blame, joins_due, wedged_receivers
 from ductile.error_text import error_text
 from ductile.fleet.authority import Authority, first_epoch
 from ductile.fleet.discovery import Discovery
-from ductile.fleet.members import Members, Warmed
-from ductile.fleet.monitor import Finding, HttpProbe, Monitor, Probe
+from ductile.fleet.fleet_members import FleetMembers, Warmed
+from ductile.fleet.monitor import HttpProbe, Monitor, Probe, ProbeOutcome
 from ductile.fleet.registry import Registry, RegistryDown, StaticServers
-from ductile.fleet.shared_roster import SharedRoster
+from ductile.fleet.shared_state import SharedFleetState
 from ductile.messages.updates import ServerState
 from ductile.roles import Failure, Late
 
@@ -40,7 +40,7 @@ class FleetKeeper:
     def __init__(
         self,
         config: FleetConfig,
-        members: Members,
+        members: FleetMembers,
         addresses: Iterable[str] = (),
         registry: Registry | None = None,
         authority: Authority | None = None,
@@ -49,9 +49,9 @@ class FleetKeeper:
         tell: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As `ductile.fleet.elastic_fleet.ElasticFleet`."""
+        """The arguments are those of `ductile.fleet.elastic_fleet.ElasticFleet`."""
         self.on_change = Listeners[[ServerHealth | None, ServerHealth, int]]()
-        self.roster = SharedRoster()
+        self.state = SharedFleetState()
         self.discovery = Discovery(config, registry or StaticServers(()), addresses, tell, clock)
         self.rules = HealthRules(
             failure_threshold=config.health_check_failure_threshold,
@@ -61,9 +61,9 @@ class FleetKeeper:
         self.model = ""
         """Fingerprint of the model that servers must have; "" while it is not known."""
         self.changed = ChangeSignal()
-        """Told in the event loop, after each change of the roster."""
+        """Told in the event loop, after each change of the state."""
         self.changed_at = clock()
-        """When those that serve last changed."""
+        """Time at which those that serve last changed."""
         self.fenced = ""
         """Why the fleet is another one's, a sentence; "" while it is ours."""
         self.own_fault = ""
@@ -79,7 +79,7 @@ class FleetKeeper:
         """Servers that `members` have been told of."""
         self._ruler: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.roster.on_change.add(lambda before, after: self.soon(self._follow, before, after))
+        self.state.on_change.add(lambda before, after: self.soon(self._follow, before, after))
 
     # -- Life -------------------------------------------------------------------------------------------------------
 
@@ -125,14 +125,14 @@ class FleetKeeper:
         self._reconcile()
 
     def look(self) -> None:
-        """Where to look has changed. From any thread."""
+        """Notice that there are other addresses to look at. From any thread."""
         self.soon(self._monitor.look)
         if not self._config.enable_health_monitor:
             self.soon(lambda: asyncio.ensure_future(self.look_once()))
 
     def hurry(self, server: InstanceId) -> None:
         """Probe the server at once. From any thread."""
-        if (found := self.roster.now.servers.get(server)) is not None:
+        if (found := self.state.now.servers.get(server)) is not None:
             self.soon(self._monitor.hurry, found.address)
 
     def expect_model(self, fingerprint: str) -> None:
@@ -142,7 +142,7 @@ class FleetKeeper:
     def judge(self, server: InstanceId, change: Callable[[ServerHealth], ServerHealth]) -> bool:
         """Change what is known of one server. False: the change is refused, such as of one that is gone."""
         try:
-            self.roster.change(lambda roster: roster.changed(change(roster.of(server))))
+            self.state.change(lambda state: state.changed(change(state.of(server))))
         except TransitionRefused:
             return False
         return True
@@ -159,48 +159,52 @@ class FleetKeeper:
     def _watched(self) -> frozenset[str]:
         if self.fenced:
             return frozenset()
-        return self.discovery.wanted.union(server.address for server in self.roster.now.living)
+        return self.discovery.wanted.union(server.address for server in self.state.now.living)
 
-    def _found(self, address: str, finding: Finding) -> None:
-        now, server = self._clock(), self.roster.now.at(address)
-        if finding.kind == "answered" and finding.state is not None:
-            self._answered(address, _answer_of(finding.state, finding.asked_at), now)
-        elif finding.kind == "unasked":
-            self._blame_ourselves(finding.reason)
-        elif finding.kind == "denied":
-            self.discovery.reject(address, "", finding.reason)
-            self._tell(f"{finding.reason}; it is not asked again")
+    def _found(self, address: str, outcome: ProbeOutcome) -> None:
+        now, server = self._clock(), self.state.now.at(address)
+        if outcome.kind == "answered" and outcome.state is not None:
+            self._answered(address, _reply_of(outcome.state, outcome.asked_at), now)
+        elif outcome.kind == "unasked":
+            self._blame_ourselves(outcome.reason)
+        elif outcome.kind == "denied":
+            self.discovery.reject(address, "", outcome.reason)
+            self._tell(f"{outcome.reason}; it is not asked again")
         if server is not None:
-            match finding.kind:
+            match outcome.kind:
                 case "closed" if server.status == "draining":
                     self.judge(server.instance, lambda each: each.moved("remove", "it has left", now))
                 case "closed" | "denied":
-                    self.judge(server.instance, lambda each: each.moved("die", finding.reason, now))
+                    self.judge(server.instance, lambda each: each.moved("die", outcome.reason, now))
                 case "silent" | "odd":
-                    replied = finding.kind == "odd"
-                    self.judge(server.instance, lambda each: each.unanswered(finding.reason, now, replied))
+                    others = [each.heard_at for each in self.state.now.living if each.instance != server.instance]
+                    heard_at, replied = max(others, default=float("-inf")), outcome.kind == "odd"
+                    self.judge(
+                        server.instance,
+                        lambda each: each.unanswered(outcome.reason, now, outcome.asked_at, heard_at, replied),
+                    )
                 case _:
                     pass
         self._condemn(now)
         self._reconcile()
 
-    def _answered(self, address: str, answer: Answer, now: float) -> None:
+    def _answered(self, address: str, reply: ProbeReply, now: float) -> None:
         self.own_fault = ""
-        server = self.roster.now.at(address)
+        server = self.state.now.at(address)
         if server is not None:
-            if server.is_serving and server.incarnation == answer.incarnation and answer.epoch > self.roster.now.epoch:
-                self._fence(f"{server.instance} has seen epoch {answer.epoch}, which another controller has made")
-            self.judge(server.instance, lambda each: each.answered(answer, now, self.rules))
-        elif self.model and answer.model not in ("", self.model):
-            why = f"{address} has another model ({answer.model}) than the run ({self.model})"
-            self.discovery.reject(address, answer.incarnation, why)
+            if server.is_serving and server.incarnation == reply.incarnation and reply.epoch > self.state.now.epoch:
+                self._fence(f"{server.instance} has seen epoch {reply.epoch}, which another controller has made")
+            self.judge(server.instance, lambda each: each.answered(reply, now, self.rules))
+        elif self.model and reply.model not in ("", self.model):
+            why = f"{address} has another model ({reply.model}) than the run ({self.model})"
+            self.discovery.reject(address, reply.incarnation, why)
             self._tell(why)
-        elif not self.discovery.why_not(address, answer.incarnation) and not self.fenced:
-            self.roster.change(lambda roster: roster.above(answer.epoch).joined(address, answer, now))
+        elif not self.discovery.why_not(address, reply.incarnation) and not self.fenced:
+            self.state.change(lambda state: state.above(reply.epoch).joined(address, reply, now))
 
     def _condemn(self, now: float) -> None:
         """Take out the servers that are to blame for what was found."""
-        living = self.roster.now.living
+        living = self.state.now.living
         verdict = blame(living, self.rules)
         if verdict.verdict == "self":
             self._blame_ourselves(verdict.reason)
@@ -217,7 +221,7 @@ class FleetKeeper:
 
     # -- What follows -----------------------------------------------------------------------------------------------
 
-    def _follow(self, before: Roster, after: Roster) -> None:
+    def _follow(self, before: FleetState, after: FleetState) -> None:
         if before.membership != after.membership:
             self.changed_at = self._clock()
         for server in after.servers.values():
@@ -249,7 +253,7 @@ class FleetKeeper:
                 self._added.add(id)
                 self._begin(id, self._add(TopologyMember.of(server)))
             case "ready" | "suspect" if was is not None and was.status in ("stale", "warming"):
-                self._members.take_back(id)
+                self._members.readmit(id)
             case _:
                 pass
 
@@ -260,17 +264,17 @@ class FleetKeeper:
             self._timer = None
         if self.fenced or self._members.version is None:
             return
-        roster, now = self.roster.now, self._clock()
+        state, now = self.state.now, self._clock()
         waiting = {
             server.instance: server.since
-            for server in roster.living
+            for server in state.living
             if server.status in ("joining", "stale")
             and server.offered is None
             and server.instance not in self._tasks
             and not server.probe_failures
             and not self.discovery.why_not(server.address, server.incarnation)
         }
-        joins = joins_due(waiting, now, self._config.topology_change_cooldown_seconds, len(roster.serving))
+        joins = joins_due(waiting, now, self._config.topology_change_cooldown_seconds, len(state.serving))
         for instance in joins.now:
             self._begin(instance, self._join(instance))
         if joins.wait_s is not None:
@@ -303,14 +307,14 @@ class FleetKeeper:
         """Give the server the live version, and again while a newer one has come meanwhile."""
         if not self.judge(id, lambda each: each.moved("warm", "it is given weights", self._clock())):
             return
-        server = self.roster.now.of(id)
+        server = self.state.now.of(id)
         why = "no version stayed the newest for long enough"
         deadline_s = 2 * self._config.update_max_attempts * self._config.update_total_timeout_seconds
         try:
             async with asyncio.timeout(deadline_s):
-                while self.roster.now.of(id).status == "warming":
+                while self.state.now.of(id).status == "warming":
                     version = self._members.version
-                    donors = () if version is None else self.roster.now.holders(version)
+                    donors = () if version is None else self.state.now.holders(version)
                     warmed = await self._members.warm(TopologyMember.of(server), tuple(map(TopologyMember.of, donors)))
                     if warmed is not None and warmed.version >= (self._members.version or 0):
                         self._commit(id, warmed)
@@ -339,7 +343,7 @@ class FleetKeeper:
 
     async def _add(self, server: TopologyMember) -> None:
         await self._members.add(server)
-        now = self.roster.now.servers.get(server.instance)
+        now = self.state.now.servers.get(server.instance)
         if now is not None and now.status == "stale":  # it came to that meanwhile
             self._members.put_aside(server.instance, now.reason)
 
@@ -359,7 +363,7 @@ class FleetKeeper:
 
     async def _poll(self) -> None:
         for address in await self.discovery.poll():
-            server = self.roster.now.at(address)
+            server = self.state.now.at(address)
             if (
                 server is not None
                 and server.status != "draining"
@@ -377,7 +381,7 @@ class FleetKeeper:
             if self._clock() >= until:
                 raise Late(f"another controller has ruled this fleet for {self._patience_s:g} s")
             await asyncio.sleep(min(1.0, self._patience_s))
-        self.roster.change(lambda roster: roster.above(first_epoch(token) - 1))
+        self.state.change(lambda state: state.above(first_epoch(token) - 1))
 
     async def _rule(self) -> None:
         """Renew the rule and look at the registry, until another one rules."""
@@ -405,14 +409,14 @@ class FleetKeeper:
         self.changed.notify_all()
 
 
-async def _no_probe(address: str) -> Finding:
-    return Finding("unasked", f"nobody asks {address}")
+async def _no_probe(address: str) -> ProbeOutcome:
+    return ProbeOutcome("unasked", f"nobody asks {address}")
 
 
-def _answer_of(state: ServerState, asked_at: float) -> Answer:
+def _reply_of(state: ServerState, asked_at: float) -> ProbeReply:
     update = state.update
     is_receiving = update is not None and update.phase in ("prepared", "receiving")
-    return Answer(
+    return ProbeReply(
         incarnation=state.incarnation,
         version=state.version,
         asked_at=asked_at,

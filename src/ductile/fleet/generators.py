@@ -220,7 +220,8 @@ class RemoteGenerators(WorkerPool):
         is_first = entry.not_taken_since_s is None
         self._in_flight.reopen(entry, failed=failed)
         if is_first or failed:
-            self.on_restarted(f"Request {entry.request.id} begins again: {error}.", lost)
+            what = "goes on elsewhere" if entry.request.generated else "begins again"
+            self.on_restarted(f"Request {entry.request.id} {what}: {error}.", lost)
 
     async def _migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
         async with self.lock.shared(f"{len(migrations)} requests change generators"):

@@ -1,7 +1,7 @@
 """Probes of all servers, side by side: each has its own rhythm, so one that is slow delays no other.
 
 A probe asks for `/fleet/state` and has one deadline for all of it: a stopped process still takes connections. What
-comes of it is one of six findings, since only some of them speak against the server.
+comes of it is one of six outcomes, since only some of them speak against the server.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ OWN_FAULTS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ProbeOutcome:
     """What one probe found. answered: the state is there. closed: nobody listens at the address. silent: no reply in
     time. odd: a reply that is no state. denied: the server wants another key. unasked: the fault is on our side."""
 
@@ -45,11 +45,11 @@ class Finding:
     """A sentence about what is wrong; "" where nothing is."""
     state: ServerState | None = None
     asked_at: float = 0.0
-    """When the probe was sent, by the monitor's clock."""
+    """Time at which the probe was sent, by the monitor's clock."""
 
 
 class Probe(Protocol):
-    async def __call__(self, address: str) -> Finding: ...
+    async def __call__(self, address: str) -> ProbeOutcome: ...
 
 
 class HttpProbe:
@@ -62,7 +62,7 @@ class HttpProbe:
             timeout=timeout_s, limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S), trust_env=False
         )
 
-    async def __call__(self, address: str) -> Finding:
+    async def __call__(self, address: str) -> ProbeOutcome:
         key = self._key_of(address)
         url = f"{address}/fleet/state"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -70,26 +70,26 @@ class HttpProbe:
             async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
                 return await _read(url, response)
         except (TimeoutError, httpx.TimeoutException):
-            return Finding("silent", f"{url} did not answer within {said(self._timeout_s)}")
+            return ProbeOutcome("silent", f"{url} did not answer within {said(self._timeout_s)}")
         except (httpx.HTTPError, OSError) as error:
             numbers = {*_error_numbers(error)}
             why = f"{url}: {error_text(error)}"
             if errno.ECONNREFUSED in numbers:
-                return Finding("closed", f"nobody listens at {address}")
-            return Finding("unasked" if numbers & OWN_FAULTS else "silent", why)
+                return ProbeOutcome("closed", f"nobody listens at {address}")
+            return ProbeOutcome("unasked" if numbers & OWN_FAULTS else "silent", why)
 
     async def close(self) -> None:
         await self._client.aclose()
 
 
 class Monitor:
-    """Probes what is watched, and tells of each finding. Nothing runs before `start` or after `stop`."""
+    """Probes what is watched, and tells of each outcome. Nothing runs before `start` or after `stop`."""
 
     def __init__(
         self,
         probe: Probe,
         watched: Callable[[], Collection[str]],
-        tell: Callable[[str, Finding], None],
+        tell: Callable[[str, ProbeOutcome], None],
         config: FleetConfig,
         on_error: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = time.monotonic,
@@ -123,7 +123,7 @@ class Monitor:
         self._hurried.clear()
 
     def look(self) -> None:
-        """What is watched has changed."""
+        """Notice that others are watched."""
         self._changed.notify_all()
 
     def hurry(self, address: str) -> None:
@@ -132,7 +132,7 @@ class Monitor:
             event.set()
 
     async def sweep(self) -> None:
-        """Probe everything that is watched once. Returns when all findings have been told."""
+        """Probe everything that is watched once. Returns when all outcomes have been told."""
         await asyncio.gather(*map(self._once, [*self._watched()]))
 
     async def _keep(self) -> None:
@@ -173,26 +173,26 @@ class Monitor:
         try:
             async with self._room:
                 asked_at = self._clock()
-                finding = await self._probe(address)
-            self._tell(address, replace(finding, asked_at=asked_at))
+                outcome = await self._probe(address)
+            self._tell(address, replace(outcome, asked_at=asked_at))
         except Exception as error:
             self._on_error(f"the probe of {address} failed: {error_text(error)}")
 
 
-async def _read(url: str, response: httpx.Response) -> Finding:
+async def _read(url: str, response: httpx.Response) -> ProbeOutcome:
     if response.status_code in (401, 403):
-        return Finding("denied", f"{url} refused our key with {response.status_code}")
+        return ProbeOutcome("denied", f"{url} refused our key with {response.status_code}")
     content = b""
     async for chunk in response.aiter_bytes():
         content += chunk
         if len(content) > MOST_BYTES:
-            return Finding("odd", f"{url} sent more than {MOST_BYTES} bytes")
+            return ProbeOutcome("odd", f"{url} sent more than {MOST_BYTES} bytes")
     if response.status_code != 200:
-        return Finding("odd", f"{url} responded with {response.status_code}")
+        return ProbeOutcome("odd", f"{url} responded with {response.status_code}")
     try:
-        return Finding("answered", state=msgspec.json.decode(content, type=ServerState))
+        return ProbeOutcome("answered", state=msgspec.json.decode(content, type=ServerState))
     except (msgspec.DecodeError, ValueError) as error:
-        return Finding("odd", f"{url} sent no state of a server: {error}")
+        return ProbeOutcome("odd", f"{url} sent no state of a server: {error}")
 
 
 def _error_numbers(error: BaseException | None) -> Iterator[int]:

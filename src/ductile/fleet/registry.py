@@ -72,7 +72,7 @@ class LeaseFolder:
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._folder, self._ttl_s, self._tell, self._clock, self._unix_time = folder, ttl_s, tell, clock, unix_time
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._beats: dict[str, tuple[str, int, float]] = {}
         """Incarnation and beat of each server, and when the beat was seen first; minus infinity for a lease that was
         old when it was first seen."""
@@ -121,8 +121,8 @@ class LeaseFolder:
         return now - seen_at <= self._ttl_s
 
     def _tell_once(self, sentence: str) -> None:
-        if sentence not in self._told:
-            self._told.add(sentence)
+        if sentence not in self._reported:
+            self._reported.add(sentence)
             self._tell(sentence)
 
 

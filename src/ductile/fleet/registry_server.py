@@ -45,7 +45,7 @@ class Claim(msgspec.Struct, frozen=True):
     ttl_s: float
 
 
-class LeaseBook:
+class LeaseTable:
     """Leases and rule of a registry, by its own clock."""
 
     def __init__(
@@ -86,7 +86,7 @@ class LeaseBook:
         return self._rule.owner
 
 
-def registry_app(book: LeaseBook, token: str | None = None) -> Starlette:
+def registry_app(book: LeaseTable, token: str | None = None) -> Starlette:
     """token: that every request must have; None: none, for loopback."""
 
     async def servers(request: Request) -> Response:

@@ -76,6 +76,7 @@ class ServerHttp:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S),
             transport=transport,
+            verify=parsed.scheme == "https",  # reading all certificates takes a while
             trust_env=False,  # a proxy between a run and its own server is never meant
         )
 
@@ -161,8 +162,8 @@ class _Opened:
         pause_s = FIRST_PAUSE_S
         while True:
             self._attempts -= 1
-            if self._client.is_closed:  # its server was taken out while somebody else was at it
-                raise SlotLost(f"{self._url} is asked nothing more: the server has left")
+            if self._client.is_closed:
+                raise SlotLost(f"{self._url} was not asked: its server has left the fleet")
             try:
                 self._response = await self._client.send(self._request, stream=True)
             except httpx.HTTPError as error:

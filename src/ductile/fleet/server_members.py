@@ -1,4 +1,4 @@
-"""Servers of a run in its pool of generators: how they come, get weights and leave. Follows `fleet_keeper.Members`.
+"""Servers of a run in its pool of generators: they come, get weights and leave. Follows `fleet_members.FleetMembers`.
 
 ElasticFleet  decides who is a member             ServerMembers  does it
                                                       ├ pool     who gets requests
@@ -14,10 +14,10 @@ from ductile.core.instances.topology import TopologyMember
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.donor import Donor
 from ductile.fleet.elastic_fleet import ElasticFleet
-from ductile.fleet.fleet_keeper import Warmed
+from ductile.fleet.fleet_members import Warmed
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_port import ServerPort
-from ductile.fleet.weight_update import Member, Senders, UpdateResult, WeightUpdates
+from ductile.fleet.weight_update import Senders, UpdateMember, UpdateResult, WeightUpdates
 from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
 
 
@@ -29,14 +29,14 @@ class ServerMembers:
         pool: RemoteGenerators,
         updates: WeightUpdates,
         trainer: Senders,
-        open_port: Callable[[TopologyMember], Member[ServerPort]],
+        open_port: Callable[[TopologyMember], UpdateMember[ServerPort]],
     ) -> None:
         """open_port: a server as a member, whose control is a port that is not open yet. Raises Refused where its
         control token is not known."""
         self.on_updated = Listeners[[UpdateResult]]()
         """Told of every version that has gone to servers, and of what has become of it at each."""
         self._pool, self._updates, self._trainer, self._open_port = pool, updates, trainer, open_port
-        self._servers: dict[InstanceId, Member[ServerPort]] = {}
+        self._servers: dict[InstanceId, UpdateMember[ServerPort]] = {}
         self._fleet: ElasticFleet | None = None
 
     def follow(self, fleet: ElasticFleet) -> None:
@@ -61,7 +61,7 @@ class ServerMembers:
         assert fleet is not None, "the fleet is followed before its first version"
         decision = await fleet.enough_servers()
         opened = await gather_all(*(self._open_or_not(server) for server in decision.receivers))
-        present = fleet.update_began(version, [member.id for member in opened if isinstance(member, Member)])
+        present = fleet.update_began(version, [member.id for member in opened if isinstance(member, UpdateMember)])
         unopened = [each for each in opened if isinstance(each, InstanceOutcome)]
         names = [server.instance for server in present]
         try:
@@ -77,7 +77,7 @@ class ServerMembers:
         """Let go of all servers, which go on without the run."""
         await gather_all(*(member.control.release() for member in self._servers.values()))
 
-    # -- as `Members` has it
+    # -- as `FleetMembers` has it
 
     @property
     def version(self) -> int | None:
@@ -119,7 +119,7 @@ class ServerMembers:
     def put_aside(self, server: InstanceId, why: str) -> None:
         self._pool.put_aside(server, why)
 
-    def take_back(self, server: InstanceId) -> None:
+    def readmit(self, server: InstanceId) -> None:
         self._pool.readmit(server)
 
     async def drain(self, server: InstanceId) -> None:
@@ -130,13 +130,13 @@ class ServerMembers:
         if member := self._servers.pop(server, None):
             await member.control.release()
 
-    async def _open_or_not(self, server: TopologyMember) -> "Member[ServerPort] | InstanceOutcome":
+    async def _open_or_not(self, server: TopologyMember) -> "UpdateMember[ServerPort] | InstanceOutcome":
         try:
             return await self._opened(server)
         except Failure as error:
             return InstanceOutcome(server.instance, "dead" if isinstance(error, SlotLost) else "stale", str(error))
 
-    async def _opened(self, server: TopologyMember) -> Member[ServerPort]:
+    async def _opened(self, server: TopologyMember) -> UpdateMember[ServerPort]:
         if member := self._servers.get(server.instance):
             return member
         member = self._open_port(server)

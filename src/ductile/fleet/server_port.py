@@ -18,7 +18,7 @@ import msgspec
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.fleet.completion_stream import ROUTE, PartialCompletion, Piece, completion_body, read_piece
+from ductile.fleet.completion_stream import ROUTE, PartialCompletion, StreamedPiece, completion_body, read_piece
 from ductile.fleet.instance_port import InstanceEvent, Returned
 from ductile.fleet.server_http import Barred, ServerDeadlines, ServerHttp
 from ductile.messages.updates import (
@@ -223,7 +223,7 @@ class ServerPort:
     async def _digest_weights(self) -> WeightDigests:
         content = await self._http.ask("GET", "/weights/digest", deadline_s=self._http.deadlines.verify_s)
         read = self._decoded(content, "/weights/digest", LiveDigest)
-        return WeightDigests(read.version, read.told, read.digest, read.tensors)
+        return WeightDigests(read.version, read.announced, read.digest, read.tensors)
 
     async def _tell(self, route: str, message: msgspec.Struct, kind: type[M], deadline_s: float | None = None) -> M:
         content = await self._http.ask("POST", route, msgspec.json.encode(message), deadline_s, control=True)
@@ -294,7 +294,7 @@ class ServerPort:
             self._lose(f"{self.url} is another process now (incarnation {incarnation[:32]!r})")
             raise SlotLost(self.why_lost)
 
-    def _check_versions(self, piece: Piece) -> None:
+    def _check_versions(self, piece: StreamedPiece) -> None:
         """Raises SlotLost for tokens that are not of versions which the server has committed."""
         if not self.incarnation:
             return
@@ -354,11 +354,11 @@ class ServerPort:
 
     async def _tick(self) -> None:
         """Tell of progress as an engine does, as long as there are requests."""
-        told = -1
+        reported = -1
         while self._live:
             await asyncio.sleep(TELLS_S)
-            if self._num_sampled != told:
-                told = self._num_sampled
+            if self._num_sampled != reported:
+                reported = self._num_sampled
                 generated = {id: len(partial) for id, (partial, _) in self._live.items()}
                 version = self._own_version if self.version is None else self.version
-                self._deliver(EngineStats(len(generated), 0, told, 0, 0.0, version, generated))
+                self._deliver(EngineStats(len(generated), 0, reported, 0, 0.0, version, generated))

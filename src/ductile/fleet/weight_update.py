@@ -43,7 +43,7 @@ from ductile.messages.updates import (
     WeightCarrier,
     WeightUpdate,
 )
-from ductile.roles import Failure, Late, Refused, SlotLost
+from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ Control = TypeVar("Control", bound=ServerControl, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Member(Generic[Control]):
+class UpdateMember(Generic[Control]):
     """A server that is to get a version."""
 
     id: InstanceId
@@ -111,7 +111,7 @@ class Member(Generic[Control]):
     """Process that it was last known to be; "": not known yet."""
 
 
-AnyMember = Member[ServerControl]
+AnyMember = UpdateMember[ServerControl]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def shortfall(error: Failure | str) -> Shortfall:
             return Shortfall("gone", str(error))
         case Late():
             return Shortfall("silent", str(error))
-        case Refused():
+        case Refused() if not isinstance(error, NotTaken):
             return Shortfall("refused", str(error))
         case _:
             return Shortfall("undone", str(error))

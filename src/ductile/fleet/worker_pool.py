@@ -216,8 +216,9 @@ class WorkerPool:
             await port.release()
 
     def drain(self, instance: Instance) -> None:
-        """The instance takes no more work. Nothing happens when it does not take any."""
-        if instance in self.instances:
+        """The instance takes no more work, also when it gets a version that it waits for. Nothing happens when it is
+        none any more."""
+        if instance.id in self._ports:
             self._draining.add(instance.id)
             self._update()
 
@@ -255,7 +256,7 @@ class WorkerPool:
             self.leave_behind(failed)
             self.version = manifest.version
             for instance, port in asked.items():
-                if instance not in failed and instance.id in self._ports:
+                if instance not in failed and self._ports.get(instance.id) is port:
                     self._waiting.pop(instance.id, None)
                     if self._leases is not None:
                         self._leases.note(port, manifest.version)

@@ -125,8 +125,8 @@ class GenerateRole(InstanceRole):
     def lease(self) -> Manifest | None:
         """The digest is that of the version as it was published, also where the engine has it in another dtype."""
         manifest = super().lease()
-        told = "" if manifest is None else self._digests.get(manifest.version, "")
-        return replace(manifest, digest=told) if manifest and told else manifest
+        announced = "" if manifest is None else self._digests.get(manifest.version, "")
+        return replace(manifest, digest=announced) if manifest and announced else manifest
 
     def _note_digest(self, manifest: Manifest) -> None:
         self._digests[manifest.version] = manifest.digest
@@ -143,13 +143,13 @@ class GenerateRole(InstanceRole):
 
     def _weight_digests(self) -> WeightDigests:
         version, tensors = self.live_weights()
-        told, parts = self._digests.get(version, ""), dict[str, Digest]()
+        announced, parts = self._digests.get(version, ""), dict[str, Digest]()
         for name, tensor in tensors:
             published = self._dtypes.get(name, tensor.dtype)
             if published.itemsize > tensor.element_size():
-                return WeightDigests(version, told)  # what was rounded cannot be compared any more
+                return WeightDigests(version, announced)  # what was rounded cannot be compared any more
             parts[name] = to_text(box_digest(name, tensor.to(published), (0,) * tensor.dim()))
-        return WeightDigests(version, told, total_of(parts.values()), parts)
+        return WeightDigests(version, announced, total_of(parts.values()), parts)
 
     def _fetch(self, request: GenerateRequest, handle: KVHandle | None) -> RequestKV | None:
         if handle is None or not isinstance(self._engine, KVMigration):

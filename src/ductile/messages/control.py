@@ -87,7 +87,7 @@ class SlotStatus(Words):
     """Idle seconds of `seconds`, by cause."""
 
 
-class ServerStatus(Words):
+class FleetServer(Words):
     """A server of the run's fleet."""
 
     id: str
@@ -109,7 +109,7 @@ class FleetStatus(Words, tag="fleet"):
     """Membership epoch of the fleet."""
     version: int | None
     """Newest version that a server has committed."""
-    servers: tuple[ServerStatus, ...]
+    servers: tuple[FleetServer, ...]
     under_way: str = ""
     """The weight update or the join that is under way; "" when there is none."""
     sentence: str = ""

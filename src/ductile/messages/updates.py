@@ -250,7 +250,7 @@ class LiveDigest(msgspec.Struct, frozen=True):
 
     version: int
     digest: Digest
-    told: Digest = ""
+    announced: Digest = ""
     """Digest that its tokens carry."""
     tensors: dict[str, Digest] = {}
     """Parts of `digest`, by the tensors' names."""

@@ -376,7 +376,7 @@ class Scores(Message):
 
 class WeightDigests(Message):
     version: int
-    told: Digest
+    announced: Digest
     """Digest that the version came with; "" where none did."""
     found: Digest = ""
     """Digest of the weights as they are in memory; "" where they are rounded, and so not those that were published."""

@@ -27,9 +27,11 @@ def overwrite_parts(model: Transformer, parts: SlotParts, tensors: Mapping[str, 
 
 
 def overwrite(parameter: Tensor, values: Tensor) -> None:
-    """`parameter` gets the values of a contiguous tensor of its shape, and stays as it lies."""
+    """`parameter`, or a box of it, gets the values of a contiguous tensor of its shape, and stays as it lies."""
     if parameter.dim() == 2 and not parameter.is_contiguous():
-        parameter, values = parameter.t(), values.t()  # torch transposes fast into memory that lies in order
+        parameter, values = parameter.t(), values.t()
+        if not parameter.is_contiguous():
+            values = values.contiguous()  # torch transposes fast only into memory that lies in one piece
     parameter.copy_(values)
 
 

@@ -7,10 +7,10 @@
 1. Every stage takes the buckets one by one and in order.
 2. There are `num_slots + 1` buffers: as many buckets are under way as there are slots while the next one is filled.
    With one slot the bucket that is sent is waited for only when the one after it has been filled and sent.
-3. When a stage fails for a bucket, no bucket goes any further, but for stages that settle what the one before them
+3. When a stage fails for a bucket, no bucket goes any further, but for stages that finish what the one before them
    began: all that was begun comes to its end. Then the first error is raised.
 
-Whatever happens, no thread is left and all buffers are back when `run` returns. A stage that waits needs a deadline of
+Whatever happens, no thread is left and no buffer is in use when `run` returns. A stage that waits needs a deadline of
 its own.
 """
 
@@ -27,12 +27,12 @@ class Stage(NamedTuple, Generic[Item]):
     name: str
     work: Callable[[Item, int], object]
     """Called with a bucket and the number of its buffer."""
-    settles: bool = False
+    finishes: bool = False
     """Whether a bucket that has been through the stage before needs this one even after an error: it waits for what
     that began."""
 
 
-class Span(NamedTuple):
+class StageSpan(NamedTuple):
     stage: str
     position: int
     """Place of the bucket in the order, from 0."""
@@ -41,15 +41,15 @@ class Span(NamedTuple):
     """Seconds of the pipeline's clock."""
 
 
-class _Way(NamedTuple, Generic[Item]):
-    """A bucket on its way."""
+class _UnderWay(NamedTuple, Generic[Item]):
+    """A bucket and where it is filled."""
 
     position: int
     item: Item
     buffer: int
 
 
-class Pipeline(Generic[Item]):
+class BucketPipeline(Generic[Item]):
     def __init__(
         self, stages: Sequence[Stage[Item]], num_slots: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -58,17 +58,17 @@ class Pipeline(Generic[Item]):
         self._stages = stages
         self.num_buffers = num_slots + 1
         self._clock = clock
-        self.trace: list[Span] = []
+        self.trace: list[StageSpan] = []
         self._error: BaseException | None = None
+        self._free: SimpleQueue[int] = SimpleQueue()
+        self._queues: list[SimpleQueue[_UnderWay[Item] | None]] = [SimpleQueue() for _ in stages]
 
     def run(self, items: Iterable[Item]) -> None:
-        """Take all items through all stages. Raises the first error of a stage, or of `items`."""
-        free: SimpleQueue[int] = SimpleQueue()
+        """Take all items through all stages, once. Raises the first error of a stage, or of `items`."""
         for buffer in range(self.num_buffers):
-            free.put(buffer)
-        queues: list[SimpleQueue[_Way[Item] | None]] = [SimpleQueue() for _ in self._stages]
+            self._free.put(buffer)
         threads = [
-            Thread(target=self._serve, args=(index, queues, free), name=f"weights: {stage.name}", daemon=True)
+            Thread(target=self._serve, args=(index,), name=f"weights: {stage.name}", daemon=True)
             for index, stage in enumerate(self._stages)
             if index
         ]
@@ -76,16 +76,15 @@ class Pipeline(Generic[Item]):
             thread.start()
         try:
             for position, item in enumerate(items):
-                buffer = free.get()
+                buffer = self._free.get()
                 if self._error is not None:
-                    free.put(buffer)
                     break
-                self._step(0, _Way(position, item, buffer), queues, free)
+                self._step(0, _UnderWay(position, item, buffer))
         except BaseException as error:
             self._fail(error)
         finally:
             if threads:
-                queues[1].put(None)
+                self._queues[1].put(None)
             for thread in threads:
                 thread.join()
         error, self._error = self._error, None
@@ -95,28 +94,26 @@ class Pipeline(Generic[Item]):
         finally:
             del error  # else its traceback, and so all that the stages worked with, would live in a circle
 
-    def _serve(self, index: int, queues: "list[SimpleQueue[_Way[Item] | None]]", free: SimpleQueue[int]) -> None:
-        while (way := queues[index].get()) is not None:
-            self._step(index, way, queues, free)
-        if index + 1 < len(queues):
-            queues[index + 1].put(None)
+    def _serve(self, index: int) -> None:
+        while (under_way := self._queues[index].get()) is not None:
+            self._step(index, under_way)
+        if index + 1 < len(self._queues):
+            self._queues[index + 1].put(None)
 
-    def _step(
-        self, index: int, way: _Way[Item], queues: "list[SimpleQueue[_Way[Item] | None]]", free: SimpleQueue[int]
-    ) -> None:
+    def _step(self, index: int, under_way: _UnderWay[Item]) -> None:
         stage = self._stages[index]
-        if self._error is None or stage.settles:
+        if self._error is None or stage.finishes:
             begin = self._clock()
             try:
-                stage.work(way.item, way.buffer)
+                stage.work(under_way.item, under_way.buffer)
             except BaseException as error:
                 self._fail(error)
             else:
-                self.trace.append(Span(stage.name, way.position, begin, self._clock()))
-                if index + 1 < len(queues):
-                    queues[index + 1].put(way)
+                self.trace.append(StageSpan(stage.name, under_way.position, begin, self._clock()))
+                if index + 1 < len(self._queues):
+                    self._queues[index + 1].put(under_way)
                     return
-        free.put(way.buffer)
+        self._free.put(under_way.buffer)
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:

@@ -19,12 +19,12 @@ from torch import Tensor
 from ductile.error_text import error_text
 from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
 from ductile.weights.carriers.carrier import BucketSender, checksum_of
-from ductile.weights.carriers.control import Audience, Listener
+from ductile.weights.carriers.control import Audience, ControlListener
 from ductile.weights.carriers.disk import DiskSender
 from ductile.weights.carriers.http import HttpSender
 from ductile.weights.carriers.point_to_point import PointToPointSender
 from ductile.weights.carriers.shared_memory import SharedMemorySender, SlotRing
-from ductile.weights.pipeline import Pipeline, Span, Stage
+from ductile.weights.pipeline import BucketPipeline, Stage, StageSpan
 
 Fill = Callable[[Bucket, Tensor], int]
 """Copies a bucket's boxes into the buffer (uint8, of the bucket's bytes), and returns their part of the digest."""
@@ -45,19 +45,19 @@ class WeightSender:
         self._failed: dict[str, str] = {}
         self._left_out: dict[str, str] = {}
         self._aborted = Event()
-        self._listener: Listener | None = None
+        self._listener: ControlListener | None = None
         self._audiences: list[Audience] = []
         self._carriers: list[BucketSender] = []
         self._disk: DiskSender | None = None
         self._digest = 0
         self._num_bytes = 0
-        self.trace: list[Span] = []
-        """When each stage had each bucket."""
+        self.trace: list[StageSpan] = []
+        """Times at which each stage had each bucket."""
 
     def start(self) -> Offer:
         """Begin. Returns the offer with `location`: where receivers find this sender. Raises OSError."""
         if any(receiver.carrier in CONNECTED for receiver in self._update.receivers):
-            self._listener = Listener(self._update.rendezvous)
+            self._listener = ControlListener(self._update.rendezvous)
         self._deadline = time.monotonic() + self._update.total_timeout_s
         self._thread.start()
         return msgspec.structs.replace(self._offer, location=self._listener.location if self._listener else "")
@@ -132,8 +132,8 @@ class WeightSender:
                 self._num_bytes += bucket.num_bytes
                 self._go_on()
 
-            stages = [Stage("fill", fill), Stage("transfer", transfer), Stage("load", load, settles=True)]
-            pipeline = Pipeline(stages, num_slots)
+            stages = [Stage("fill", fill), Stage("transfer", transfer), Stage("load", load, finishes=True)]
+            pipeline = BucketPipeline(stages, num_slots)
             self.trace = pipeline.trace
             pipeline.run(buckets)
         finally:
@@ -142,7 +142,7 @@ class WeightSender:
     def _gather(self, ring: SlotRing) -> None:
         """Make the carriers, with the receivers that come in time."""
         update = self._update
-        expected = {
+        expected: dict[str, WeightCarrier] = {
             receiver.instance: receiver.carrier for receiver in update.receivers if receiver.carrier in CONNECTED
         }
         if by_http := [receiver for receiver in update.receivers if receiver.carrier == "http"]:
@@ -156,7 +156,7 @@ class WeightSender:
             for carrier in self._carriers:
                 carrier.leave_out(instance)
 
-    def _take_in(self, listener: Listener, expected: dict[str, WeightCarrier], ring: SlotRing) -> None:
+    def _take_in(self, listener: ControlListener, expected: dict[str, WeightCarrier], ring: SlotRing) -> None:
         """Wait for the receivers that connect to this sender."""
         update = self._update
         arrived = listener.gather(

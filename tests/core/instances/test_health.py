@@ -9,32 +9,32 @@ from ductile.core.instances.health import (
     LIVING,
     SERVING,
     TRANSITIONS,
-    Answer,
     Cause,
     HealthRules,
+    MemberStatus,
+    ProbeReply,
     ServerHealth,
-    ServerStatus,
     TransitionRefused,
 )
 from ductile.core.instances.instances import InstanceId
 
 RULES = HealthRules(failure_threshold=3, good_probes=2, progress_timeout_s=60.0)
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-STATUSES: tuple[ServerStatus, ...] = get_args(ServerStatus)
+STATUSES: tuple[MemberStatus, ...] = get_args(MemberStatus)
 
 
-def server(status: ServerStatus = "ready", version: int | None = 4, **fields) -> ServerHealth:
+def server(status: MemberStatus = "ready", version: int | None = 4, **fields) -> ServerHealth:
     given = {"instance": InstanceId("a:1"), "address": "http://a:1", "incarnation": "x", "since": 0.0}
     return ServerHealth(**{**given, "status": status, "version": version, **fields})
 
 
-def answer(**fields) -> Answer:
-    return replace(Answer("x", 4), **fields)
+def reply(**fields) -> ProbeReply:
+    return replace(ProbeReply("x", 4), **fields)
 
 
 @pytest.mark.parametrize("status", STATUSES)
 @pytest.mark.parametrize("cause", CAUSES)
-def test_every_cause_leads_somewhere_or_is_refused_in_words(cause: Cause, status: ServerStatus) -> None:
+def test_every_cause_leads_somewhere_or_is_refused_in_words(cause: Cause, status: MemberStatus) -> None:
     if (cause, status) in TRANSITIONS:
         after = server(status).moved(cause, "because", 5.0)
         assert after.status == TRANSITIONS[cause, status]
@@ -53,49 +53,49 @@ def test_only_a_commit_leads_back_from_distrust_and_nothing_from_death() -> None
 
 
 @pytest.mark.parametrize("status", ["joining", "warming", "stale", "dead", "gone"])
-def test_no_number_of_good_probes_makes_it_serve(status: ServerStatus) -> None:
+def test_no_number_of_good_probes_makes_it_serve(status: MemberStatus) -> None:
     one = server(status)
     for now in range(100):
-        one = one.answered(answer(), float(now), RULES).generated(float(now), RULES)
+        one = one.answered(reply(), float(now), RULES).generated(float(now), RULES)
     assert one.status == status
 
 
 def test_a_suspect_is_ready_again_after_good_probes() -> None:
     one = server().unanswered("no reply", 1.0)
     assert (one.status, one.reason) == ("suspect", "no reply")
-    one = one.answered(answer(), 2.0, RULES)
+    one = one.answered(reply(), 2.0, RULES)
     assert one.status == "suspect"
-    assert one.answered(answer(), 3.0, RULES).status == "ready"
+    assert one.answered(reply(), 3.0, RULES).status == "ready"
 
 
 def test_a_suspect_with_other_weights_is_not() -> None:
     suspect = server().unanswered("no reply", 1.0)
-    changed = suspect.answered(answer(version=3), 2.0, RULES)
+    changed = suspect.answered(reply(version=3), 2.0, RULES)
     assert changed.status == "stale"
     assert "serves version 3, and had committed version 4" in changed.reason
-    lies = replace(suspect, digest="aa").answered(answer(digest="bb"), 2.0, RULES)
+    lies = replace(suspect, digest="aa").answered(reply(digest="bb"), 2.0, RULES)
     assert lies.status == "stale"
-    assert suspect.answered(answer(incarnation="y"), 2.0, RULES).status == "dead"
+    assert suspect.answered(reply(incarnation="y"), 2.0, RULES).status == "dead"
 
 
 def test_a_version_that_was_committed_a_moment_ago_is_no_stray() -> None:
     """The reply to the commit may come after that of a probe."""
-    one = server().sent(5, 1.0).answered(answer(version=5), 2.0, RULES)
+    one = server().sent(5, 1.0).answered(reply(version=5), 2.0, RULES)
     assert one.status == "ready"
     assert one.version == 4
 
 
 def test_an_answer_that_is_older_than_the_commit_says_nothing_of_the_version() -> None:
-    """The server was asked, then changed over, and the answer came last."""
+    """The server was asked, then changed over, and the reply came last."""
     one = server().sent(5, 1.0).committed(5, "d", 3.0)
-    assert one.answered(answer(version=4, asked_at=2.0), 4.0, RULES).status == "ready"
-    assert one.answered(answer(version=4, asked_at=3.5), 4.0, RULES).status == "stale"
+    assert one.answered(reply(version=4, asked_at=2.0), 4.0, RULES).status == "ready"
+    assert one.answered(reply(version=4, asked_at=3.5), 4.0, RULES).status == "stale"
 
 
 def test_two_failures_an_answer_and_two_failures_are_four_of_no_row() -> None:
     one = server()
     for replies in (False, False, True, False, False):
-        one = one.answered(answer(), 1.0, RULES) if replies else one.unanswered("no reply", 1.0)
+        one = one.answered(reply(), 1.0, RULES) if replies else one.unanswered("no reply", 1.0)
     assert one.probe_failures == 2
 
 
@@ -104,7 +104,7 @@ def test_an_answered_probe_ends_no_row_of_failed_requests() -> None:
     one = server()
     for number in range(2):
         one = one.request_failed("no tokens", float(number), RULES)
-        one = one.answered(answer(), number + 0.5, RULES).answered(answer(), number + 0.6, RULES)
+        one = one.answered(reply(), number + 0.5, RULES).answered(reply(), number + 0.6, RULES)
         assert one.status == "suspect"
     one = one.request_failed("no tokens", 3.0, RULES)
     assert (one.status, one.reason) == ("dead", "3 requests in a row failed, the last: no tokens")
@@ -149,9 +149,9 @@ def test_a_failed_update_is_not_trusted_and_an_aborted_one_changes_nothing() -> 
 def test_an_engine_that_samples_nothing_is_condemned_though_it_answers() -> None:
     one = server()
     for now in range(0, 60, 10):
-        one = one.answered(answer(num_running=2, num_sampled=100), float(now), RULES)
+        one = one.answered(reply(num_running=2, num_sampled=100), float(now), RULES)
         assert one.status == "ready"
-    one = one.answered(answer(num_running=2, num_sampled=100), 60.0, RULES)
+    one = one.answered(reply(num_running=2, num_sampled=100), 60.0, RULES)
     assert one.status == "dead"
     assert "sampled no token for 60 s with 2 running" in one.reason
 
@@ -160,12 +160,12 @@ def test_an_engine_that_samples_nothing_is_condemned_though_it_answers() -> None
 def test_one_that_has_nothing_to_do_or_is_paused_is_not(busy) -> None:
     one = server()
     for now in range(0, 600, 10):
-        one = one.answered(answer(num_sampled=100, **busy), float(now), RULES)
+        one = one.answered(reply(num_sampled=100, **busy), float(now), RULES)
     assert one.status == "ready"
 
 
 def test_a_slow_one_is_not() -> None:
     one = server()
     for now in range(0, 6000, 50):
-        one = one.answered(answer(num_running=1, num_sampled=now), float(now), RULES)
+        one = one.answered(reply(num_running=1, num_sampled=now), float(now), RULES)
     assert one.status == "ready"

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ductile.core.instances.health import Answer, HealthRules, ServerHealth
+from ductile.core.instances.health import HealthRules, ProbeReply, ServerHealth
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import (
-    Topology,
+    FleetTopology,
     TopologyMember,
     blame,
     joins_due,
@@ -16,30 +16,28 @@ from ductile.core.instances.topology import (
 RULES = HealthRules(failure_threshold=2, bucket_timeout_s=5.0)
 
 
-def server(name: str, failed_at: tuple[float, ...] = (), heard_at: float = 0.0, replied: bool = False) -> ServerHealth:
-    one = ServerHealth(InstanceId(name), f"http://{name}:1", "x", 0.0, "ready", version=1, heard_at=heard_at)
-    for now in failed_at:
-        one = one.unanswered("no reply", now, replied)
+def server(name: str, *others_heard_at: float, replied: bool = False) -> ServerHealth:
+    """One that was probed at 0, and then once a second without a good reply; others were last heard of at these times,
+    when its probes had failed."""
+    one = ServerHealth(InstanceId(name), f"http://{name}:1", "x", 0.0, "ready", version=1)
+    for number, heard_at in enumerate(others_heard_at, 1):
+        one = one.unanswered("no reply", number + 0.5, float(number), heard_at, replied)
     return one
 
 
 BLAMED = {
-    "one of three is silent": ([server("a", (5, 6)), server("b", (), 6), server("c", (), 6)], "servers", "a"),
-    "two of four are": (
-        [server("a", (5, 6)), server("b", (5, 6)), server("c", (), 6), server("d", (), 5)],
+    "one of three is silent": ([server("a", 1.2, 2.2), server("b"), server("c")], "servers", "a"),
+    "two of four are": ([server("a", 1, 2), server("b", 1, 2), server("c"), server("d")], "servers", "a b"),
+    "all of three are": ([server("a", 0, 0), server("b", 0, 0), server("c", 0, 0)], "self", "a b c"),
+    "all were, and one answers again": ([server("a", 0, 0), server("b", 0, 0), server("c")], "none", ""),
+    "all were, one answers again, and one does not": (
+        [server("a", 0, 0, 2.9), server("b", 0, 0), server("c")],
         "servers",
-        "a b",
+        "a",
     ),
-    "all of three are": ([server("a", (5, 6)), server("b", (5, 6)), server("c", (5, 6))], "self", "a b c"),
-    "the others are silent too, but not for as long": ([server("a", (5, 6)), server("b", (6,))], "self", "a"),
-    "another one answered after it fell silent": ([server("a", (5, 6)), server("b", (6,), 5.5)], "servers", "a"),
-    "one that is alone": ([server("a", (5, 6))], "servers", "a"),
-    "once is no row": ([server("a", (5,)), server("b", (), 6)], "none", ""),
-    "all answer with HTTP 500": (
-        [server("a", (5, 6), replied=True), server("b", (5, 6), replied=True)],
-        "servers",
-        "a b",
-    ),
+    "one that is alone": ([server("a", 0, 0)], "servers", "a"),
+    "once is no row": ([server("a", 1), server("b")], "none", ""),
+    "all answer with HTTP 500": ([server("a", 0, 0, replied=True), server("b", 0, 0, replied=True)], "servers", "a b"),
 }
 
 
@@ -52,7 +50,7 @@ def test_who_is_to_blame_for_silence(servers: list[ServerHealth], verdict: str, 
 
 def receiver(name: str, num_buckets: int, since: float, update_id: str = "u") -> ServerHealth:
     one = server(name).sent(2, 0.0)
-    return one.answered(Answer("x", 1, update_id=update_id, num_buckets=num_buckets), since, RULES)
+    return one.answered(ProbeReply("x", 1, update_id=update_id, num_buckets=num_buckets), since, RULES)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +97,14 @@ def member(name: str, incarnation: str = "x", workers: int = 1) -> TopologyMembe
 
 
 def test_the_order_of_members_says_nothing() -> None:
-    assert Topology(3, (member("a"), member("b"))) == Topology(3, (member("b"), member("a")))
-    assert len({Topology(3, (member("a"), member("b"))), Topology(3, (member("b"), member("a")))}) == 1
-    assert Topology(3, (member("a"),)) != Topology(4, (member("a"),))
-    assert Topology(3, (member("a"),)) != Topology(3, (member("a", "y"),))
+    assert FleetTopology(3, (member("a"), member("b"))) == FleetTopology(3, (member("b"), member("a")))
+    assert len({FleetTopology(3, (member("a"), member("b"))), FleetTopology(3, (member("b"), member("a")))}) == 1
+    assert FleetTopology(3, (member("a"),)) != FleetTopology(4, (member("a"),))
+    assert FleetTopology(3, (member("a"),)) != FleetTopology(3, (member("a", "y"),))
 
 
 def test_ranks_are_those_of_all_workers_one_after_the_other() -> None:
-    topology = Topology(3, (member("b", workers=2), member("a", workers=3)))
+    topology = FleetTopology(3, (member("b", workers=2), member("a", workers=3)))
     assert topology.world_size == 6
     assert [topology.first_rank(InstanceId(name)) for name in "ab"] == [1, 4]
     assert topology.group_name == "update_weight_group_v3"

@@ -40,7 +40,6 @@ from ductile.config.checks.written import output_findings
 from ductile.config.finding import Finding
 from ductile.config.reading.unread import unread_findings, unread_notes
 from ductile.config.schema.bench import load_findings, server_notes
-from ductile.config.schema.fleet import StaticRegistry
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.orchestrator import BuiltinTask, JsonlTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
 from ductile.config.schema.run import (
@@ -231,9 +230,6 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
         yield Finding(("parallel.dp",), what)
     yield from server_findings(config.server, "server")
     yield from registry_findings(config.registry, "registry")
-    if isinstance(config.registry, StaticRegistry):
-        what = "lists servers, and is no place where one could announce itself. Leave it out, or write file or http"
-        yield Finding(("registry.type",), what)
     yield from load_findings(config.bench, config)
 
 

@@ -90,7 +90,8 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
         ),
         Unread(
             ("registry.urls", "registry.import_path", "registry.kwargs"),
-            "a server announces itself in a folder or at a registry over HTTP (registry.type file, http)",
+            "it says where `ductile rl` looks for servers; one announces itself in a registry of type file or http",
+            noted=True,
         ),
         Unread(
             ("output_dir", "deployment.gpus_per_node"),

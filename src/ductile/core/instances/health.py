@@ -17,17 +17,17 @@ from typing import Literal
 
 from ductile.core.instances.instances import InstanceId
 
-ServerStatus = Literal["joining", "warming", "ready", "suspect", "draining", "stale", "dead", "gone"]
+MemberStatus = Literal["joining", "warming", "ready", "suspect", "draining", "stale", "dead", "gone"]
 """joining: found, and waits for weights. warming: weights are on their way. ready: has a committed version. suspect:
 as ready, and has failed lately; it is asked last. draining: finishes what it has. stale: lives, and its weights are not
 trusted. dead: taken out. gone: has left as it was told."""
 
-SERVING: frozenset[ServerStatus] = frozenset({"ready", "suspect"})
-LIVING: frozenset[ServerStatus] = frozenset({"joining", "warming", "ready", "suspect", "draining", "stale"})
+SERVING: frozenset[MemberStatus] = frozenset({"ready", "suspect"})
+LIVING: frozenset[MemberStatus] = frozenset({"joining", "warming", "ready", "suspect", "draining", "stale"})
 
 Cause = Literal["warm", "commit", "doubt", "recover", "distrust", "die", "drain", "remove"]
 
-TRANSITIONS: "MappingProxyType[tuple[Cause, ServerStatus], ServerStatus]" = MappingProxyType(
+TRANSITIONS: "MappingProxyType[tuple[Cause, MemberStatus], MemberStatus]" = MappingProxyType(
     {
         ("warm", "joining"): "warming",
         ("warm", "stale"): "warming",
@@ -50,7 +50,7 @@ TRANSITIONS: "MappingProxyType[tuple[Cause, ServerStatus], ServerStatus]" = Mapp
         ("remove", "dead"): "gone",
     }
 )
-"""Where each cause leads; a pair that is missing is refused."""
+"""State that each cause leads to; a pair that is missing is refused."""
 
 _REFUSED: dict[Cause, str] = {
     "warm": "only one that is joining or stale gets weights of its own",
@@ -70,7 +70,7 @@ class TransitionRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    """When failures count. Seconds are of the clock that `now` is of."""
+    """Rules by which failures count. Seconds are of the clock that `now` is of."""
 
     failure_threshold: int = 3
     """Failures in a row that condemn, of either kind."""
@@ -83,13 +83,13 @@ class HealthRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeReply:
     """What a server says of itself in reply to a probe."""
 
     incarnation: str
     version: int
     asked_at: float = float("inf")
-    """When the probe was sent: what it says may be older than a commit that we know of."""
+    """Time at which the probe was sent: what it says may be older than a commit that we know of."""
     digest: str = ""
     model: str = ""
     epoch: int = 0
@@ -111,8 +111,8 @@ class ServerHealth:
     address: str
     incarnation: str
     since: float
-    """When it came to its state."""
-    status: ServerStatus = "joining"
+    """Time at which it came to its state."""
+    status: MemberStatus = "joining"
     reason: str = ""
     """Why it is in its state, a sentence."""
     workers: int = 1
@@ -125,17 +125,20 @@ class ServerHealth:
     probe_failures: int = 0
     good_probes: int = 0
     request_failures: int = 0
-    failing_since: float | None = None
-    """When the first of the probe failures in a row was."""
+    is_alone: bool = False
+    """Whether something was heard of another server, or of this one itself, between its last probes, the latest of
+    which failed: so it is not the network."""
+    asked_at: float = 0.0
+    """Time at which its latest probe was sent."""
     heard_at: float = 0.0
-    """When it last replied to anything, with an error too, or came."""
+    """Time at which it last answered a probe, or came."""
     num_sampled: int = 0
     progressed_at: float = 0.0
-    """When it last sampled a token, or had nothing to do."""
+    """Time at which it last sampled a token, or had nothing to do."""
     bucket: tuple[str, int] = ("", 0)
     """Update that it receives, and buckets of it."""
     bucket_at: float = 0.0
-    """When it last took a bucket."""
+    """Time at which it last took a bucket."""
 
     @property
     def is_serving(self) -> bool:
@@ -153,45 +156,55 @@ class ServerHealth:
         since = self.since if after == self.status else now
         return replace(self, status=after, reason=reason, since=since)
 
-    def answered(self, answer: Answer, now: float, rules: HealthRules) -> "ServerHealth":
+    def answered(self, reply: ProbeReply, now: float, rules: HealthRules) -> "ServerHealth":
         """The server has answered a probe, which tells about the process and its version, and nothing of whether it can
         generate. One that is not living stays as it is."""
         if not self.is_living:
             return self
-        if answer.incarnation != self.incarnation:
+        if reply.incarnation != self.incarnation:
             return self.moved("die", "its process has ended, and another one has its address", now)
         seen = replace(
             self,
             probe_failures=0,
-            failing_since=None,
+            is_alone=False,
+            asked_at=min(reply.asked_at, now),
             good_probes=self.good_probes + 1,
             heard_at=now,
-            workers=answer.workers,
-        )._progressed(answer, now)
+            workers=reply.workers,
+        )._progressed(reply, now)
         if (
             self.version is not None
             and self.status in ("ready", "suspect", "draining")
-            and (why := self._strays(answer))
+            and (why := self._strays(reply))
         ):
             return seen.moved("distrust", why, now)
         if now - seen.progressed_at >= rules.progress_timeout_s:
             idle = now - seen.progressed_at
-            why = f"it answers probes, and has sampled no token for {idle:.0f} s with {answer.num_running} running"
+            why = f"it answers probes, and has sampled no token for {idle:.0f} s with {reply.num_running} running"
             return seen.moved("die", why, now)
         return seen._recovered(now, rules)
 
-    def unanswered(self, why: str, now: float, replied: bool = False) -> "ServerHealth":
-        """The server has not answered a probe as it should. Whether it is to blame, `blame` says, which sees the
-        others. replied: there was a reply, such as HTTP 500."""
+    def unanswered(
+        self,
+        why: str,
+        now: float,
+        asked_at: float = float("inf"),
+        others_heard_at: float = float("-inf"),
+        replied: bool = False,
+    ) -> "ServerHealth":
+        """The server has not answered a probe as it should. Whether it is to blame, `blame` says.
+
+        asked_at: when the probe was sent. others_heard_at: when another server was last heard of. replied: there was a
+        reply, such as HTTP 500.
+        """
         if not self.is_living:
             return self
-        failing_since = now if self.failing_since is None else self.failing_since
         failed = replace(
             self,
             probe_failures=self.probe_failures + 1,
             good_probes=0,
-            failing_since=failing_since,
-            heard_at=now if replied else self.heard_at,
+            is_alone=replied or others_heard_at >= self.asked_at,
+            asked_at=asked_at,
         )
         return failed.moved("doubt", why, now) if self.is_serving else failed
 
@@ -242,25 +255,25 @@ class ServerHealth:
             return after
         return after.moved("distrust", why, now)
 
-    def _progressed(self, answer: Answer, now: float) -> "ServerHealth":
-        bucket = (answer.update_id, answer.num_buckets)
-        is_busy = answer.num_running > 0 and not answer.is_paused
+    def _progressed(self, reply: ProbeReply, now: float) -> "ServerHealth":
+        bucket = (reply.update_id, reply.num_buckets)
+        is_busy = reply.num_running > 0 and not reply.is_paused
         return replace(
             self,
-            num_sampled=answer.num_sampled,
-            progressed_at=self.progressed_at if is_busy and answer.num_sampled == self.num_sampled else now,
+            num_sampled=reply.num_sampled,
+            progressed_at=self.progressed_at if is_busy and reply.num_sampled == self.num_sampled else now,
             bucket=bucket,
             bucket_at=self.bucket_at if bucket == self.bucket else now,
         )
 
-    def _strays(self, answer: Answer) -> str:
+    def _strays(self, reply: ProbeReply) -> str:
         """Return why the server's weights are not those that it committed; "" when they are, or may be in a moment."""
-        if answer.asked_at <= self.committed_at:
+        if reply.asked_at <= self.committed_at:
             return ""
-        if answer.version not in (self.version, self.offered):
-            return f"it serves version {answer.version}, and had committed version {self.version}"
-        if answer.version == self.version and self.digest and answer.digest and answer.digest != self.digest:
-            return f"the digest of its version {self.version} is {answer.digest}, and was {self.digest}"
+        if reply.version not in (self.version, self.offered):
+            return f"it serves version {reply.version}, and had committed version {self.version}"
+        if reply.version == self.version and self.digest and reply.digest and reply.digest != self.digest:
+            return f"the digest of its version {self.version} is {reply.digest}, and was {self.digest}"
         return ""
 
     def _recovered(self, now: float, rules: HealthRules) -> "ServerHealth":

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ductile.core.instances.health import HealthRules, ServerHealth, ServerStatus
+from ductile.core.instances.health import HealthRules, MemberStatus, ServerHealth
 from ductile.core.instances.instances import InstanceId, named
 
 
@@ -17,7 +17,7 @@ class TopologyMember:
     address: str
     incarnation: str
     workers: int
-    status: ServerStatus = field(compare=False)
+    status: MemberStatus = field(compare=False)
     version: int | None = field(compare=False)
 
     @staticmethod
@@ -28,7 +28,7 @@ class TopologyMember:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Topology:
+class FleetTopology:
     """Servers that serve, at a membership epoch. The order of the members says nothing, and is not compared."""
 
     epoch: int
@@ -53,7 +53,7 @@ class Topology:
         raise KeyError(instance)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Topology) and (self.epoch, {*self.members}) == (other.epoch, {*other.members})
+        return isinstance(other, FleetTopology) and (self.epoch, {*self.members}) == (other.epoch, {*other.members})
 
     def __hash__(self) -> int:
         return hash((self.epoch, frozenset(self.members)))
@@ -70,7 +70,7 @@ class TopologyDecision:
     time for others to come. fail: there is none left, and the run ends."""
 
     action: Action
-    topology: Topology
+    topology: FleetTopology
     """Servers that serve."""
     receivers: tuple[TopologyMember, ...]
     """Servers that get the next version: those that serve, and those that it may bring back."""
@@ -93,20 +93,18 @@ class Blame:
 
 def blame(servers: Iterable[ServerHealth], rules: HealthRules) -> Blame:
     """Return who is to blame for silence. A server is, when it has failed `failure_threshold` probes in a row and
-    something was heard of it or of another one meanwhile; when there are several and nothing was heard of any, our own
-    network is (quorum), and nobody is taken out. A closed port is no silence, and is not judged here."""
+    something was heard of another one between the last of them; when there are several and nothing was heard of any,
+    our own network is (quorum), and nobody is taken out. A closed port is no silence, and is not judged here."""
     living = [server for server in servers if server.is_living]
     over = [server for server in living if server.probe_failures >= rules.failure_threshold]
     if not over:
         return Blame("none")
-    guilty = [
-        server
-        for server in over
-        if len(living) == 1 or any(other.heard_at >= (server.failing_since or 0.0) for other in living)
-    ]
+    guilty = [server for server in over if len(living) == 1 or server.is_alone]
     if guilty:
         ids = tuple(server.instance for server in guilty)
         return Blame("servers", ids, f"{named(ids)} did not answer {rules.failure_threshold} probes in a row")
+    if len(over) < len(living):  # those that answer have just begun to: the others' next probes tell
+        return Blame("none")
     why = f"none of {len(living)} servers answers: the fault is on our side of the network, and none is taken out"
     return Blame("self", tuple(server.instance for server in over), why)
 
@@ -129,7 +127,7 @@ class Joins:
 
     now: tuple[InstanceId, ...]
     wait_s: float | None
-    """Until the next ones may; None when none waits."""
+    """Seconds until the next ones may; None when none waits."""
 
 
 def joins_due(waiting: Mapping[InstanceId, float], now: float, cooldown_s: float, num_serving: int) -> Joins:

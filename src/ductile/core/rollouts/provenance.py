@@ -66,7 +66,7 @@ class Evidence:
     """What is known of one generator and one published version. What is None was not asked."""
 
     published: KnownWeights
-    told: Sequence[tuple[int, str]]
+    labels: Sequence[tuple[int, str]]
     """Version and digest of the canary tokens, each pair once."""
     plain: Differences
     """Differences of greedy tokens, whose log-probs are those of temperature 1."""
@@ -83,7 +83,8 @@ class Evidence:
     @property
     def agrees(self) -> bool:
         """True where nothing more need be asked."""
-        strange = never_published({self.published.version: self.published.digest}, dict(self.told))
+        published = {self.published.version: self.published.digest}
+        strange = any(never_published(published, {version: digest}) for version, digest in self.labels)
         return not strange and self.plain.within(self.limits) and self.sampled.within(self.limits)
 
 
@@ -122,7 +123,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 def _version(evidence: Evidence) -> Diagnosis | None:
     published, earlier = evidence.published, evidence.earlier
-    for version, digest in evidence.told:
+    for version, digest in evidence.labels:
         if version != published.version:
             return Diagnosis(
                 "wrong_version", f"its tokens are of version {version}, and version {published.version} was published"
@@ -154,7 +155,7 @@ def _tensors(evidence: Evidence) -> Diagnosis | None:
         if all(name in earlier.tensors and found.tensors.get(name) == earlier.tensors[name] for name in wrong):
             return Diagnosis("tensor_not_sent", f"{_listed(wrong)} still as in version {earlier.version}")
         return Diagnosis("wrong_weights", f"{_listed(wrong)} neither as published nor as in version {earlier.version}")
-    for _, digest in evidence.told:
+    for _, digest in evidence.labels:
         if digest and published.digest and digest != published.digest:
             return Diagnosis("wrong_weights", f"its weights are {digest}, and {published.digest} was published")
     return None

@@ -208,7 +208,7 @@ class TextRequest(SamplingFields):
     priority: Int | None = None
     """Priority as in vLLM: requests with a lower number go first."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    """As in vLLM: requests of different salts share no keys and values."""
+    """Salt of the prefix cache, as in vLLM: requests of different salts share no keys and values."""
 
 
 class CompletionRequest(TextRequest):

@@ -21,7 +21,7 @@ ASK_S = 5.0
 
 
 class _Place(Protocol):
-    """Where leases are kept. Both raise OSError or httpx.HTTPError."""
+    """Place of leases. Both methods raise OSError or httpx.HTTPError."""
 
     def put(self, lease: ServerLease) -> None: ...
 
@@ -84,6 +84,7 @@ class Registrar:
                 pass
         self._lease_of, self._say = lease_of, say
         self._beat = 0
+        self._written: ServerLease | None = None
         self._is_leaving = False
         self._is_failing = False
         self._turn = threading.Lock()
@@ -112,7 +113,8 @@ class Registrar:
         while not self._ended.wait(self._interval_s):
             self._renew(self._place)
         try:
-            self._place.remove(self._lease_of())
+            if self._written is not None:  # the server has ended: it says nothing new of itself
+                self._place.remove(self._written)
         except Exception as error:
             self._say(f"the server's lease could not be removed: {error_text(error)}")
 
@@ -123,6 +125,7 @@ class Registrar:
                 lease = self._lease_of()
                 fields = {"beat": self._beat, "renewed_at": time.time(), "is_leaving": self._is_leaving}
                 place.put(msgspec.structs.replace(lease, **fields))
+                self._written = lease
             except Exception as error:
                 if not self._is_failing:
                     self._say(f"the server's lease could not be renewed, and will be tried again: {error_text(error)}")

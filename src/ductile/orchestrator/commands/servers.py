@@ -26,9 +26,9 @@ from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of, 
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
-from ductile.fleet.weight_update import Member, UpdateOptions, UpdateResult, WeightUpdates
+from ductile.fleet.weight_update import UpdateMember, UpdateOptions, UpdateResult, WeightUpdates
 from ductile.generator.server.control_token import token_file
-from ductile.messages.control import FleetRequest, FleetStatus, RunFailed, ServerStatus, Unfit
+from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.server_lease import ServerLease
 from ductile.messages.updates import ServerState, WeightCarrier
 from ductile.observe import Recorder
@@ -58,7 +58,7 @@ class Servers:
         self._api_key = secret_of(client.api_key, client.api_key_var)
         self._deadlines = _deadlines(inference, client.timeout_s)
         self._max_num_seqs, self._record = inference.max_num_seqs, record
-        self._registry = LeaseBook(registry_of(inference.registry, self._tell))
+        self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
         self._probe = HttpProbe(inference.probe_timeout_seconds, lambda address: self._api_key)
         options = update_options(config, folder)
         updates = WeightUpdates(fleet.trainer, options, choose_carrier, self._next_epoch)
@@ -104,7 +104,7 @@ class Servers:
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""
-        counted = {"servers": float(len(self._fleet.roster.serving))}
+        counted = {"servers": float(len(self._fleet.state.serving))}
         if self._latest is not None:
             latest = self._latest
             counted |= {
@@ -118,9 +118,9 @@ class Servers:
     # -- for those who ask the run (`ductile.orchestrator.control.live_run.AskServers`)
 
     def status(self) -> FleetStatus:
-        roster, now_s = self._fleet.roster, time.monotonic()
+        state, now_s = self._fleet.state, time.monotonic()
         servers = tuple(
-            ServerStatus(
+            FleetServer(
                 server.instance,
                 server.address,
                 server.status,
@@ -129,9 +129,9 @@ class Servers:
                 server.version,
                 self._members.num_unfinished(server.instance),
             )
-            for server in roster.servers.values()
+            for server in state.servers.values()
         )
-        return FleetStatus(roster.epoch, roster.version, servers, self._members.under_way)
+        return FleetStatus(state.epoch, state.version, servers, self._members.under_way)
 
     async def do(self, ask: FleetRequest) -> str:
         if ask.action == "list":
@@ -147,7 +147,7 @@ class Servers:
         self._fleet.register_server(address)
         await self._fleet.look()
         await self._fleet.settled()
-        found = self._fleet.roster.at(address.rstrip("/").removesuffix("/v1"))
+        found = self._fleet.state.at(address.rstrip("/").removesuffix("/v1"))
         if found is None:
             why = next((why for url, why in self._fleet.kept_out.items() if url in address), "nobody answers there yet")
             raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for from now on")
@@ -156,7 +156,7 @@ class Servers:
         return f"{found.instance} generates, with version {found.version}."
 
     async def _leave(self, server: str, mode: Literal["drain", "now"]) -> str:
-        known = {name for each in self._fleet.roster.living for name in (each.instance, each.address)}
+        known = {name for each in self._fleet.state.living for name in (each.instance, each.address)}
         if server.rstrip("/").removesuffix("/v1") not in known:
             raise Unfit(f"{server} is none of the run's servers: {', '.join(sorted(known)) or 'it has none'}")
         self._fleet.deregister_server(server, mode)
@@ -206,7 +206,7 @@ class Servers:
             )
         )
 
-    def _member(self, server: TopologyMember) -> Member[ServerPort]:
+    def _member(self, server: TopologyMember) -> UpdateMember[ServerPort]:
         """Raises ValueError where the address is none."""
         token = self._api_key or self._token(server.address)
         port = ServerPort(
@@ -217,7 +217,7 @@ class Servers:
             self._max_num_seqs,
             id=server.instance,
         )
-        return Member(server.instance, port, server.address, token or "", server.incarnation)
+        return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
 
     def _token(self, address: str) -> str | None:
         """The token of a server's control routes: from the file that its lease names, or that this user's servers on
@@ -231,7 +231,7 @@ class Servers:
         return next(filter(None, map(token_of, leases)), None)
 
 
-class LeaseBook:
+class RememberedLeases:
     """A registry that remembers what it said last. Follows `ductile.fleet.registry.Registry`."""
 
     def __init__(self, registry: Registry) -> None:

@@ -66,14 +66,14 @@ class ScorerReference:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledCanaries:
     """Canaries of one generator and version: a greedy and a drawn one of each prompt."""
 
     samples: Sequence[Sample]
     generations: Sequence[Generation]
 
     @property
-    def told(self) -> list[tuple[int, str]]:
+    def labels(self) -> list[tuple[int, str]]:
         """Version and digest of the tokens, each pair once."""
         pairs = sorted(
             {(version, each.digests.get(version, "")) for each in self.generations for version in each.versions}
@@ -147,7 +147,9 @@ class Canaries:
         skipped: what is wrong with it is found elsewhere."""
         instances = list(self._generators.instances)
         outcomes = await asyncio.gather(*(self._sample(each, version) for each in instances), return_exceptions=True)
-        sampled = {each: found for each, found in zip(instances, outcomes, strict=True) if isinstance(found, Sampled)}
+        sampled = {
+            each: found for each, found in zip(instances, outcomes, strict=True) if isinstance(found, SampledCanaries)
+        }
         scores: Sequence[Floats] | None = None
         try:
             if sampled:
@@ -162,7 +164,7 @@ class Canaries:
             end = start + len(canaries.samples)
             evidence = self._evidence(version, canaries, None if scores is None else scores[start:end])
             start = end
-            if any(told > version for told, _ in canaries.told):  # the next version came on the way
+            if any(labels > version for labels, _ in canaries.labels):  # the next version came on the way
                 self.num_skipped += 1
                 continue
             self.num_checked += scores is not None
@@ -173,7 +175,7 @@ class Canaries:
         if scores is not None:
             self.largest = largest
 
-    async def _sample(self, instance: Instance, version: int, salt: str = "") -> Sampled:
+    async def _sample(self, instance: Instance, version: int, salt: str = "") -> SampledCanaries:
         """salt: of the prefix cache, in which only canaries with an earlier check's are found; with one, only greedy
         tokens are sampled."""
         requests: list[GenerateRequest] = []
@@ -182,16 +184,16 @@ class Canaries:
                 id = f"canary/{version}/{instance.id}/{salt}{number}/{name}"
                 requests.append(GenerateRequest(id, prompt, sampling, priority=PRIORITY, cache_salt=salt))
         generations = await asyncio.gather(*(self._generators.canary(instance, request) for request in requests))
-        return Sampled([_sample(*each) for each in zip(requests, generations, strict=True)], generations)
+        return SampledCanaries([_sample(*each) for each in zip(requests, generations, strict=True)], generations)
 
-    def _evidence(self, version: int, canaries: Sampled, scores: Sequence[Floats] | None) -> Evidence:
+    def _evidence(self, version: int, canaries: SampledCanaries, scores: Sequence[Floats] | None) -> Evidence:
         plain = drawn = Differences()
         if scores is not None:
             plain, drawn = canaries.differences(scores, greedy=True), canaries.differences(scores, greedy=False)
         earlier = max((known for known in self._published if known < version), default=None)
         return Evidence(
             self._published[version],
-            canaries.told,
+            canaries.labels,
             plain,
             drawn,
             self._limits,

@@ -10,7 +10,7 @@ from threading import Event, Lock
 from torch import Tensor
 
 from ductile.error_text import error_text
-from ductile.messages.updates import Bucket, Offer, PrepareUpdate
+from ductile.messages.updates import Bucket, Offer, PrepareUpdate, WeightCarrier
 from ductile.weights.carriers import control, disk, point_to_point, shared_memory
 from ductile.weights.carriers.carrier import Sink, UpdateFailed, refuse_damaged, sentence
 
@@ -50,7 +50,8 @@ class _Receiver:
     """What the threads of one update's senders share."""
 
     def __init__(self, prepare: PrepareUpdate, sink: Sink) -> None:
-        self._update, self._carrier, self._sink = prepare.update, prepare.carrier, sink
+        self._update, self._sink = prepare.update, sink
+        self._carrier: WeightCarrier = prepare.carrier
         self._instance = _own_instance(prepare)
         self._loading = Lock()
         self._ended = Event()

@@ -2,7 +2,7 @@
 bytes, which take another way.
 
     sender                                        receiver
-    Listener(...)                                 connect(location, ...)
+    ControlListener(...)                                 connect(location, ...)
     listener.gather(...) -> {instance: Channel}   <- the connection, both sides proven
     Audience: tell, listen, drop                  Channel: receive, send
 
@@ -38,7 +38,7 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
     nonce: bytes
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class ReceiverHello(msgspec.Struct, frozen=True, tag=True):
     """A receiver says who it is, proves it, and asks the same of the sender."""
 
     instance: str
@@ -93,7 +93,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     index: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class UpdateEnded(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
@@ -101,8 +101,10 @@ class Through(msgspec.Struct, frozen=True, tag=True):
     """The sender knows that the receiver has all buckets. One that was given up in between never hears it."""
 
 
-Message = Challenge | Hello | Welcome | Ring | Meet | Here | Join | Coming | Loaded | Failed | Through
-_DECODER = msgspec.msgpack.Decoder(Message)
+ControlMessage = (
+    Challenge | ReceiverHello | Welcome | Ring | Meet | Here | Join | Coming | Loaded | UpdateEnded | Through
+)
+_DECODER = msgspec.msgpack.Decoder(ControlMessage)
 
 
 class ConnectionEnded(Exception):
@@ -121,7 +123,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message, timeout_s: float = HELLO_S) -> None:
+    def send(self, message: ControlMessage, timeout_s: float = HELLO_S) -> None:
         """Raises `ConnectionEnded`."""
         body = msgspec.msgpack.encode(message)
         left = memoryview(len(body).to_bytes(4, "big") + body)
@@ -135,7 +137,7 @@ class Channel:
             except OSError as error:
                 raise ConnectionEnded(f"ended the connection ({error.strerror})") from error
 
-    def read(self) -> list[Message]:
+    def read(self) -> list[ControlMessage]:
         """All messages that are there, without waiting. Raises `ConnectionEnded` once all have been returned."""
         messages = self._decoded()
         while not messages:
@@ -159,8 +161,8 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def _decoded(self) -> list[Message]:
-        messages: list[Message] = []
+    def _decoded(self) -> list[ControlMessage]:
+        messages: list[ControlMessage] = []
         while len(self._buffer) >= 4:
             size = int.from_bytes(self._buffer[:4], "big")
             if size > MAX_MESSAGE_BYTES:
@@ -184,7 +186,7 @@ def _ready(channel: Channel, events: int, timeout_s: float) -> bool:
 # -- The sender's end -----------------------------------------------------------------------------------------------
 
 
-class Listener:
+class ControlListener:
     """The socket at which receivers find a sender."""
 
     def __init__(self, near: str = "") -> None:
@@ -254,7 +256,7 @@ def _prove(channel: Channel, secret: str, nonce: bytes, expected: Mapping[str, W
     """The instance that a new connection is of, once it has proven it; "" while it has said nothing. Raises
     `ConnectionEnded`."""
     for message in channel.read():
-        if not isinstance(message, Hello) or expected.get(message.instance) != message.carrier:
+        if not isinstance(message, ReceiverHello) or expected.get(message.instance) != message.carrier:
             raise ConnectionEnded("is no receiver of this update")
         if not hmac.compare_digest(message.proof, _proof(secret, "receiver", message.instance, nonce)):
             raise ConnectionEnded("does not know the update's secret")
@@ -291,17 +293,17 @@ class Audience:
         """Group that each has said to come to (point_to_point)."""
         self.timeout_s = timeout_s
         self.heard = dict.fromkeys(channels, time.monotonic())
-        """When each has last said something, or has been told of a bucket while it had nothing to do."""
+        """Time at which each has last said something, or was told of a bucket while it had nothing to do."""
         self._all = list(channels.values())
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: ControlMessage) -> None:
         now = time.monotonic()
         for instance, channel in list(self.channels.items()):
             if isinstance(message, Coming) and self.num_loaded[instance] >= message.index:
                 self.heard[instance] = now  # it has had nothing to do so far
             self.tell_one(instance, channel, message)
 
-    def tell_one(self, instance: str, channel: Channel, message: Message) -> None:
+    def tell_one(self, instance: str, channel: Channel, message: ControlMessage) -> None:
         try:
             channel.send(message, self.timeout_s)
         except ConnectionEnded as error:
@@ -321,14 +323,14 @@ class Audience:
             except ConnectionEnded as error:
                 self.drop(instance, f"{instance} {error}")
 
-    def _take(self, instance: str, message: Message) -> None:
+    def _take(self, instance: str, message: ControlMessage) -> None:
         self.heard[instance] = time.monotonic()
         match message:
             case Loaded(index=index) if index == self.num_loaded[instance]:
                 self.num_loaded[instance] += 1
             case Here(generation=generation):
                 self.generation[instance] = generation
-            case Failed(reason=reason):
+            case UpdateEnded(reason=reason):
                 raise ConnectionEnded(f"failed: {reason}")
             case _:
                 raise ConnectionEnded(f"says {type(message).__name__}, which it may not")
@@ -359,7 +361,7 @@ class Audience:
     def close(self, reason: str) -> dict[str, str]:
         """Tell all that are left that they have everything, or drop them for this reason. Returns who failed."""
         for instance, channel in list(self.channels.items()):
-            self.tell_one(instance, channel, Failed(reason) if reason else Through())
+            self.tell_one(instance, channel, UpdateEnded(reason) if reason else Through())
             if reason:
                 self.drop(instance, f"{instance} has not got everything: {reason}")
         for channel in self._all:
@@ -376,9 +378,9 @@ class Source:
     def __init__(self, channel: Channel, sender: str, silence_s: float, stopped: Event) -> None:
         self._channel, self._sender = channel, sender
         self._silence_s, self._stopped = silence_s, stopped
-        self._messages: list[Message] = []
+        self._messages: list[ControlMessage] = []
 
-    def next(self, wait: bool = True) -> Message | None:
+    def next(self, wait: bool = True) -> ControlMessage | None:
         """The next message; None where nothing is there and `wait` is False. Raises `UpdateFailed` when the sender
         ends the update or its connection, has been silent for too long, or the update is stopped."""
         deadline = time.monotonic() + self._silence_s
@@ -395,11 +397,11 @@ class Source:
                 raise UpdateFailed(f"{self._sender} said nothing for {self._silence_s:g} s")
             _ready(self._channel, select.POLLIN, TICK_S)
         message = self._messages.pop(0) if self._messages else None
-        if isinstance(message, Failed):
+        if isinstance(message, UpdateEnded):
             raise UpdateFailed(f"{self._sender} has ended the update: {message.reason}")
         return message
 
-    def say(self, message: Message) -> None:
+    def say(self, message: ControlMessage) -> None:
         """Raises `UpdateFailed`."""
         try:
             self._channel.send(message)
@@ -409,7 +411,7 @@ class Source:
     def fail(self, reason: str) -> None:
         """Tell the sender, if it is still there, why its bucket is not taken."""
         with suppress(ConnectionEnded):
-            self._channel.send(Failed(reason[:1000]), timeout_s=TICK_S)
+            self._channel.send(UpdateEnded(reason[:1000]), timeout_s=TICK_S)
 
     def shut(self) -> None:
         """End the connection; who waits in it fails. From any thread."""
@@ -440,7 +442,7 @@ def connect(
         challenge, nonce = source.next(), secrets.token_bytes(NONCE_BYTES)
         if not isinstance(challenge, Challenge):
             raise UpdateFailed(f"{location} is not {sender}: it sent no challenge")
-        source.say(Hello(instance, carrier, nonce, _proof(secret, "receiver", instance, challenge.nonce)))
+        source.say(ReceiverHello(instance, carrier, nonce, _proof(secret, "receiver", instance, challenge.nonce)))
         welcome = source.next()
         if not isinstance(welcome, Welcome) or not hmac.compare_digest(
             welcome.proof, _proof(secret, "sender", instance, nonce)

@@ -34,7 +34,7 @@ PREFIX = "ductile-update-"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class FolderManifest(msgspec.Struct, frozen=True):
     checksums: tuple[str, ...]
 
 
@@ -61,7 +61,7 @@ class DiskSender:
             self._lock = _held_lock(self._folder / "lock")
             _write(self._folder / "nonce", _nonce(update, sender))
         except OSError as error:
-            self._give_up(error)
+            self._drop_all(error)
 
     @property
     def live(self) -> bool:
@@ -74,7 +74,7 @@ class DiskSender:
         try:
             _write(self._folder / f"bucket-{bucket.index}", content.numpy().data)
         except OSError as error:
-            self._give_up(error)
+            self._drop_all(error)
 
     def wait(self, bucket: Bucket) -> None:
         """Receivers acknowledge nothing: the orchestrator asks them, as it verifies the version."""
@@ -86,9 +86,9 @@ class DiskSender:
         """What has been written stays until `remove`."""
         if not reason and self.live:
             try:
-                _write(self._folder / "manifest.json", msgspec.json.encode(Manifest(tuple(self._checksums))))
+                _write(self._folder / "manifest.json", msgspec.json.encode(FolderManifest(tuple(self._checksums))))
             except OSError as error:
-                self._give_up(error)
+                self._drop_all(error)
         if reason:
             self._fail(f"has not got everything: {reason}")
             self.remove()
@@ -102,7 +102,7 @@ class DiskSender:
             os.close(self._lock)
             self._lock = -1
 
-    def _give_up(self, error: OSError) -> None:
+    def _drop_all(self, error: OSError) -> None:
         self._fail(f"gets nothing by disk: {named(error, self._folder)}")
         self.remove()
 
@@ -122,7 +122,7 @@ def receive(update: WeightUpdate, offer: Offer, load: Callable[[Bucket, Tensor, 
         raise UpdateFailed(f"{folder} is not the folder that {offer.sender} writes to")
     _wait_for(folder / "manifest.json", update.bucket_timeout_s, stopped, lambda: _refuse_ended(folder, offer.sender))
     try:
-        checksums = msgspec.json.decode(_read(folder / "manifest.json"), type=Manifest).checksums
+        checksums = msgspec.json.decode(_read(folder / "manifest.json"), type=FolderManifest).checksums
     except msgspec.MsgspecError as error:
         raise UpdateFailed(f"{folder / 'manifest.json'} is damaged: {error}") from error
     if len(checksums) != len(offer.buckets):

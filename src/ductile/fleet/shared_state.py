@@ -1,31 +1,31 @@
-"""The one place where a fleet's roster is: changed under a lock, read without one, told of in order."""
+"""The one place where a fleet's state is: changed under a lock, read without one, told of in order."""
 
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from ductile.concurrency.listeners import Listeners
-from ductile.core.instances.roster import Roster
+from ductile.core.instances.fleet_state import FleetState
 
-RosterChange = Callable[[Roster], Roster]
+StateChange = Callable[[FleetState], FleetState]
 
 
-class SharedRoster:
-    """A roster is a value, so any thread may read `now` at any time. `on_change(before, after)` hears every change, in
+class SharedFleetState:
+    """The state is a value, so any thread may read `now` at any time. `on_change(before, after)` hears every change, in
     the order in which they were made, from the thread that made one of them."""
 
     def __init__(self) -> None:
-        self.on_change = Listeners[[Roster, Roster]]()
-        self._now = Roster()
+        self.on_change = Listeners[[FleetState, FleetState]]()
+        self._now = FleetState()
         self._lock, self._telling = threading.Lock(), threading.Lock()
-        self._untold: deque[tuple[Roster, Roster]] = deque()
+        self._untold: deque[tuple[FleetState, FleetState]] = deque()
 
     @property
-    def now(self) -> Roster:
+    def now(self) -> FleetState:
         return self._now
 
-    def change(self, change: RosterChange) -> Roster:
-        """Return the roster after the change, which is made of the newest one. What `change` raises leaves it as it
+    def change(self, change: StateChange) -> FleetState:
+        """Return the state after the change, which is made of the newest one. What `change` raises leaves it as it
         was."""
         with self._lock:
             before = self._now

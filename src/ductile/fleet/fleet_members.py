@@ -17,7 +17,7 @@ class Warmed:
     digest: Digest
 
 
-class Members(Protocol):
+class FleetMembers(Protocol):
     """The pool in which servers take requests, and the way in which one that joins gets weights."""
 
     @property
@@ -40,10 +40,10 @@ class Members(Protocol):
         ...
 
     def put_aside(self, server: InstanceId, why: str) -> None:
-        """The server takes no more requests, until `take_back`; those that it has go to others."""
+        """The server takes no more requests, until `readmit`; those that it has go to others."""
         ...
 
-    def take_back(self, server: InstanceId) -> None: ...
+    def readmit(self, server: InstanceId) -> None: ...
 
     async def drain(self, server: InstanceId) -> None:
         """The server takes no more requests. Returns when it has finished those that it has."""

@@ -1,17 +1,17 @@
-"""All servers of a fleet at one moment, as a value: what a change makes of it is another roster. The epoch goes up with
+"""All servers of a fleet at one moment, as a value: what a change makes of it is another state. The epoch goes up with
 every change of those that serve, and never down; nor does the version."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
-from ductile.core.instances.health import Answer, ServerHealth, TransitionRefused
+from ductile.core.instances.health import ProbeReply, ServerHealth, TransitionRefused
 from ductile.core.instances.instances import InstanceId
-from ductile.core.instances.topology import Topology, TopologyMember
+from ductile.core.instances.topology import FleetTopology, TopologyMember
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class FleetState:
     epoch: int = 0
     """Goes up with every change of those that serve, and with every attempt at an update."""
     membership: int = 0
@@ -21,7 +21,7 @@ class Roster:
     servers: Mapping[InstanceId, ServerHealth] = field(default_factory=dict[InstanceId, ServerHealth])
     """The living, and of those that are lost the last one at each address."""
     births: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Members that there have been at each address."""
+    """FleetMembers that there have been at each address."""
 
     @property
     def living(self) -> tuple[ServerHealth, ...]:
@@ -34,8 +34,8 @@ class Roster:
         return tuple(sorted(serving, key=lambda server: server.status == "suspect"))
 
     @property
-    def topology(self) -> Topology:
-        return Topology(self.membership, tuple(map(TopologyMember.of, self.serving)))
+    def topology(self) -> FleetTopology:
+        return FleetTopology(self.membership, tuple(map(TopologyMember.of, self.serving)))
 
     def at(self, address: str) -> ServerHealth | None:
         """Return the living server at the address."""
@@ -51,35 +51,36 @@ class Roster:
         """Return the ready servers that have the version, and can give it to one that joins."""
         return tuple(server for server in self.serving if server.version == version and server.status == "ready")
 
-    def joined(self, address: str, answer: Answer, now: float) -> "Roster":
+    def joined(self, address: str, reply: ProbeReply, now: float) -> "FleetState":
         """A process at the address is a member from now on, without a history. The same process again changes
         nothing, and another one makes the one before it dead."""
         before = self.at(address)
-        if before is not None and before.incarnation == answer.incarnation:
+        if before is not None and before.incarnation == reply.incarnation:
             return self
-        roster = self if before is None else self.changed(before.moved("die", "another process has its address", now))
+        state = self if before is None else self.changed(before.moved("die", "another process has its address", now))
         birth = self.births.get(address, 0)
         server = ServerHealth(
             instance=_name(address, birth),
             address=address,
-            incarnation=answer.incarnation,
+            incarnation=reply.incarnation,
             since=now,
             reason="it has been found",
-            workers=answer.workers,
+            workers=reply.workers,
+            asked_at=min(reply.asked_at, now),
             heard_at=now,
-            num_sampled=answer.num_sampled,
+            num_sampled=reply.num_sampled,
             progressed_at=now,
             bucket_at=now,
         )
-        others = {id: each for id, each in roster.servers.items() if each.address != address}
+        others = {id: each for id, each in state.servers.items() if each.address != address}
         return replace(
-            roster,
+            state,
             servers={**others, server.instance: server},
             births={**self.births, address: birth + 1},
         )
 
-    def changed(self, server: ServerHealth) -> "Roster":
-        """The roster with the server as it is now."""
+    def changed(self, server: ServerHealth) -> "FleetState":
+        """The state with the server as it is now."""
         before = self.of(server.instance)
         if before == server:
             return self
@@ -93,8 +94,8 @@ class Roster:
             servers={**self.servers, server.instance: server},
         )
 
-    def above(self, epoch: int) -> "Roster":
-        """The roster with an epoch that is newer than `epoch`: one of another authority, which a server has seen."""
+    def above(self, epoch: int) -> "FleetState":
+        """The state with an epoch that is newer than `epoch`: one of another authority, which a server has seen."""
         return replace(self, epoch=max(self.epoch, epoch + 1))
 
 

@@ -1,4 +1,4 @@
-"""A roster through any history: epochs and versions only go up, and no serving server was never given weights (I7)."""
+"""A fleet through any history: epochs and versions only go up, and no serving server was never given weights (I7)."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ductile.core.instances.health import Answer, HealthRules, ServerHealth, TransitionRefused
-from ductile.core.instances.roster import Roster
+from ductile.core.instances.fleet_state import FleetState
+from ductile.core.instances.health import HealthRules, ProbeReply, ServerHealth, TransitionRefused
 from tests.nightly import examples
 
 RULES = HealthRules(failure_threshold=2)
@@ -21,23 +21,23 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.roster = Roster()
-        self.before = self.roster
+        self.state = FleetState()
+        self.before = self.state
         self.now = 0.0
         self.process = dict.fromkeys(ADDRESSES, 0)
         self.committed: dict[str, int] = {}
         self.newest = 0
 
-    def change(self, made: Roster) -> None:
-        self.before, self.roster = self.roster, made
+    def change(self, made: FleetState) -> None:
+        self.before, self.state = self.state, made
         self.now += 1.0
 
     def judge(self, at: str, change: Callable[[ServerHealth], ServerHealth]) -> bool:
-        server = self.roster.at(at)
+        server = self.state.at(at)
         if server is None:
             return False
         try:
-            self.change(self.roster.changed(change(server)))
+            self.change(self.state.changed(change(server)))
         except TransitionRefused:
             return False
         return True
@@ -45,19 +45,19 @@ class Histories(RuleBasedStateMachine):
     def incarnation(self, at: str) -> str:
         return f"{at}/{self.process[at]}"
 
-    def answer(self, at: str) -> Answer:
-        return Answer(self.incarnation(at), self.committed.get(self.incarnation(at), 0))
+    def reply(self, at: str) -> ProbeReply:
+        return ProbeReply(self.incarnation(at), self.committed.get(self.incarnation(at), 0))
 
     @rule(at=address)
     def answers(self, at: str) -> None:
-        if self.roster.at(at) is None:
-            self.change(self.roster.joined(at, self.answer(at), self.now))
+        if self.state.at(at) is None:
+            self.change(self.state.joined(at, self.reply(at), self.now))
         else:
-            self.judge(at, lambda one: one.answered(self.answer(at), self.now, RULES))
+            self.judge(at, lambda one: one.answered(self.reply(at), self.now, RULES))
 
     @rule(at=address)
     def is_found_again(self, at: str) -> None:
-        self.change(self.roster.joined(at, self.answer(at), self.now))
+        self.change(self.state.joined(at, self.reply(at), self.now))
 
     @rule(at=address)
     def restarts(self, at: str) -> None:
@@ -86,7 +86,7 @@ class Histories(RuleBasedStateMachine):
         version = self.newest
         sent = [at for at in sorted(receivers) if self.judge(at, lambda one: one.sent(version, self.now))]
         for at in sent:
-            server = self.roster.at(at)
+            server = self.state.at(at)
             if server is None or at in fails or server.incarnation != self.incarnation(at):
                 self.judge(at, lambda one: one.update_failed("failed", self.now, False))
             else:
@@ -95,37 +95,37 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def a_new_attempt(self) -> None:
-        self.change(self.roster.above(self.roster.epoch))
+        self.change(self.state.above(self.state.epoch))
 
     @invariant()
     def nothing_goes_back(self) -> None:
-        assert self.roster.epoch >= self.before.epoch
-        assert self.roster.membership >= self.before.membership
-        assert (self.roster.version or 0) >= (self.before.version or 0)
+        assert self.state.epoch >= self.before.epoch
+        assert self.state.membership >= self.before.membership
+        assert (self.state.version or 0) >= (self.before.version or 0)
 
     @invariant()
     def a_change_of_those_that_serve_is_a_new_epoch(self) -> None:
-        ids = [{server.instance for server in each.serving} for each in (self.before, self.roster)]
-        assert (ids[0] == ids[1]) or self.roster.membership > self.before.membership
+        ids = [{server.instance for server in each.serving} for each in (self.before, self.state)]
+        assert (ids[0] == ids[1]) or self.state.membership > self.before.membership
 
     @invariant()
     def who_serves_has_committed_what_it_is_said_to_have(self) -> None:
-        for server in self.roster.serving:
+        for server in self.state.serving:
             assert server.version is not None
             assert self.committed[server.incarnation] == server.version
 
     @invariant()
     def an_address_has_one_living_server_and_an_id_one_process(self) -> None:
-        living = [server.address for server in self.roster.living]
+        living = [server.address for server in self.state.living]
         assert len(living) == len({*living})
-        for server in self.roster.servers.values():
+        for server in self.state.servers.values():
             was = self.before.servers.get(server.instance)
             assert was is None or was.incarnation == server.incarnation
             assert was is None or was.is_living or not server.is_living
 
     @invariant()
     def a_new_member_has_no_history(self) -> None:
-        for server in self.roster.servers.values():
+        for server in self.state.servers.values():
             if server.instance not in self.before.servers:
                 assert (server.status, server.version) == ("joining", None)
                 assert not server.probe_failures

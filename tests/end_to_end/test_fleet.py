@@ -1,0 +1,57 @@
+"""`ductile rl` with a server besides its slot: it is found, gets each version, and leaves as it is told."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ductile.observe import read_jsonl
+from ductile.orchestrator.control.control import Run
+from tests.end_to_end.runs import write_config
+from tests.fleet.server_processes import ServerProcesses
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_server_generates_beside_a_slot_until_it_is_told_to_leave(model: Path, tmp_path: Path) -> None:
+    file = write_config(tmp_path, model, max_steps=60, train=0, generate="1", score=0, interval=100)
+    text = file.read_text().replace('actor = 0, rollout = "1", inference = 0', 'actor = 0, rollout = "1"')
+    with ServerProcesses(model, tmp_path) as servers:
+        (server,) = servers.start()
+        registry = f'[inference]\nregistry = {{ type = "file", folder = "{servers.registry}" }}\n'
+        file.write_text(f"{text}\n{registry}topology_change_cooldown_seconds = 0\n")
+        words = [sys.executable, "-m", "ductile", "rl", "@", str(file)]
+        with (tmp_path / "rl.log").open("wb") as log:
+            process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            run, id = Run(tmp_path / "run"), server.url.removeprefix("http://")
+            until(lambda: steps(tmp_path) >= 2, process)
+            (known,) = run.fleet().servers
+            assert (known.id, known.status) == (id, "ready")
+            until(lambda: run.status().fleet.servers[0].version >= 1, process)
+            assert run.fleet("drain", id, timeout_s=30).sentence == f"{id} has left when it had finished what it had."
+            left_at = steps(tmp_path)
+            until(lambda: steps(tmp_path) > left_at, process)
+        finally:
+            process.terminate()
+            process.wait(60)
+        assert server.process.poll() is None, "it is not the run's to end"
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
+    updates = [event for event in events if event["kind"] == "weights_updated"]
+    assert all(each["outcome"] == "committed" for update in updates for each in update["outcomes"])
+    assert sum(bool(update["outcomes"]) for update in updates) >= 2
+    assert [event["is_lost"] for event in events if event["kind"] == "server_left"] == [False]
+
+
+def steps(folder: Path) -> int:
+    return len(read_jsonl(folder / "run" / "metrics.jsonl"))
+
+
+def until(condition, process) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, "the run has ended"
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
