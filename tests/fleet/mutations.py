@@ -90,11 +90,7 @@ DEFECTS = (
     Defect(
         4,
         "the recorded list is overwritten before it is compared",
-        (
-            Edit(
-                "fleet/shared_roster.py", "self._untold.append((before, after))", "self._untold.append((after, after))"
-            ),
-        ),
+        (Edit("fleet/shared_state.py", "self._untold.append((before, after))", "self._untold.append((after, after))"),),
         JOINS,
     ),
     Defect(
@@ -155,7 +151,7 @@ DEFECTS = (
         "the list is read, changed and written outside the lock",
         (
             Edit(
-                "fleet/shared_roster.py",
+                "fleet/shared_state.py",
                 "        with self._lock:\n            before = self._now\n",
                 "        if True:\n            before = self._now\n",
             ),

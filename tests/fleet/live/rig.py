@@ -141,11 +141,13 @@ class Rig:
     async def fleet_with(self, *urls: str, **inference: Any):
         """Another fleet over the same servers, with other keys of [inference]. Its first version is the next one."""
         await self.close_fleet()
-        await self.open_fleet(*urls, **inference)
         try:
-            yield self.fleet
+            await self.open_fleet(*urls, **inference)
+            try:
+                yield self.fleet
+            finally:
+                await self.close_fleet()
         finally:
-            await self.close_fleet()
             await self.open_fleet()
 
     def config(self, urls: tuple[str, ...], broadcast: str | None = None, **inference: Any) -> RLConfig:
@@ -285,7 +287,7 @@ class Rig:
     def health(self, name: str) -> ServerHealth | None:
         """What the fleet thinks of the server, also of one that is dead."""
         url = self.servers[name].url
-        found = [server for server in self.fleet.roster.servers.values() if server.address == url]
+        found = [server for server in self.fleet.state.servers.values() if server.address == url]
         return found[-1] if found else None
 
     def status(self, name: str) -> str:
@@ -321,7 +323,7 @@ class Rig:
     async def dead(self, name: str, within_s: float = 4.0) -> float:
         """The fleet has taken the server out. Returns the seconds since now."""
         url = self.servers[name].url
-        return await self.until(lambda: self.fleet.roster.at(url) is None, within_s, f"{name} is taken out")
+        return await self.until(lambda: self.fleet.state.at(url) is None, within_s, f"{name} is taken out")
 
     async def taken_out(self, name: str, incarnation: str, within_s: float) -> float:
         """The fleet gives nothing more to this process of the server. Returns the seconds since now."""

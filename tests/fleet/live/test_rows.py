@@ -132,7 +132,7 @@ def test_joins_within_the_cooldown_are_one_change(rig: Rig) -> None:
             result = await rig.publish()
             assert len(result.committed) == 3
             first, second = rig.servers.start("d", "e")
-            epoch = fleet.roster.epoch
+            epoch = fleet.state.epoch
             fleet.register_server(first.url)
             await rig.until(lambda: rig.status("d") == "joining")
             began = time.monotonic()
@@ -148,7 +148,7 @@ def test_joins_within_the_cooldown_are_one_change(rig: Rig) -> None:
             both = [at for at, url, status, _ in rig.changes if status == "warming" and url in (first.url, second.url)]
             assert len(both) == 2
             assert abs(both[0] - both[1]) < 0.2, "the second one did not begin the cooldown anew"
-            assert fleet.roster.epoch > epoch
+            assert fleet.state.epoch > epoch
             result = await rig.publish()
             assert len(result.committed) == 4
 
@@ -225,7 +225,7 @@ def test_a_server_is_taken_out_and_in_again(rig: Rig) -> None:
         fleet, url = rig.fleet, rig.servers["a"].url
         for _ in range(6):
             rig.ask(40)
-        before = fleet.roster.epoch
+        before = fleet.state.epoch
         epoch = fleet.deregister_server(url)
         assert epoch > before
         assert fleet.deregister_server(url) == epoch, "twice changes nothing"
@@ -622,11 +622,12 @@ def test_of_two_controllers_one_rules(rig: Rig, tmp_path) -> None:
 
     async def story() -> None:
         registry = {"type": "file", "folder": str(tmp_path / "leases"), "ttl_seconds": 0.9}
+        (tmp_path / "leases").mkdir(mode=0o700)
         async with rig.fleet_with(*rig.urls, registry=registry) as fleet:
             await rig.publish()
             other = FolderAuthority(tmp_path / "leases", "another", 0.9)
             assert await other.claim() is None, "it is ruled"
-            epoch = fleet.roster.epoch
+            epoch = rig.servers["a"].state().epoch
             zombie = HandUpdate.of(rig.servers["a"], rig.truth.tensors[0], 0, epoch - 1)
             assert zombie.prepare().status_code == 409
             await fleet.stop()  # its lease is renewed no more, as if it had been stopped
@@ -744,7 +745,7 @@ def test_the_recovery_of_one_server_clears_no_other(rig: Rig) -> None:
         for _ in range(6):
             rig.ask(20)
         await rig.until(
-            lambda: rig.fleet.roster.servers.get(InstanceId(wedged)) is None or rig.status("a") == "dead", 6.0
+            lambda: rig.fleet.state.servers.get(InstanceId(wedged)) is None or rig.status("a") == "dead", 6.0
         )
         assert len(await rig.finished()) == 6
 

@@ -22,12 +22,12 @@ import pytest
 import torch
 
 from ductile.config.schema.fleet import FleetConfig
-from ductile.core.instances.health import Answer
+from ductile.core.instances.fleet_state import FleetState
+from ductile.core.instances.health import ProbeReply
 from ductile.core.instances.instances import InstanceId
-from ductile.core.instances.roster import Roster
-from ductile.core.instances.topology import Topology, TopologyMember
-from ductile.fleet.monitor import Finding, Monitor
-from ductile.fleet.shared_roster import SharedRoster
+from ductile.core.instances.topology import FleetTopology, TopologyMember
+from ductile.fleet.monitor import Monitor, ProbeOutcome
+from ductile.fleet.shared_state import SharedFleetState
 from ductile.generator.server.weight_receiver import as_tensor
 from ductile.messages.updates import Bucket
 from ductile.weights.digest import box_digest, to_text, whole_digest
@@ -45,7 +45,7 @@ def member(name: str, workers: int) -> TopologyMember:
 @pytest.mark.parametrize("workers", [(1, 1, 1), (2, 2), (4, 1, 2), (8,)])
 def test_a_group_has_a_place_for_every_worker(workers: tuple[int, ...]) -> None:
     members = tuple(member(f"s{number}", each) for number, each in enumerate(workers))
-    topology = Topology(3, members)
+    topology = FleetTopology(3, members)
     assert topology.world_size == 1 + sum(workers)
     places = [
         place
@@ -59,13 +59,13 @@ def test_a_group_has_a_place_for_every_worker(workers: tuple[int, ...]) -> None:
 def test_the_order_of_members_says_nothing() -> None:
     members = [member(f"s{number}", number + 1) for number in range(4)]
     for order in itertools.permutations(members):
-        assert Topology(1, tuple(order)) == Topology(1, tuple(members))
-        assert Topology(1, tuple(order)).first_rank(InstanceId("s2")) == 4
-    assert Topology(2, tuple(members)) != Topology(1, tuple(members))
+        assert FleetTopology(1, tuple(order)) == FleetTopology(1, tuple(members))
+        assert FleetTopology(1, tuple(order)).first_rank(InstanceId("s2")) == 4
+    assert FleetTopology(2, tuple(members)) != FleetTopology(1, tuple(members))
 
 
 def test_eight_threads_change_the_roster_and_nothing_is_lost() -> None:
-    roster, told = SharedRoster(), []
+    roster, told = SharedFleetState(), []
     roster.on_change.add(lambda before, after: told.append((before.epoch, after.epoch)))
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -74,8 +74,8 @@ def test_eight_threads_change_the_roster_and_nothing_is_lost() -> None:
         for turn in range(250):
             roster.change(lambda now: now.above(now.epoch))
             if turn % 50 == 0:
-                answer = Answer(incarnation=f"{number}-{turn}", version=0)
-                joined = partial(Roster.joined, address=f"http://h{number}:80", answer=answer, now=float(turn))
+                reply = ProbeReply(incarnation=f"{number}-{turn}", version=0)
+                joined = partial(FleetState.joined, address=f"http://h{number}:80", reply=reply, now=float(turn))
                 roster.change(joined)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
@@ -149,11 +149,11 @@ def test_a_hundred_servers_are_probed_side_by_side() -> None:
         addresses = frozenset(f"http://h{number}:80" for number in range(100))
         found: dict[str, int] = dict.fromkeys(addresses, 0)
 
-        async def probe(address: str) -> Finding:
+        async def probe(address: str) -> ProbeOutcome:
             await asyncio.sleep(0.2 if address.endswith("7:80") else 0.001)
-            return Finding("closed", "it is a stub")
+            return ProbeOutcome("closed", "it is a stub")
 
-        def note(address: str, finding: Finding) -> None:
+        def note(address: str, finding: ProbeOutcome) -> None:
             found[address] += 1
 
         config = FleetConfig(health_check_interval_seconds=0.25, probe_timeout_seconds=0.2)
