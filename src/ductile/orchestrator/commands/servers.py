@@ -26,7 +26,7 @@ from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of, 
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
-from ductile.fleet.weight_update import UpdateMember, UpdateOptions, UpdateResult, WeightUpdates
+from ductile.fleet.weight_update import NUM_ASKED, UpdateMember, UpdateOptions, UpdateResult, WeightUpdates
 from ductile.generator.server.control_token import token_file
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.server_lease import ServerLease
@@ -257,6 +257,8 @@ def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
         max_attempts=inference.update_max_attempts,
         verify=inference.verify,
         pause_mode=inference.pause_mode,
+        # A commit may take so long, with what has become of it asked for: one that is not resumed waits no longer.
+        pause_lease_s=inference.update_bucket_timeout_seconds + NUM_ASKED * inference.probe_timeout_seconds,
         probe_timeout_s=inference.probe_timeout_seconds,
         carrier=BROADCASTS[broadcast.type] if broadcast else None,
         join_carrier=None if join == "auto" else join,
