@@ -55,7 +55,7 @@ INFERENCE = {
     "health_check_interval_seconds": 0.15,
     "probe_timeout_seconds": PROBE_S,
     "health_check_failure_threshold": 3,
-    "progress_timeout_seconds": 1.5,
+    "progress_timeout_seconds": 1.0,
     "topology_change_cooldown_seconds": 0.0,
     "min_healthy_servers": 1,
     "drain_timeout_seconds": 5.0,
@@ -397,11 +397,11 @@ class Rig:
             if health is None or health.status != "ready" or not server.runs:
                 continue
             with suppress(AssertionError):  # it may be stopped in this moment by nobody: `clear` has been called
-                live = await asyncio.to_thread(server.live_digest)
-                if (live.version, live.digest) != (health.version, self.truth.digests.get(live.version)):
+                version, digest = await asyncio.to_thread(lambda server=server: server.live)
+                if (version, digest) != (health.version, self.truth.digests.get(version)):
                     found.append(
-                        f"I2: {name} is ready with version {health.version}, and samples from {live.version} "
-                        f"({live.digest}, and the trainer's is {self.truth.digests.get(live.version)})"
+                        f"I2: {name} is ready with version {health.version}, and samples from {version} "
+                        f"({digest}, and the trainer's is {self.truth.digests.get(version)})"
                     )
         return found
 

@@ -173,10 +173,12 @@ class LiveServer:
             timeout=timeout_s,
         )
 
-    def live_digest(self) -> LiveDigest:
-        """Read by the server from the weights that it samples from."""
+    @property
+    def live(self) -> tuple[int, str]:
+        """Version and digest, which the server reads anew from the weights that it samples from."""
         headers = {"Authorization": f"Bearer {self.control_token}"}
-        return self._decoded(self.http.get(f"{self.url}/weights/digest", headers=headers), LiveDigest)
+        live = self._decoded(self.http.get(f"{self.url}/weights/digest", headers=headers), LiveDigest)
+        return live.version, live.digest
 
     @property
     def control_token(self) -> str:

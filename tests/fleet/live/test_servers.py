@@ -34,7 +34,6 @@ import httpx
 import msgspec
 import pytest
 
-from ductile.messages.updates import LiveDigest
 from ductile.weights.digest import whole_digest
 from tests.fleet.live.clients import PROMPT, Client, Told, ask
 from tests.fleet.live.hand import HandUpdate, progress
@@ -60,8 +59,8 @@ def server(servers: Servers, truth: Versions) -> Iterator[LiveServer]:
     server.clear()
     if server.runs:
         wait_for(lambda: server.state().num_running + server.state().num_waiting == 0, 10, "all requests have ended")
-        live = server.live_digest()
-        assert live == LiveDigest(server.state().version, truth.digests[live.version])
+        version = server.state().version
+        assert server.live == (version, truth.digests[version])
     assert watcher.violations(truth.digests) == []
 
 
@@ -114,7 +113,7 @@ def test_while_buckets_come_every_token_is_of_the_old_version(server: LiveServer
     server.clear(point)
     sending.join(5)
     assert progress(update.abort()).phase == "aborted"
-    assert server.live_digest() == LiveDigest(0, truth.digests[0])
+    assert server.live == (0, truth.digests[0])
     check(truth, ask(server.url))
 
 
@@ -173,7 +172,7 @@ def test_a_version_with_another_digest_is_thrown_away(server: LiveServer, truth:
     assert failed.phase == "failed"
     assert truth.digests[1] in failed.reason
     assert progress(update.commit()).phase == "failed"
-    assert server.live_digest() == LiveDigest(0, truth.digests[0])
+    assert server.live == (0, truth.digests[0])
     HandUpdate.of(server, truth.tensors[1], 1, 2).whole()
 
 
@@ -205,7 +204,7 @@ def test_tensors_of_another_model_are_refused_with_a_sentence(server: LiveServer
         assert refused.status_code == 422, what
         assert "down_proj" in refused.json()["error"]["message"]
         assert update.send(0).status_code == 409
-    assert server.live_digest() == LiveDigest(0, truth.digests[0])
+    assert server.live == (0, truth.digests[0])
     HandUpdate.of(server, ours, 1, 10).whole()
 
 
@@ -320,7 +319,7 @@ def test_a_delta_leaves_out_what_did_not_change(server: LiveServer, truth: Versi
     delta = HandUpdate.of(server, {name: tensors[name] for name in changed}, 60, 1, base_version=0)
     delta.digest = truth.digests[60] = whole_digest(tensors.items())
     delta.whole()
-    assert server.live_digest() == LiveDigest(60, delta.digest)
+    assert server.live == (60, delta.digest)
     wrong = HandUpdate.of(server, {changed[0]: truth.tensors[2][changed[0]]}, 61, 2, base_version=0)
     refused = wrong.prepare()
     assert refused.status_code == 422
@@ -386,6 +385,6 @@ def test_no_digest_of_a_server_is_a_guess(server: LiveServer, truth: Versions) -
     HandUpdate.of(server, truth.tensors[1], 1, 1).whole()
     state = server.state()
     assert re.fullmatch(r"[0-9a-f]{16}", state.digest)
-    assert state.digest == truth.digests[1] == server.live_digest().digest
+    assert state.digest == truth.digests[1] == server.live[1]
     assert state.digest != truth.digests[2]
     assert msgspec.json.encode(state).count(b"token") == 0
