@@ -1,5 +1,6 @@
 """The whole state's fingerprint is the same in every layout, and nothing can change or move without it."""
 
+from itertools import permutations
 from math import prod
 
 import numpy as np
@@ -109,3 +110,11 @@ def test_signs_of_two_numbers_show() -> None:
             torch.iinfo(torch.int64).min if name == "c moment" else torch.iinfo(torch.int32).min
         )
         assert fingerprint(Memory(layout, 0, buffers)) != true
+
+
+@pytest.mark.parametrize(("shape", "start"), [((5, 7), (3, 9)), ((4, 3, 5), (1, 2, 3)), ((300, 70), (9, 0))])
+def test_it_does_not_matter_how_a_box_lies(shape: tuple[int, ...], start: tuple[int, ...]) -> None:
+    box = torch.arange(prod(shape), dtype=torch.int16).view(shape) * 7
+    for order in permutations(range(len(shape))):
+        laid = box.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
+        assert (module.weighted_sum(laid, start) - module.plain_weighted_sum(box, start)) % MODULUS == 0

@@ -154,7 +154,7 @@ class FakeServer:
                 with suppress(TimeoutError):
                     await asyncio.sleep(60)
             case "error":
-                self._send(writer, {"error": {"message": "this request failed"}})
+                self._send(writer, {"error": {"message": f"this request of {self.key} failed"}})
                 writer.write(b"0\r\n\r\n")
             case "garbage":
                 self._send(writer, {"choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [0.0]}}]})

@@ -16,7 +16,7 @@ from ductile.fabric.groups import Groups
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.registry import LeaseFolder
 from ductile.messages.server_lease import ServerLease, lease_file
-from ductile.weights.pipeline import Pipeline, Stage
+from ductile.weights.pipeline import BucketPipeline, Stage
 from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until
 from tests.ranks import run_ranks
 
@@ -321,7 +321,7 @@ def test_one_pending_bucket_is_waited_for_when_the_next_one_is_on_its_way() -> N
     def stage(name: str) -> Stage[int]:
         return Stage(name, lambda bucket, buffer: story.append(f"{name} {bucket}"))
 
-    Pipeline([stage("fill"), stage("send"), stage("wait")], num_slots=1).run(range(4))
+    BucketPipeline([stage("fill"), stage("send"), stage("wait")], num_slots=1).run(range(4))
     for name in ("fill", "send", "wait"):
         assert [each for each in story if each.startswith(name)] == [f"{name} {bucket}" for bucket in range(4)]
     for bucket in range(4):
@@ -340,9 +340,9 @@ def test_a_bucket_that_fails_leaves_no_other_one_unwaited_for() -> None:
     stages = [
         Stage("fill", fill),
         Stage("send", lambda bucket, buffer: story.append(f"send {bucket}")),
-        Stage("wait", lambda bucket, buffer: story.append(f"wait {bucket}"), settles=True),
+        Stage("wait", lambda bucket, buffer: story.append(f"wait {bucket}"), finishes=True),
     ]
     with pytest.raises(ValueError, match="bucket 2 cannot be gathered"):
-        Pipeline(stages, num_slots=1).run(range(4))
+        BucketPipeline(stages, num_slots=1).run(range(4))
     sent = [each.removeprefix("send ") for each in story if each.startswith("send")]
     assert [each.removeprefix("wait ") for each in story if each.startswith("wait")] == sent

@@ -307,6 +307,11 @@ def test_a_key_is_asked_with_once_and_is_in_no_text(key: str, caplog: pytest.Log
             port = ServerPort(server.url, key or "s3cret-key", control_token="t0ken")
             if not key:
                 await port.open()
+                server.fault = "error"
+                made = RemoteGenerators(None, (), 4, 0, Deadlines(5, 5, 5, 5))
+                await made.add_server(port)
+                with pytest.raises(Interrupted, match=r"this request of \.\.\. failed"):
+                    await made.generate(request(1))
                 server.key = "another"
             with pytest.raises(Refused, match="wants another API key") as raised:
                 await port.open()

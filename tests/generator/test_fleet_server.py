@@ -134,7 +134,8 @@ def test_a_whole_update_changes_what_is_sampled(client: httpx.Client, give: Give
     after = state(client)
     assert (after["version"], after["digest"]) == (giver.version, giver.digest)
     assert after["incarnation"] == before["incarnation"]
-    assert client.get("/weights/digest").json() == {"version": giver.version, "digest": giver.digest}
+    read = client.get("/weights/digest").json()
+    assert (read["version"], read["digest"], read["announced"]) == (giver.version, giver.digest, giver.digest)
     engine = qwen3.engine()
     engine.load_weights(giver.tensors, giver.version)
     expected = run(engine, [request("r", "hello", 12)])["r"]
@@ -314,6 +315,12 @@ def test_a_pause_holds_every_client_until_it_is_over(client: httpx.Client) -> No
         )
         assert post(client, "/resume", ResumeServer())["paused"] is False
         assert [len(future.result(30)["choices"]) for future in asked] == [1, 2]
+        post(client, "/pause", PauseServer(epoch))
+        waiting = clients.submit(complete, client)
+        wait_for(lambda: state(client)["num_waiting"] == 1)
+        post(client, "/pause", PauseServer(epoch, "drain"))  # what waited so far may end
+        assert waiting.result(30)["choices"][0]["finish_reason"] == "length"
+        post(client, "/resume", ResumeServer(epoch))
 
 
 @pytest.mark.parametrize(("mode", "reason", "num_tokens"), [("abort", "abort", None), ("drain", "length", 100)])
@@ -338,24 +345,17 @@ def test_control_routes_are_for_those_who_have_the_token(
 ) -> None:
     assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(token_file.parent.stat().st_mode) == 0o700
-    for key in ("", "Bearer", "Bearer wrong", "Basic " + client.headers["Authorization"][7:]):
-        for path in (
-            "/pause",
-            "/resume",
-            "/weights/prepare",
-            "/weights/buckets/u/s/0",
-            "/weights/abort",
-            "/weights/lease",
-        ):
-            reply = httpx.post(process[0] + path, json={}, headers={"Authorization": key})
-            assert reply.status_code == 401
-            assert (
-                f"this server needs its control token for this: Authorization: Bearer <token>, which is in {token_file}"
-                in reply.text
-            )
-    assert httpx.get(f"{process[0]}/weights/digest").status_code == 401
-    assert httpx.get(f"{process[0]}/fleet/state").status_code == 200
-    assert httpx.get(f"{process[0]}/weights/buckets/guessed/0").status_code == 422
+    routes = ("/pause", "/resume", "/weights/prepare", "/weights/buckets/u/s/0", "/weights/abort", "/weights/lease")
+    with httpx.Client(base_url=process[0]) as stranger:
+        for key in ("", "Bearer", "Bearer wrong", "Basic " + client.headers["Authorization"][7:]):
+            for path in routes:
+                reply = stranger.post(path, json={}, headers={"Authorization": key})
+                assert reply.status_code == 401
+                needs = f"its control token for this: Authorization: Bearer <token>, which is in {token_file}"
+                assert needs in reply.text
+        assert stranger.get("/weights/digest").status_code == 401
+        assert stranger.get("/fleet/state").status_code == 200
+        assert stranger.get("/weights/buckets/guessed/0").status_code == 422
 
 
 def test_a_commit_whose_reply_is_lost_is_told_by_the_state_and_told_again(

@@ -140,8 +140,10 @@ def serve(task: Task) -> None:
 def main(file: str) -> None:
     task = msgspec.json.decode(Path(file).read_bytes(), type=Task)
     if task.send:
+        said = threading.Event()
 
         def hold_and_fill(bucket: Bucket, buffer: torch.Tensor) -> int:
+            said.wait()
             say("bucket", bucket.index)
             if bucket.index == task.hold_at:
                 time.sleep(600)
@@ -152,6 +154,7 @@ def main(file: str) -> None:
 
         sender = WeightSender(task.send, offer_of("rank-0", task.sizes), hold_and_fill, tell)
         say("location", sender.start().location)
+        said.set()
         sender.finish(600)
     elif task.prepare is None:
         serve(task)

@@ -49,9 +49,14 @@ def weighted_sum(box: NDArray[Any], start: tuple[int, ...]) -> int | None:
     the compiled part is not there, or does not know such a box: see its stub."""
     if _boxes is None or not box.ndim or box.dtype.str[1:] not in ("u1", "i2", "i4"):
         return None
+    order = sorted(range(box.ndim), key=lambda dim: -box.strides[dim])  # rows or columns, as they lie
+    box = box.transpose(order)
     if box.shape[-1] > 1 and box.strides[-1] != box.itemsize:
         return None
-    return _boxes.weighted_sum(box, start)
+    # Weights are those of a dim's place, counted from the last, in bits 40 and up of index and place together.
+    return _boxes.weighted_sum(
+        box, tuple((start[dim] + (place - dim << 40)) % 2**64 for place, dim in enumerate(order))
+    )
 
 
 def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> bool:

@@ -70,7 +70,7 @@ class ServerHttp:
             raise ValueError(f"the address of {parsed.host} has more than host, port and path; a key goes into api_key")
         self.root = str(parsed).rstrip("/").removesuffix("/v1")
         self.deadlines, self._attempts = deadlines, attempts
-        self._secrets = [each for each in (api_key, control_token) if each]
+        self._secrets = [each.encode() for each in (api_key, control_token) if each]
         self._control = {"Authorization": f"Bearer {control_token}"} if control_token else {}
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -113,7 +113,7 @@ class ServerHttp:
             async for line in _lines(response, url):
                 if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                     try:
-                        yield self.json(data, url)
+                        yield self.json(self._without_keys(data), url)
                     except Refused as error:
                         raise Interrupted(str(error)) from None
 
@@ -124,7 +124,7 @@ class ServerHttp:
                 return cast("dict[str, Any]", value)
         except ValueError:
             pass
-        raise Refused(f"{url} did not respond in JSON: {self._shown(content[:100])!r}")
+        raise Refused(f"{url} did not respond in JSON: {content[:100].decode('utf-8', 'replace')!r}")
 
     async def _read(self, response: httpx.Response, url: str) -> bytes:
         content = bytearray()
@@ -132,17 +132,17 @@ class ServerHttp:
             content += chunk
             if len(content) > MOST_BYTES:
                 raise Refused(f"{url} sent more than {MOST_BYTES} bytes")
+        said = self._without_keys(bytes(content))
         if response.status_code == 200:
-            return bytes(content)
-        text = self._shown(bytes(content[:SHOWN_CHARS]))
+            return said
+        text = _message(said)[:SHOWN_CHARS]
         raise _failure(response.status_code, f"{url} responded with {response.status_code}: {text}")
 
-    def _shown(self, content: bytes) -> str:
-        """The server's words; it may have repeated the key."""
-        text = content.decode("utf-8", "replace")
+    def _without_keys(self, said: bytes) -> bytes:
+        """A server may repeat our keys, and whatever it says may come to be shown."""
         for secret in self._secrets:
-            text = text.replace(secret, "…")
-        return text
+            said = said.replace(secret, b"...")
+        return said
 
     def _open(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, silence_s: float
@@ -192,6 +192,14 @@ class _Opened:
         if isinstance(error, httpx.ConnectError):
             return SlotLost(f"{self._url} cannot be reached: {text}")
         return SlotLost(f"the connection to {self._url} was lost: {text}")
+
+
+def _message(content: bytes) -> str:
+    """What an error's body says to a person: OpenAI's form has a message in it."""
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return content.decode("utf-8", "replace")
 
 
 def _failure(status: int, sentence: str) -> Failure:

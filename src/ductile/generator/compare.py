@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ductile.columns import TokenIds
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.config.schema.run import RLConfig
 from ductile.core.layout.model.peak import arithmetic_of
@@ -126,7 +127,9 @@ def _compare_prompt(
 ) -> None:
     """Raises ValueError for a prompt that the generator refuses."""
     report = HiddenReport(0, with_prompt=True)
-    request = GenerateRequest(str(number), prompt, Sampling(temperature=0.0, max_tokens=num_decoded, ignore_eos=True))
+    request = GenerateRequest(
+        str(number), TokenIds(prompt), Sampling(temperature=0.0, max_tokens=num_decoded, ignore_eos=True)
+    )
     engine.add(request, report=report)
     ended: list[Generation] = []
     while engine.has_work():

@@ -22,6 +22,7 @@ from ductile.core.scheduling.costs.cost import mean_speeds
 from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.resizes import TrainerResized
 from ductile.events.run_state import RunState
+from ductile.events.servers import ServerJoined
 from ductile.observe import read_jsonl
 from ductile.sim.scenario import Scenario, WorkLoad, recorded
 from ductile.tasks.prompts import ExampleOrder
@@ -88,6 +89,11 @@ def read_recording(run: str | Path) -> Recording:
         raise NoRecording(
             f"{folder} was recorded without its setting: its events.jsonl has no event of that kind. Runs of "
             "`ductile rl` write one when their slots have their roles; other commands write none"
+        )
+    if any(isinstance(event, ServerJoined) for event in state.sentences):
+        raise NoRecording(
+            f"{folder} is a run that had servers among its generators, whose speed it does not know: write one whose "
+            "slots generated"
         )
     profiles = state.profiles
     if len(profiles) < 2:

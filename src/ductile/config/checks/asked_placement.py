@@ -20,8 +20,11 @@ def placement_of(config: Section) -> Placement:
         if deployment.type == "multi_node":
             return Placement((), (), (), "multi-node deployments are not built yet")
         has_servers = config.orchestrator.client.base_url is not None or config.inference.registry is not None
-        needs: list[Role] = ["train", *(["generate"] if not has_servers else [])]
-        needs += ["score"] if needs_reference(config.trainer.loss) else []
+        needs: list[Role] = ["train"]
+        if not has_servers:
+            needs.append("generate")
+        if needs_reference(config.trainer.loss):
+            needs.append("score")
         return place(entries, num_train=deployment.num_train_gpus, num_generate=deployment.num_infer_gpus, needs=needs)
     if isinstance(config, SFTConfig | TrainerRunConfig):
         entries = cast("dict[str, SlotsGiven] | None", config.cluster.component_placement)

@@ -52,8 +52,8 @@ class FleetConfig(Section):
     """Probe every server in the background and take out those that do not answer. Without it a server is lost when a
     request finds its port closed, or runs into its deadline."""
     health_check_interval_seconds: float = Field(default=5.0, gt=0)
-    """Seconds from the beginning of a server's probe to that of its next one; all servers are probed side by side. One that
-    dies in silence is found after at most `health_check_failure_threshold` times this, plus `probe_timeout_seconds`;
+    """Seconds from the beginning of a server's probe to that of its next one; all servers are probed side by side. One
+    that falls silent is found after at most `health_check_failure_threshold` times this, plus `probe_timeout_seconds`;
     one whose port is closed, at the next probe."""
     probe_timeout_seconds: float = Field(default=2.0, gt=0)
     """Longest that a server may take to answer a probe, whole answer included."""
@@ -70,8 +70,8 @@ class FleetConfig(Section):
     join_transport: Literal["auto", "shared_memory", "point_to_point", "http", "disk"] = "auto"
     """Way that a server which joins gets its weights. auto: the fastest that it and the one who has them can do."""
     min_healthy_servers: int = Field(default=1, ge=0)
-    """Generators that must be there, slots that generate included. With fewer, an update of the weights waits for servers to join, at most
-    `cluster.patience_timeout_s`, and the run then ends, with its state saved."""
+    """Generators that must be there, slots that generate included. With fewer, an update of the weights waits for
+    servers to join, at most `cluster.patience_timeout_s`, and the run then ends, with its state saved."""
     drain_timeout_seconds: float = Field(default=60.0, gt=0)
     """A server that leaves has so long to finish what it generates; what is left is carried over to others."""
     max_rejoins: int = Field(default=10, ge=0)

@@ -313,8 +313,9 @@ class EngineRunner:
         if mode == "abort":
             self.engine.abort()
             self._step()
-        self._draining = mode == "drain"
-        if not self._draining:
+        if mode == "drain":
+            self._paused, self._draining = False, True
+        else:
             self._pause_now()
 
     def _pause_now(self) -> None:

@@ -46,6 +46,9 @@ class WeightDonor:
         if message.version not in (None, held.version):
             pin.close()
             raise Fenced(f"version {held.version} is live here, and not {message.version}")
+        if len({lease.held.version for lease in self._leases.values()} - {held.version}) > 1:
+            pin.close()
+            raise Fenced("this server keeps two older versions for others already; ask again later")
         name = secrets.token_urlsafe(24)
         offer = replace(offered(held, sender, message.bucket_bytes), location=f"{url}/weights/buckets/{name}")
         ends = self._loop.call_later(message.lease_s, self._end, name)

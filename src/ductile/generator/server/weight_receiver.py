@@ -104,11 +104,13 @@ class WeightReceiver:
         if bucket is not None and update is not None and staged is not None:
             if update.verify == "crc" and not checksum:
                 raise Unusable(f"bucket {index} came without X-Ductile-Checksum, and the update is verified by it")
-            check_content(bucket, content, checksum)
+
+            def load() -> None:
+                check_content(bucket, content, checksum)
+                self._load(update, staged, sender, bucket, as_tensor(content))
+
             try:
-                await self._loop.run_in_executor(
-                    self._loaders, lambda: self._load(update, staged, sender, bucket, as_tensor(content))
-                )
+                await self._loop.run_in_executor(self._loaders, load)
             except ValueError as why:
                 raise Fenced(str(why)) from None
         return self.progress(update_id)
