@@ -21,6 +21,7 @@
 | topology signalling; 2, 12 | test_a_rank_that_refuses_once_is_asked_again |
 | conditional barriers | test_a_rank_that_dies_is_named |
 | hang: 80 % of the deadline | test_a_slow_receiver_is_not_condemned |
+| wait order; 8: no watchdog | test_a_receiver_that_hangs_costs_a_bucket_timeout_and_no_more |
 | forced shrink and continue | test_all_servers_die_and_two_come_back, test_no_server_comes_back |
 | join + leave flapping | test_a_flapping_server_holds_up_nobody |
 | fast restart; 14 | test_tokens_of_base_weights_are_never_taken |
@@ -96,18 +97,15 @@ def test_without_a_monitor_requests_find_who_is_gone(rig: Rig) -> None:
 
 def test_a_server_that_answers_slowly_delays_no_other(rig: Rig) -> None:
     async def story() -> None:
-        rig.servers["a"].fault("state", f"late {PROBE_S * 0.6}")
-        heard = {"b": set[float](), "c": set[float]()}
-        ends = time.monotonic() + 2.0
+        for name in "ac":
+            rig.servers[name].fault("state", f"late {PROBE_S * 0.85}")
+        heard, ends = set[float](), time.monotonic() + 3.0
         while time.monotonic() < ends:
-            for name, at in heard.items():
-                at.add(rig.health(name).heard_at)
+            heard.add(rig.health("b").heard_at)
             await asyncio.sleep(0.01)
-        for at in heard.values():
-            times = sorted(at)
-            assert len(times) >= 6
-            assert max(late - early for early, late in itertools.pairwise(times)) < 0.6
-        assert rig.health("a").is_serving, "slow is not dead"
+        times = sorted(heard)
+        assert max(late - early for early, late in itertools.pairwise(times)) < 2 * 0.85 * PROBE_S
+        assert rig.health("b").status == "ready"
 
     rig.run(story())
 
@@ -461,6 +459,25 @@ def test_the_next_optimizer_step_does_not_change_what_is_sent(rig: Rig) -> None:
 # -- 7.2: hangs, shrink, flapping -------------------------------------------------------------------------------------
 
 
+def test_a_receiver_that_hangs_costs_a_bucket_timeout_and_no_more(rig: Rig) -> None:
+    """And not the time that the update may take in all."""
+
+    async def story() -> None:
+        async with rig.fleet_with(update_total_timeout_seconds=25.0, enable_health_monitor=False):
+            server = rig.servers["a"]
+            server.fault("bucket-mid", "hold")
+            publishing = rig.publishing()
+            await rig.until(lambda: server.reached("bucket-mid"))
+            server.stop()
+            server.clear()
+            async with asyncio.timeout(12.0):
+                result = await publishing
+            assert len(result.committed) == 2
+            server.cont()
+
+    rig.run(story())
+
+
 def test_a_slow_receiver_is_not_condemned(rig: Rig) -> None:
     async def story() -> None:
         rig.servers["a"].fault("bucket-mid", f"late {0.7 * BUCKET_S}")
@@ -682,11 +699,14 @@ def test_two_servers_that_join_by_disk_get_the_same_version(rig: Rig) -> None:
     async def story() -> None:
         async with rig.fleet_with(*rig.urls[:2], broadcast="filesystem", join_transport="disk") as fleet:
             await rig.publish()
+            for name in "ab":  # else they give it
+                rig.servers[name].kill()
+                await rig.dead(name)
             for name in "de":
                 (joiner,) = rig.servers.start(name)
                 fleet.register_server(joiner.url)
                 await rig.ready(name)
-                joiner.kill()  # no peer gives it to the next one
+                joiner.kill()
                 await rig.dead(name)
             for name in "ab":
                 rig.servers[name].restart()
