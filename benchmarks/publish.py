@@ -15,8 +15,8 @@ transport         limit, by as many processes, of as many bytes, none waiting fo
 `seconds` is from the command to the ranks until the last instance has everything; with `verify` both sides take the
 version's digest over all bytes meanwhile, which the limit does not (`verified_seconds`). `pause_s` is the time in which
 an instance samples nothing: the longest change-over. `trainer_extra_bytes` and `instance_extra_bytes` are the most
-memory of a rank and, in its first update, of an instance above what their weights take. `pipeline_ratio`: the update of a rank, over its
-slowest stage alone; the largest of all ranks.
+memory of a rank and, in its first update, of an instance above what their weights take.
+`pipeline_ratio`: the update of a rank, over its slowest stage alone; the largest of all ranks.
 
 Peers, from the same memory into the same memory: torch.save and torch.load through tmpfs and through a disk, and a
 plain gloo broadcast of one tensor after the other. What awex and checkpoint-engine need is not here (`left_out`).

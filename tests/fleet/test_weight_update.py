@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
-from ductile.fleet.weight_update import UpdateMember, UpdateOptions, WeightUpdates, summed
+from ductile.fleet.update_parties import UpdateMember, UpdateOptions, summed
+from ductile.fleet.weight_update import WeightUpdates
 from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress
 from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
@@ -199,7 +200,7 @@ def scene(*servers, carrier="shared_memory", options=OPTIONS, **ranks):
     named = {server.name: server for server in servers}
     doubles = Ranks(named, **ranks)
     epochs = iter(range(1, 99))
-    updates = WeightUpdates(doubles, options, lambda state: carrier, lambda: next(epochs), clock)
+    updates = WeightUpdates(doubles, options, lambda state: carrier, lambda above: max(above + 1, next(epochs)), clock)
     return Scene(named, doubles, updates, carrier)
 
 
@@ -404,9 +405,26 @@ def test_ranks_that_say_nothing_do_not_hold_the_run_up():
 
 def test_a_server_of_a_run_that_has_ended_is_met_with_a_newer_epoch():
     async def story():
-        it = scene(Server("a", epoch=41))
+        it = scene(Server("a", epoch=10**15))
         assert outcomes(await it.publish()) == {"a": "committed"}
-        assert it.ranks.updates[0].epoch == 42
+        assert it.ranks.updates[0].epoch == 10**15 + 1
+
+    run(story())
+
+
+def test_a_server_that_has_no_carrier_in_common_is_left_behind_with_the_sentence():
+    async def story():
+        it = scene(Server("a"), Server("b", version=7))
+
+        def choose(state):
+            if state.version == 7:
+                raise Refused("the server takes http: leave the key out")
+            return "shared_memory"
+
+        it.updates = WeightUpdates(it.ranks, OPTIONS, choose, lambda above: above + 1, clock)
+        result = await it.publish()
+        assert outcomes(result) == {"a": "committed", "b": "stale"}
+        assert "leave the key out" in next(each.reason for each in result.outcomes if each.instance == "b")
 
     run(story())
 

@@ -34,11 +34,14 @@ def test_both_say_the_same_of_one_model_and_the_worst_tokens_are_shown(words, tm
     head, *rows, summary, verdict = capfd.readouterr().out.splitlines()
     assert head.split() == ["prompt", "position", "generator", "scorer", "difference", "token"]
     assert len(rows) == 3
-    assert "16 decoded: differences are" in summary and "0.000% of them over 1e-3" in summary
+    assert "16 decoded: differences are" in summary
+    assert "0.000% of them over 1e-3" in summary
     assert verdict == "They agree: float32 explains 0.002."
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["agree"] and found["largest"] < 1e-4
-    assert found["worst"][0]["text"] and found["num_positions"] > 20
+    assert found["agree"]
+    assert found["largest"] < 1e-4
+    assert found["worst"][0]["text"]
+    assert found["num_positions"] > 20
 
 
 def test_what_generator_and_scorer_do_not_agree_about_is_found(words, tmp_path, monkeypatch):
@@ -46,7 +49,8 @@ def test_what_generator_and_scorer_do_not_agree_about_is_found(words, tmp_path, 
     monkeypatch.setattr("ductile.generator.compare.load_model", lambda folder, **given: load_model(other, **given))
     config = parse(RLConfig, words[:2]).config
     found = compare(Compare(config.model_dump(mode="json"), ((5, 6, 7, 8), (9, 10)), 2, 4))
-    assert found.num_positions == 6 and found.num_decoded == 4
+    assert found.num_positions == 6
+    assert found.num_decoded == 4
     assert found.largest == found.worst[0].difference > 1
     assert found.share_over > 0.9
 
@@ -62,4 +66,5 @@ def test_what_generator_and_scorer_do_not_agree_about_is_found(words, tmp_path, 
 def test_what_cannot_be_compared_is_a_sentence(words, changed, said, capsys):
     assert main([*words, *changed]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("ductile compare: ") and said in error
+    assert error.startswith("ductile compare: ")
+    assert said in error

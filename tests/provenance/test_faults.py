@@ -1,4 +1,4 @@
-"""Faults that are put into a generator, each of which the run names right; `make provenance` runs all of this folder."""
+"""Faults put into a generator, each of which the run names right; `make provenance` runs all of this folder."""
 
 import pytest
 import torch

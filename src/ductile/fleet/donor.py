@@ -8,7 +8,7 @@ from ductile.messages.updates import LeaseVersion, Offer, SendReport, VersionLea
 
 
 class Donor:
-    """Follows `weight_update.Senders`. The joiner asks the donor for bucket after bucket, so nothing is sent here."""
+    """Follows `update_parties.Senders`. The joiner asks the donor for bucket after bucket, so nothing is sent here."""
 
     carrier: WeightCarrier | None = "http"
 

@@ -186,9 +186,9 @@ class ElasticFleet:
         """Servers with another model (`messages.updates.ServerState.model`) cannot join from now on."""
         self._keeper.expect_model(fingerprint)
 
-    def next_epoch(self) -> int:
-        """Return an epoch that is newer than any before: for one attempt at an update."""
-        return self._state.change(lambda state: state.above(state.epoch)).epoch
+    def next_epoch(self, above: int = 0) -> int:
+        """Return an epoch that is newer than any before, and than `above`: for one attempt at an update."""
+        return self._state.change(lambda state: state.above(max(above, state.epoch))).epoch
 
     async def enough_servers(self) -> TopologyDecision:
         """Return the decision before an update, once there are `min_healthy_servers`. Raises Late when there are not

@@ -68,7 +68,7 @@ class _Kept:
 
 
 class RemoteTrainer:
-    """Follows `ductile.roles.TrainerClient` and `ductile.fleet.weight_update.Senders`."""
+    """Follows `ductile.roles.TrainerClient` and `ductile.fleet.update_parties.Senders`."""
 
     carrier: WeightCarrier | None = None
 

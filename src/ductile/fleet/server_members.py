@@ -17,7 +17,8 @@ from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet_members import Warmed
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_port import ServerPort
-from ductile.fleet.weight_update import Senders, UpdateMember, UpdateResult, WeightUpdates
+from ductile.fleet.update_parties import Senders, UpdateMember, UpdateResult
+from ductile.fleet.weight_update import WeightUpdates
 from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
 
 

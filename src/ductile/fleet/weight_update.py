@@ -12,22 +12,22 @@ The live set is an input, decided while nothing is under way. What failed is loo
 (`core.instances.update_outcomes`): those that are not at fault are sent it again, in a new epoch and from bucket 0.
 Nothing here waits without an end, and nobody waits for a server that is gone.
 
-A server that joins between two versions gets the committed one by the same steps (`warm`). A version that is to be
-published meanwhile goes first, and the joiner gets that.
+A server that joins gets the live version by the same steps (`warm`); a version that is published meanwhile goes first.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from ductile.concurrency.background import finish
 from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import InstanceOutcome, Shortfall, next_attempt
+from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, UpdateResult, shortfall, summed
 from ductile.messages.updates import (
     Digest,
     EndUpdate,
@@ -36,14 +36,12 @@ from ductile.messages.updates import (
     PrepareUpdate,
     Receiver,
     ResumeServer,
-    SendReport,
     ServerState,
     UpdateProgress,
-    UpdateProof,
     WeightCarrier,
     WeightUpdate,
 )
-from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
 
 T = TypeVar("T")
 
@@ -51,108 +49,6 @@ WATCH_S = 0.2
 """Seconds between two looks at servers while bytes go to them."""
 NUM_ASKED = 3
 """Times that a server is asked what has become of a commit whose reply was lost."""
-
-
-class Senders(Protocol):
-    """Those who have the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
-    weights to one that joins (`ductile.fleet.donor`)."""
-
-    @property
-    def carrier(self) -> WeightCarrier | None:
-        """The only way by which they send; None: whichever suits a receiver."""
-        ...
-
-    def keeping(self, version: int) -> AbstractContextManager[None]:
-        """Their weights stay this version meanwhile. Raises Refused when they have gone on from it."""
-        ...
-
-    async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
-        """Raises Refused when they cannot send it; what else is raised ends the update."""
-        ...
-
-    async def sent(self, update_id: str) -> Sequence[SendReport]:
-        """Wait until all are through, also with failures."""
-        ...
-
-    async def finish_update(self, update_id: str, aborted: bool) -> None: ...
-
-
-class ServerControl(Protocol):
-    """Control routes of one server (`ductile.fleet.server_port`). Each raises SlotLost, Late or Refused."""
-
-    async def state(self) -> ServerState: ...
-
-    async def prepare(self, message: PrepareUpdate, /) -> UpdateProgress: ...
-
-    async def verify(self, message: EndUpdate, /) -> UpdateProgress: ...
-
-    async def commit(self, message: EndUpdate, /) -> UpdateProgress: ...
-
-    async def abort(self, message: EndUpdate, /) -> UpdateProgress: ...
-
-    async def pause(self, message: PauseServer, /) -> object: ...
-
-    async def resume(self, message: ResumeServer, /) -> object: ...
-
-
-Control = TypeVar("Control", bound=ServerControl, covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateMember(Generic[Control]):
-    """A server that is to get a version."""
-
-    id: InstanceId
-    control: Control
-    url: str = ""
-    """Root of its routes, without /v1."""
-    token: str = field(default="", repr=False)
-    incarnation: str = ""
-    """Process that it was last known to be; "": not known yet."""
-
-
-AnyMember = UpdateMember[ServerControl]
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateOptions:
-    """How versions go to servers; the keys are those of [inference]."""
-
-    bucket_bytes: int = 16 << 20
-    num_slots: int = 2
-    bucket_timeout_s: float = 10.0
-    total_timeout_s: float = 300.0
-    max_attempts: int = 3
-    verify: UpdateProof = "sum"
-    pause_mode: Literal["abort", "keep", "drain"] = "keep"
-    pause_lease_s: float = 30.0
-    probe_timeout_s: float = 2.0
-    carrier: WeightCarrier | None = None
-    """The only carrier; None: the best that a server and the ranks have in common."""
-    join_carrier: WeightCarrier | None = None
-    """The same for servers that join between two versions."""
-    folder: str = ""
-    """Folder that ranks and servers see, for carrier "disk"."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """What has become of a version at the servers."""
-
-    version: int
-    digest: Digest
-    """The version's; "" where nobody has committed it."""
-    outcomes: tuple[InstanceOutcome, ...]
-    attempts: int
-    seconds: float
-    pause_s: float
-    """The longest that a server answered nobody."""
-    num_bytes: int
-    carriers: Mapping[InstanceId, WeightCarrier]
-
-    @property
-    def committed(self) -> tuple[InstanceId, ...]:
-        return tuple(InstanceId(each.instance) for each in self.outcomes if each.outcome == "committed")
 
 
 @dataclass(slots=True)
@@ -194,24 +90,6 @@ class _Attempt:
         return EndUpdate(self.update.update_id, self.update.epoch, version or self.update.version, self.digest)
 
 
-def shortfall(error: Failure | str) -> Shortfall:
-    """Return what a failed call says of the server that was asked."""
-    match error:
-        case SlotLost():
-            return Shortfall("gone", str(error))
-        case Late():
-            return Shortfall("silent", str(error))
-        case Refused() if not isinstance(error, NotTaken):
-            return Shortfall("refused", str(error))
-        case _:
-            return Shortfall("undone", str(error))
-
-
-def summed(parts: Iterable[Digest]) -> Digest:
-    """Return the digest of a version of which each part is one sender's."""
-    return f"{sum(int(part or '0', 16) for part in parts) % 2**64:016x}"
-
-
 class WeightUpdates:
     """The updates of a run, one at a time."""
 
@@ -220,10 +98,11 @@ class WeightUpdates:
         trainer: Senders,
         options: UpdateOptions,
         choose: Callable[[ServerState], WeightCarrier],
-        next_epoch: Callable[[], int],
+        next_epoch: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """choose: the carrier for a server. next_epoch: of the fleet's membership, larger than any before."""
+        """choose: the carrier for a server; raises Refused where there is none. next_epoch: an epoch of the fleet's
+        membership that is newer than any before, and than the one that it is given."""
         self.version: int | None = None
         """Version that was committed last; None before the first."""
         self.digest: Digest = ""
@@ -319,8 +198,10 @@ class WeightUpdates:
     async def _attempt(self, senders: Senders, version: int, members: Mapping[InstanceId, AnyMember]) -> _Attempt:
         """Send the version to all members once. What has become of each is in the attempt."""
         states, absent = await self._look(members)
-        attempt = _Attempt(self._decide(senders, version, members, states), members, states, short=absent)
-        update, is_begun = attempt.update, False
+        carriers = self._carriers(senders, states, absent)
+        update = self._decide(version, members, states, carriers)
+        attempt = _Attempt(update, members, states, short=absent)
+        is_begun = False
         try:
             if attempt.left:
                 try:
@@ -357,28 +238,33 @@ class WeightUpdates:
                 states[member.id] = reply
         return states, absent
 
-    def _carrier(self, senders: Senders) -> WeightCarrier | None:
-        options = self._options
-        return senders.carrier or (options.join_carrier if self._warming else None) or options.carrier
+    def _carriers(
+        self, senders: Senders, states: Mapping[InstanceId, ServerState], absent: dict[InstanceId, Shortfall]
+    ) -> dict[InstanceId, WeightCarrier]:
+        """Choose a carrier for each server. One for which there is none is absent."""
+        only = senders.carrier or (self._options.join_carrier if self._warming else None)
+        chosen = dict[InstanceId, WeightCarrier]()
+        for name, state in states.items():
+            try:
+                chosen[name] = only or self._choose(state)
+            except Refused as error:
+                absent[name] = shortfall(error)
+        return chosen
 
     def _decide(
         self,
-        senders: Senders,
         version: int,
         members: Mapping[InstanceId, AnyMember],
         states: Mapping[InstanceId, ServerState],
+        carriers: Mapping[InstanceId, WeightCarrier],
     ) -> WeightUpdate:
         """The decision that all ranks and servers get."""
         options, update_id = self._options, uuid4().hex
-        only = self._carrier(senders)
         receivers = tuple(
-            Receiver(name, only or self._choose(state), members[name].url, members[name].token)
-            for name, state in states.items()
+            Receiver(name, carrier, members[name].url, members[name].token) for name, carrier in carriers.items()
         )
-        newest = max((state.epoch for state in states.values()), default=0)
-        epoch = self._next_epoch()
-        while epoch <= newest:  # a server may have been in the fleet of a run that has ended
-            epoch = self._next_epoch()
+        # A server may have been in the fleet of a run that has ended.
+        epoch = self._next_epoch(max((state.epoch for state in states.values()), default=0))
         return WeightUpdate(
             update_id=update_id,
             epoch=epoch,
@@ -427,9 +313,9 @@ class WeightUpdates:
 
     def _break(self, attempt: _Attempt) -> None:
         """One is missing that the others cannot do without: they are not at fault."""
-        missing = ", ".join(attempt.short)
+        why = f"the update was broken off, as {', '.join(attempt.short)} failed"
         for name in attempt.left:
-            attempt.short[name] = Shortfall("held_up", f"the update was broken off, as {missing} failed")
+            attempt.short[name] = Shortfall("held_up", why)
 
     async def _watch(self, attempt: _Attempt) -> None:
         """Returns when it is of no use to go on sending."""
@@ -507,11 +393,10 @@ class WeightUpdates:
                 async with asyncio.timeout(self._options.probe_timeout_s):
                     await _outcome(attempt.members[name].control.abort(attempt.end()))
 
-        aborting = [abort(name) for name in aborted if name not in gone]
+        ending = [abort(name) for name in aborted if name not in gone]
         if is_begun:
-            ending = senders.finish_update(attempt.update.update_id, not attempt.committed)
-            aborting.append(_awaited(ending))
-        await gather_all(*aborting)
+            ending.append(_awaited(senders.finish_update(attempt.update.update_id, not attempt.committed)))
+        await gather_all(*ending)
 
     async def _judge(self, attempt: _Attempt) -> None:
         """Look at those that failed without being at fault as far as is known: they may be gone, hang, or be others. Of

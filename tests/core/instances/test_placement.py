@@ -68,8 +68,8 @@ REFUSED = [
     (
         {},
         "No slot has the role train, which this run needs: add `actor: 0`, or let it share a slot (`actor: 0`). "
-        "No slot has the role generate, which this run needs: add `rollout: 0`, or let it share a slot (`rollout: 0`). A "
-        "run needs none where servers generate: orchestrator.client.base_url, inference.registry.",
+        "No slot has the role generate, which this run needs: add `rollout: 0`, or let it share a slot (`rollout: 0`). "
+        "A run needs none where servers generate: orchestrator.client.base_url, inference.registry.",
     ),
 ]
 

@@ -33,7 +33,7 @@ from ductile.config.schema.run import RLConfig
 from ductile.core.instances.health import ServerHealth
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.weight_update import UpdateResult
+from ductile.fleet.update_parties import UpdateResult
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.commands.servers import Servers as RunServers
 from ductile.records import GenerateRequest, Generation, Sampling

@@ -26,27 +26,20 @@ from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of, 
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
-from ductile.fleet.weight_update import NUM_ASKED, UpdateMember, UpdateOptions, UpdateResult, WeightUpdates
+from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
+from ductile.fleet.weight_update import NUM_ASKED, WeightUpdates
 from ductile.generator.server.control_token import token_file
+from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.server_lease import ServerLease
 from ductile.messages.updates import ServerState, WeightCarrier
 from ductile.observe import Recorder
-from ductile.roles import Late
+from ductile.roles import Late, Refused
 from ductile.transport.deadlines import Deadlines
-
-BROADCASTS: dict[str, WeightCarrier] = {"filesystem": "disk", "nccl": "point_to_point"}
 
 
 def has_servers(config: RLConfig) -> bool:
     return bool(asked_servers(config).urls) or config.inference.registry is not None
-
-
-def choose_carrier(state: ServerState) -> WeightCarrier:
-    """Return the best way for weights to a server: memory that both map where it is on this machine, else HTTP, which
-    needs nothing but the address by which it is asked."""
-    is_here = state.host == host()
-    return "shared_memory" if is_here and "shared_memory" in state.carriers else "http"
 
 
 class Servers:
@@ -56,12 +49,14 @@ class Servers:
         """folder: the run's. Raises ImportPathError for a custom registry that cannot be imported."""
         client, inference = config.orchestrator.client, config.inference
         self._api_key = secret_of(client.api_key, client.api_key_var)
+        broadcast = config.trainer.weight_broadcast
+        self._asked_carrier = broadcast.type if broadcast else None
         self._deadlines = _deadlines(inference, client.timeout_s)
         self._max_num_seqs, self._record = inference.max_num_seqs, record
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
         self._probe = HttpProbe(inference.probe_timeout_seconds, lambda address: self._api_key)
         options = update_options(config, folder)
-        updates = WeightUpdates(fleet.trainer, options, choose_carrier, self._next_epoch)
+        updates = WeightUpdates(fleet.trainer, options, self._carrier, self._next_epoch)
         self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
         self._fleet = ElasticFleet(
             inference,
@@ -95,8 +90,14 @@ class Servers:
     ) -> None:
         await self._stack.aclose()
 
-    def _next_epoch(self) -> int:
-        return self._fleet.next_epoch()
+    def _carrier(self, state: ServerState) -> WeightCarrier:
+        try:
+            return choose_carrier(host(), state, self._asked_carrier).carrier
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def _next_epoch(self, above: int) -> int:
+        return self._fleet.next_epoch(above)
 
     async def update(self, version: int) -> None:
         """Bring the trainer's weights to all servers (`ServerMembers.update`)."""
@@ -247,7 +248,7 @@ class RememberedLeases:
 
 
 def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
-    inference, broadcast = config.inference, config.trainer.weight_broadcast
+    inference = config.inference
     join = inference.join_transport
     return UpdateOptions(
         bucket_bytes=inference.bucket_bytes,
@@ -260,7 +261,6 @@ def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
         # A commit may take so long, with what has become of it asked for: one that is not resumed waits no longer.
         pause_lease_s=inference.update_bucket_timeout_seconds + NUM_ASKED * inference.probe_timeout_seconds,
         probe_timeout_s=inference.probe_timeout_seconds,
-        carrier=BROADCASTS[broadcast.type] if broadcast else None,
         join_carrier=None if join == "auto" else join,
         folder=str((folder / "weights").absolute()),
     )

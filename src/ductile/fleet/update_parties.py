@@ -1,0 +1,143 @@
+"""Those who take part in a weight update (`ductile.fleet.weight_update`): who sends it and who is sent it; and what has
+come of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, TypeVar
+
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.update_outcomes import InstanceOutcome, Shortfall
+from ductile.messages.updates import (
+    Digest,
+    EndUpdate,
+    Offer,
+    PauseServer,
+    PrepareUpdate,
+    ResumeServer,
+    SendReport,
+    ServerState,
+    UpdateProgress,
+    UpdateProof,
+    WeightCarrier,
+    WeightUpdate,
+)
+from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
+
+
+class Senders(Protocol):
+    """Those who have the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
+    weights to one that joins (`ductile.fleet.donor`)."""
+
+    @property
+    def carrier(self) -> WeightCarrier | None:
+        """The only way by which they send; None: whichever suits a receiver."""
+        ...
+
+    def keeping(self, version: int) -> AbstractContextManager[None]:
+        """Their weights stay this version meanwhile. Raises Refused when they have gone on from it."""
+        ...
+
+    async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
+        """Raises Refused when they cannot send it; what else is raised ends the update."""
+        ...
+
+    async def sent(self, update_id: str) -> Sequence[SendReport]:
+        """Wait until all are through, also with failures."""
+        ...
+
+    async def finish_update(self, update_id: str, aborted: bool) -> None: ...
+
+
+class ServerControl(Protocol):
+    """Control routes of one server (`ductile.fleet.server_port`). Each raises SlotLost, Late or Refused."""
+
+    async def state(self) -> ServerState: ...
+
+    async def prepare(self, message: PrepareUpdate, /) -> UpdateProgress: ...
+
+    async def verify(self, message: EndUpdate, /) -> UpdateProgress: ...
+
+    async def commit(self, message: EndUpdate, /) -> UpdateProgress: ...
+
+    async def abort(self, message: EndUpdate, /) -> UpdateProgress: ...
+
+    async def pause(self, message: PauseServer, /) -> object: ...
+
+    async def resume(self, message: ResumeServer, /) -> object: ...
+
+
+Control = TypeVar("Control", bound=ServerControl, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateMember(Generic[Control]):
+    """A server that is to get a version."""
+
+    id: InstanceId
+    control: Control
+    url: str = ""
+    """Root of its routes, without /v1."""
+    token: str = field(default="", repr=False)
+    incarnation: str = ""
+    """Process that it was last known to be; "": not known yet."""
+
+
+AnyMember = UpdateMember[ServerControl]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """How versions go to servers; the keys are those of [inference]."""
+
+    bucket_bytes: int = 16 << 20
+    num_slots: int = 2
+    bucket_timeout_s: float = 10.0
+    total_timeout_s: float = 300.0
+    max_attempts: int = 3
+    verify: UpdateProof = "sum"
+    pause_mode: Literal["abort", "keep", "drain"] = "keep"
+    pause_lease_s: float = 30.0
+    probe_timeout_s: float = 2.0
+    join_carrier: WeightCarrier | None = None
+    """The only carrier for servers that join between two versions; None: as for a version."""
+    folder: str = ""
+    """Folder that ranks and servers see, for carrier "disk"."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What has become of a version at the servers."""
+
+    version: int
+    digest: Digest
+    """The version's; "" where nobody has committed it."""
+    outcomes: tuple[InstanceOutcome, ...]
+    attempts: int
+    seconds: float
+    pause_s: float
+    """The longest that a server answered nobody."""
+    num_bytes: int
+    carriers: Mapping[InstanceId, WeightCarrier]
+
+    @property
+    def committed(self) -> tuple[InstanceId, ...]:
+        return tuple(InstanceId(each.instance) for each in self.outcomes if each.outcome == "committed")
+
+
+def shortfall(error: Failure | str) -> Shortfall:
+    """Return what a failed call says of the server that was asked."""
+    match error:
+        case SlotLost():
+            return Shortfall("gone", str(error))
+        case Late():
+            return Shortfall("silent", str(error))
+        case Refused() if not isinstance(error, NotTaken):
+            return Shortfall("refused", str(error))
+        case _:
+            return Shortfall("undone", str(error))
+
+
+def summed(parts: Iterable[Digest]) -> Digest:
+    """Return the digest of a version of which each part is one sender's."""
+    return f"{sum(int(part or '0', 16) for part in parts) % 2**64:016x}"
