@@ -130,15 +130,17 @@ layouts: setup
 
 # Servers that are killed, stopped, restarted and lied to, real processes all of them: under ten minutes on two cores.
 fleet-test: setup
-	$(BIN)/python -m pytest tests/fleet/live -m fleet -q --timeout 120
+	$(PYTEST) -m fleet --timeout 120 tests/fleet
 
 # Each of the 16 defects of the field's draft of an elastic fleet, put back: a test has to fail of it.
 fleet-mutations: setup
 	$(BIN)/python -m tests.fleet.mutations
 
 # 200 seeded faults in runs with three servers and two ranks that train.
+FAULTS ?=
+
 fleet-chaos: setup
-	$(BIN)/python -m tests.fleet.chaos
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.fleet.chaos $(FAULTS)
 
 # The quickstart on one train slot and servers that are found, one of which is killed while another one joins; and every token's
 # log-prob beside the trainer's.

@@ -45,6 +45,7 @@ WARM = frozenset(
         "tests.cluster.orchestrate",
         "tests.end_to_end.hasty",
         "tests.end_to_end.watched",
+        "tests.fleet.live.faulty_server",
         "tests.generator.faulty_server",
         "tests.warm_echo",
         "tests.weights.member",

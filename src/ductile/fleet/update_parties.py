@@ -115,7 +115,7 @@ class UpdateResult:
 
     version: int
     digest: Digest
-    """The version's; "" where nobody staged it."""
+    """The version's; "" where nobody has committed it."""
     outcomes: tuple[InstanceOutcome, ...]
     attempts: int
     seconds: float

@@ -63,7 +63,8 @@ class WeightUpdates:
                 result = await self._transaction(self._trainer, version, members, self._options.max_attempts)
             finally:
                 self.under_way = ""
-            self.version, self.digest = version, result.digest or self.digest
+            known = self.digest if self.version == version else ""  # it may be sent again to those that lack it
+            self.version, self.digest = version, result.digest or known
             return result
 
     async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
@@ -131,7 +132,9 @@ class WeightUpdates:
             finally:
                 self._attempt = None
             carriers |= attempt.carriers
-            digest, num_bytes = attempt.digest or digest, num_bytes + attempt.num_bytes
+            if attempt.committed:  # else the ranks may have been stopped before they had all of it
+                digest = attempt.digest
+            num_bytes += attempt.num_bytes
             pause_s = max(pause_s, attempt.pause_s)
             decision = next_attempt(tuple(attempt.committed), attempt.short, number, max_attempts)
             outcomes += decision.ended

@@ -32,7 +32,7 @@ from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
-from ductile.fleet.weight_update import WeightUpdates
+from ductile.fleet.weight_update import NUM_ASKED, WeightUpdates
 from ductile.generator.server.control_token import token_file
 from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
@@ -298,6 +298,8 @@ def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
         max_attempts=inference.update_max_attempts,
         verify=inference.verify,
         pause_mode=inference.pause_mode,
+        # A commit may take so long, with what has become of it asked for: one that is not resumed waits no longer.
+        pause_lease_s=inference.update_bucket_timeout_seconds + NUM_ASKED * inference.probe_timeout_seconds,
         probe_timeout_s=inference.probe_timeout_seconds,
         join_carrier=None if join == "auto" else join,
         folder=str((folder / "weights").absolute()),

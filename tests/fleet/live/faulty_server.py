@@ -1,0 +1,89 @@
+"""A server as `ductile inference` starts it, with more that may go wrong than its own fault points have:
+
+    wrong-bytes       a byte of each bucket is another one when it is loaded
+    wedge             the engine does no step, and HTTP answers
+    slow 0.02         each step of the engine takes so much longer
+    500 /weights      routes that begin so fail with status 500
+    no-room           there is no memory to stage a version
+
+Each is a file in the folder of DUCTILE_FAULTS, as those are. A fault that was met leaves a file `<point>.reached`.
+"""
+
+import sys
+import time
+from typing import Any
+
+from ductile.generator.engine.engine import Engine
+from ductile.generator.server import serve
+from ductile.generator.server.faults import Faults
+from ductile.weights.staged_weights import StagedWeights
+
+step, load, prepare, meet, create_app = (
+    Engine.step,
+    StagedWeights.load,
+    StagedWeights.prepare,
+    Faults.meet,
+    serve.create_app,
+)
+faults = Faults.of_environment()
+
+
+def said(point: Any) -> list[str]:
+    words = faults._said(point)
+    if words and faults.folder is not None:
+        (faults.folder / f"{point}.reached").touch()
+    return words
+
+
+def slow_step(engine: Engine) -> Any:
+    while said("wedge"):
+        time.sleep(0.01)
+    if words := said("slow"):
+        time.sleep(float(words[0]))
+    return step(engine)
+
+
+def wrong_load(self: StagedWeights, bucket: Any, buffer: Any) -> None:
+    if bucket.num_bytes and said("wrong-bytes"):
+        buffer = buffer.clone()
+        buffer[bucket.num_bytes // 2] ^= 1
+    load(self, bucket, buffer)
+
+
+def prepare_without_room(self: StagedWeights, *args: Any, **kwargs: Any) -> None:
+    if said("no-room"):
+        raise MemoryError("a test has left no room")
+    prepare(self, *args, **kwargs)
+
+
+def noted_meet(self: Faults, point: Any) -> None:
+    if point is not None:
+        said(point)
+    meet(self, point)
+
+
+class FailingRoutes:
+    """ASGI middleware."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        words = said("500") if scope["type"] == "http" else []
+        if words and scope["path"].startswith(words[0]):
+            await send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await self._app(scope, receive, send)
+
+
+def create_failing_app(*args: Any, **kwargs: Any) -> Any:
+    app = create_app(*args, **kwargs)
+    app.add_middleware(FailingRoutes)
+    return app
+
+
+if __name__ == "__main__":
+    Engine.step, StagedWeights.load, Faults.meet = slow_step, wrong_load, noted_meet  # type: ignore[method-assign]
+    StagedWeights.prepare, serve.create_app = prepare_without_room, create_failing_app  # type: ignore[method-assign]
+    sys.exit(serve.main())

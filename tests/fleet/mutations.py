@@ -1,0 +1,308 @@
+"""Each of the 16 defects that an elastic fleet was once built with, put back: a test must fail for each.
+
+    python -m tests.fleet.mutations            all of them; the last line is "16 caught, 0 survived"
+    python -m tests.fleet.mutations 7 14       these
+
+A defect is an edit of a copy of the sources, and the name of the tests that are to notice. The edit's text must be
+found in the sources exactly once, so a defect that no longer applies is told, and counts as one that survived. Tests
+that cannot be collected do not catch anything: they must have run, and failed.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    file: str
+    """In src/ductile."""
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    number: int
+    """As in the list that they come from."""
+    what: str
+    edits: tuple[Edit, ...]
+    tests: str
+    """What pytest is given: "tests/fleet/live/test_x.py::test_y", or several."""
+
+
+ROWS, SERVERS, SYNTHETIC = (f"tests/fleet/live/test_{name}.py::" for name in ("rows", "servers", "synthetic"))
+JOINS = f"{ROWS}test_a_server_joins_and_all_ranks_do_the_same"
+VERSIONS = f"{ROWS}test_versions_reach_all_servers"
+
+DEFECTS = (
+    Defect(
+        1,
+        "a version is sent by the first rank alone",
+        (
+            Edit(
+                "fleet/remote_trainer.py",
+                "begun = await self._all(BeginUpdate(update), UpdateBegun)\n",
+                "begun = await ask_each(self._mailbox, {self.layout.first: BeginUpdate(update)}, 5.0, UpdateBegun)\n"
+                "                return [begun[self.layout.first].offer]\n",
+            ),
+        ),
+        VERSIONS,
+    ),
+    Defect(
+        2,
+        "each rank has its own list of receivers",
+        (
+            Edit(
+                "trainer/train_role.py",
+                '        trainer = self._live\n        assert self._instance is not None, "it has a trainer"\n'
+                "        return self._outgoing.begin(update,",
+                "        import msgspec\n\n        mine = update.receivers[self._assignment.slot :]\n"
+                "        update = msgspec.structs.replace(update, receivers=mine)\n"
+                '        trainer = self._live\n        assert self._instance is not None, "it has a trainer"\n'
+                "        return self._outgoing.begin(update,",
+            ),
+        ),
+        VERSIONS,
+    ),
+    Defect(
+        3,
+        "who waits for the cooldown is a target already",
+        (
+            Edit(
+                "fleet/elastic_fleet.py",
+                'waiting = ("stale", "joining") if self._members.version is None else ("stale",)',
+                'waiting = ("stale", "joining")',
+            ),
+        ),
+        f"{ROWS}test_joins_within_the_cooldown_are_one_change",
+    ),
+    Defect(
+        4,
+        "the recorded list is overwritten before it is compared",
+        (Edit("fleet/shared_state.py", "self._untold.append((before, after))", "self._untold.append((after, after))"),),
+        JOINS,
+    ),
+    Defect(
+        5,
+        "the group has a place for every server, and not for every worker",
+        (
+            Edit(
+                "core/instances/topology.py",
+                "return 1 + sum(member.workers for member in self.members)",
+                "return 1 + len(self.members)",
+            ),
+        ),
+        f"{SYNTHETIC}test_a_group_has_a_place_for_every_worker",
+    ),
+    Defect(
+        6,
+        "the object that trainers are given lacks the methods",
+        (Edit("fleet/elastic_fleet.py", "def consume_group_rebuild_request(", "def consume_group_rebuild_request_("),),
+        f"{ROWS}test_a_rebuild_that_was_asked_for_is_not_forgotten",
+    ),
+    Defect(
+        7,
+        "what was made for an update is never let go of",
+        (
+            Edit(
+                "weights/carriers/shared_memory.py",
+                "        del self._content\n        os.close(self._fd)\n",
+                "        KEPT.append(self)\n\n\nKEPT: list = []\n",
+            ),
+        ),
+        VERSIONS,
+    ),
+    Defect(
+        8,
+        "the ranks' end is waited for first, and nobody watches",
+        (
+            Edit(
+                "fleet/weight_update.py",
+                "await asyncio.wait([sending, watching], return_when=asyncio.FIRST_COMPLETED)",
+                "await asyncio.wait([sending])",
+            ),
+            Edit(
+                "weights/sender.py",
+                "audience = Audience(channels, update.bucket_timeout_s)",
+                "audience = Audience(channels, 7200.0)",
+            ),
+        ),
+        f"{ROWS}test_a_receiver_that_hangs_costs_a_bucket_timeout_and_no_more",
+    ),
+    Defect(
+        9,
+        "servers are probed one after the other",
+        (Edit("fleet/monitor.py", "self._room = asyncio.Semaphore(MOST_PROBES)", "self._room = asyncio.Semaphore(1)"),),
+        f"{ROWS}test_a_server_that_answers_slowly_delays_no_other",
+    ),
+    Defect(
+        10,
+        "the list is read, changed and written outside the lock",
+        (
+            Edit(
+                "fleet/shared_state.py",
+                "        with self._lock:\n            before = self._now\n",
+                "        if True:\n            before = self._now\n",
+            ),
+        ),
+        f"{SYNTHETIC}test_eight_threads_change_the_roster_and_nothing_is_lost",
+    ),
+    Defect(
+        11,
+        "a pause stops nobody but who asked for it",
+        (
+            Edit(
+                "generator/server/pause_gate.py",
+                "await self._runner.pause(message.mode, message.lease_s)",
+                "await asyncio.sleep(0)",
+            ),
+        ),
+        f"{SERVERS}test_a_pause_ends_with_its_lease",
+    ),
+    Defect(
+        12,
+        "the lock of the trainer is kept after an exception",
+        (
+            Edit(
+                "fleet/remote_trainer.py",
+                "            self.check()\n            yield\n        finally:\n            self._turn.release()\n",
+                "            self.check()\n            yield\n        except BaseException:\n            raise\n"
+                "        else:\n            self._turn.release()\n",
+            ),
+        ),
+        f"{ROWS}test_a_rank_that_refuses_once_is_asked_again",
+    ),
+    Defect(
+        13,
+        "a folder has the name of its version, and a second one of it fails",
+        (
+            Edit(
+                "weights/carriers/disk.py",
+                'return Path(update.folder) / f"{PREFIX}{update.update_id}" / sender',
+                'return Path(update.folder) / f"kept-{update.version}" / sender',
+            ),
+            Edit("weights/carriers/disk.py", "            shutil.rmtree(self._folder, ignore_errors=True)\n", ""),
+        ),
+        f"{ROWS}test_two_servers_that_join_by_disk_get_the_same_version",
+    ),
+    Defect(
+        14,
+        "another process on the same port is taken for the one before",
+        (
+            Edit("core/instances/health.py", "if reply.incarnation != self.incarnation:", "if not reply.incarnation:"),
+            Edit(
+                "fleet/server_port.py",
+                "if self.incarnation and incarnation != self.incarnation:",
+                "if self.incarnation and not incarnation:",
+            ),
+            Edit("fleet/server_port.py", "if not self._is_trusted(span.version, span.digest):", "if not span.digest:"),
+        ),
+        f"{ROWS}test_tokens_of_base_weights_are_never_taken",
+    ),
+    Defect(
+        15,
+        "a request stays with its server, also when that is gone",
+        (
+            Edit(
+                "fleet/generators.py",
+                "                    self._begin_again(entry, error)\n",
+                "                    if isinstance(error, SlotLost):\n                        raise\n"
+                "                    self._begin_again(entry, error)\n",
+            ),
+        ),
+        f"{ROWS}test_requests_of_a_killed_server_go_on_elsewhere",
+    ),
+    Defect(
+        16,
+        "a server is a mock: it says what is expected, and has other weights",
+        (
+            Edit(
+                "weights/staged_weights.py",
+                "swap(self._new.tensors, self.version)",
+                "swap(self._live.current.tensors, self.version)",
+            ),
+        ),
+        VERSIONS,
+    ),
+)
+
+
+def put_back(defect: Defect, sources: Path) -> None:
+    """Raises ValueError where the sources do not have the text that is edited, or have it more than once."""
+    for edit in defect.edits:
+        file = sources / "ductile" / edit.file
+        text = file.read_text()
+        if (count := text.count(edit.old)) != 1:
+            raise ValueError(f"{edit.file} has the text {count} times: {edit.old!r}")
+        file.write_text(text.replace(edit.old, edit.new))
+
+
+def notices(defect: Defect) -> tuple[bool, str]:
+    """Return whether the tests fail, and the first line of how they do."""
+    with tempfile.TemporaryDirectory(prefix="defect-") as folder:
+        sources = Path(folder, "src")
+        shutil.copytree(ROOT / "src", sources, ignore=shutil.ignore_patterns("__pycache__"))
+        try:
+            put_back(defect, sources)
+        except (ValueError, OSError) as error:
+            return False, str(error)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *defect.tests.split(),
+            "-m",
+            "",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+        ]
+        environment = os.environ | {"PYTHONPATH": f"{sources}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            ended = subprocess.run(
+                [*command, "--durations=0", "--no-header"],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return True, f"the tests did not end within {TIMEOUT_S:g} s"
+    lines = ended.stdout.splitlines()
+    # An error of a test's own fixture names the test: the run could not even begin.
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR ")) and "::" in line]
+    if ended.returncode == 1 and failed:
+        return True, failed[0].split(maxsplit=1)[1]
+    return False, lines[-1] if lines else ended.stderr[-300:]
+
+
+def main(numbers: list[int]) -> int:
+    caught = survived = 0
+    for defect in DEFECTS:
+        if numbers and defect.number not in numbers:
+            continue
+        began_s = time.monotonic()
+        noticed, how = notices(defect)
+        caught, survived = caught + noticed, survived + (not noticed)
+        verdict = "caught" if noticed else "SURVIVED"
+        print(
+            f"{defect.number:2}  {verdict:8}  {time.monotonic() - began_s:4.0f} s  {defect.what}\n      {how}",
+            flush=True,
+        )
+    print(f"{caught} caught, {survived} survived")
+    return 0 if survived == 0 and caught else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(word) for word in sys.argv[1:]]))
