@@ -31,8 +31,9 @@ from ductile.fleet.registry_server import LeaseTable, registry_app, serve_regist
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
+from ductile.fleet.update_attempt import NUM_ASKED
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
-from ductile.fleet.weight_update import NUM_ASKED, WeightUpdates
+from ductile.fleet.weight_update import WeightUpdates
 from ductile.generator.server.control_token import token_file
 from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
