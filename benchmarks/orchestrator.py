@@ -36,6 +36,7 @@ from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.step_accounting import StepAccounting
 from ductile.fleet.assign_role import assign_role, begin_instances
 from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.generator.engine.sequence import Sequence
 from ductile.messages.workers import (
@@ -205,7 +206,8 @@ def make_loop(cluster: LocalCluster, completions: int, num_tokens: int, record: 
     deadlines = Deadlines.same(DEADLINE_S)
     trainer = RemoteTrainer(cluster.mailbox, ParallelLayout.of(TRAIN), deadlines)
     instances = [instance_on("generate", (slot,)) for slot in GENERATE]
-    generators = RemoteGenerators(cluster.mailbox, instances, completions // len(GENERATE), 16, deadlines)
+    slots = RoleSlots(cluster.mailbox, "generate", deadlines.command_s)
+    generators = RemoteGenerators(slots, instances, completions // len(GENERATE), 16, deadlines)
     task, tokenizer, stop = Questions(num_groups), Tokens(), asyncio.Event()
     graders: Any = Graders()
     episodes = Episodes({"train": task}, tokenizer, generators, graders, length)

@@ -16,6 +16,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.fleet.assign_role import assign_role
 from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
@@ -62,8 +63,15 @@ class Slots:
         for slot in slots:
             joining = AssignRole("generate", self.generate_settings, ParallelLayout.of((slot,)), joining=True)
             await self.mailbox.ask(slot, joining, TIMEOUT_S)
-        leases = WeightLeases(self.mailbox, trainer, TIMEOUT_S)
-        return RemoteGenerators(self.mailbox, map(generator_on, slots), 8, 16, Deadlines.same(TIMEOUT_S), leases=leases)
+        leases = WeightLeases(trainer)
+        return RemoteGenerators(
+            RoleSlots(self.mailbox, "generate", TIMEOUT_S),
+            map(generator_on, slots),
+            8,
+            16,
+            Deadlines.same(TIMEOUT_S),
+            leases,
+        )
 
     async def half_a_batch(self, trainer: RemoteTrainer) -> None:
         """A micro-batch for every rank."""
