@@ -14,8 +14,8 @@ transport         limit, by as many processes, of as many bytes, none waiting fo
 
 Everything is as a run has it by default: buckets of that size, so many under way, and both sides take the digest of all
 bytes, which the limit does not. `seconds` is from the command to the ranks until the last instance has everything and
-its digest is that of the ranks; the best of several updates, as the limit is. `pause_s` is the time in which an instance
-samples nothing: the longest change-over. `trainer_extra_bytes` and `instance_extra_bytes` are the most
+its digest is that of the ranks; the best of several updates, as the limit is. `pause_s` is the time in which an
+instance samples nothing: the longest change-over. `trainer_extra_bytes` and `instance_extra_bytes` are the most
 memory of a rank and, in its first update, of an instance above what their weights take.
 `pipeline_ratio`: the update of a rank, over its slowest stage alone; the largest of all ranks.
 
@@ -51,6 +51,7 @@ from budget import Budget, CannotGoOn, arguments
 from ductile.cluster.node import FREED_MEMORY_STAYS
 from ductile.core.transfer.topology import MIB
 from ductile.fabric import pages, rendezvous
+from ductile.fleet.update_parties import UpdateOptions
 from ductile.messages.updates import (
     Bucket,
     Offer,
@@ -258,7 +259,7 @@ class Instance:
         specs = {tensor.name: tensor for offer in message.offers for tensor in offer.tensors}
         boxes = [box for offer in message.offers for bucket in offer.buckets for box in bucket.boxes]
         self.staged.prepare(list(specs.values()), boxes)
-        self.error, self.ended_at = "", 0.0
+        self.error = ""
         self.done = threading.Event()
         self.loading = threading.Lock()
         self.num_left = sum(len(offer.buckets) for offer in message.offers)
@@ -271,7 +272,7 @@ class Instance:
         with self.loading:
             self.num_left -= 1
             if not self.num_left:
-                self._end()
+                self.done.set()
 
     def _receive(self, message: PrepareUpdate) -> None:
         try:
@@ -279,10 +280,6 @@ class Instance:
         except Exception:
             self.error = traceback.format_exc()
             self.done.set()
-
-    def _end(self) -> None:
-        self.ended_at = time.monotonic()
-        self.done.set()
 
     def verify(self) -> tuple[str, float]:
         """The digest of what is staged, and when it was known, on the clock that all processes share."""
@@ -455,14 +452,18 @@ def _status(key: str) -> int:
 
 
 def process_main(connection: Connection, kind: str, number: int, mib: int) -> None:
-    """Does what it is told, one call after the other, until the pipe ends."""
     torch.set_num_threads(1)
-    made: Any = Rank(number, mib) if kind == "rank" else Instance(number, mib)
+    obey(connection, Rank(number, mib) if kind == "rank" else Instance(number, mib))
+    os._exit(0)
+
+
+def obey(connection: Connection, made: Any) -> None:
+    """Do what is told, one call after the other, until the pipe ends."""
     while True:
         try:
             name, values = connection.recv()
         except EOFError:
-            os._exit(0)
+            return
         try:
             attribute = getattr(made, name)
             connection.send((True, attribute(*values) if callable(attribute) else attribute))
@@ -670,8 +671,8 @@ def show(rows: Sequence[dict[str, Any]], mib: float) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="size of the model")
-    parser.add_argument("--bucket-mib", type=float, default=16.0, help="size of a bucket")
-    parser.add_argument("--slots", type=int, default=2, help="buckets under way")
+    parser.add_argument("--bucket-mib", type=float, default=UpdateOptions.bucket_bytes / MIB, help="size of a bucket")
+    parser.add_argument("--slots", type=int, default=UpdateOptions.num_slots, help="buckets under way")
     parser.add_argument("--repeats", type=int, default=3, help="at most")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))

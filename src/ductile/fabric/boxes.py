@@ -63,9 +63,9 @@ def copy_and_sum(
     if _boxes is None or (order := _order(box)) is None:
         return None
     into = target.transpose(order)
-    if into.shape[-1] > 1 and into.strides[-1] != into.itemsize:
-        if into.ndim == 1 or (into.shape[-2] > 1 and into.strides[-2] != into.itemsize):
-            return None
+    contiguous = [into.shape[dim] <= 1 or into.strides[dim] == into.itemsize for dim in range(-min(2, into.ndim), 0)]
+    if not any(contiguous):
+        return None
     return _boxes.copy_and_sum(into, box.transpose(order), _turned(start, order), past_cache)
 
 

@@ -42,9 +42,7 @@ def weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
     return plain_weighted_sum(box, start)
 
 
-def copy_and_sum(
-    target: torch.Tensor, box: torch.Tensor, start: tuple[int, ...], past_cache: bool = False
-) -> int:
+def copy_and_sum(target: torch.Tensor, box: torch.Tensor, start: tuple[int, ...], past_cache: bool = False) -> int:
     """Copy a block of integers, and return the `weighted_sum` of what was written, on a CPU in one pass.
 
     past_cache: nobody reads the target soon."""

@@ -26,9 +26,7 @@ def box_digest(name: str, box: Tensor, start: tuple[int, ...]) -> int:
     return _name_factor(name) * weighted_sum(_bits(box), start or (0,)) % MODULUS
 
 
-def copy_with_digest(
-    name: str, target: Tensor, box: Tensor, start: tuple[int, ...], past_cache: bool = False
-) -> int:
+def copy_with_digest(name: str, target: Tensor, box: Tensor, start: tuple[int, ...], past_cache: bool = False) -> int:
     """Copy a box, and return the `box_digest` of what was written, in the target's dtype: in one pass, where both are
     of one dtype and on a CPU.
 
