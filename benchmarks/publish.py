@@ -81,8 +81,10 @@ TRANSPORTS: tuple[WeightCarrier, ...] = ("shared_memory", "point_to_point", "htt
 LIMITS = {"shared_memory": "memcpy", "point_to_point": "loopback", "http": "loopback", "disk": "memcpy"}
 PEERS = ("save_load_tmpfs", "save_load_disk", "gloo_broadcast")
 ELSEWHERE = {
-    "awex": "its writer wraps a Megatron engine and its reader is a plug-in of SGLang or vLLM; none of them is here",
-    "checkpoint-engine": "its buffers are handed to vLLM by CUDA IPC, and this machine has no GPU",
+    "awex": "0.9.0 installs, but its writer and reader import megatron and move bytes by NCCL, CUDA IPC or mooncake into "
+    "SGLang or vLLM: none of these runs without a GPU",
+    "checkpoint-engine": "0.4.2 installs, but its ParameterServer takes CUDA and NPUs alone: here it raises 'The current "
+    "device type is not supported'",
 }
 HIDDEN, INNER, KEYS, VOCABULARY = 1024, 2816, 512, 32_000
 DTYPE = torch.bfloat16

@@ -182,12 +182,13 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
 Rows that lie in one matrix have the same weights of columns, which are four times as many bytes as 16-bit items: four
 rows share what is loaded of them. */
 
-enum { SUMMED_AT_ONCE = 4, COLUMNS_AT_ONCE = 1 << 11, NUM_LIMBS = 5 };
+enum { SUMMED_AT_ONCE = 4, COLUMNS_AT_ONCE = 1 << 11, NUM_LIMBS = 5, ITEMS_AT_ONCE = 32 };
 
-/* Weights of so many indices of one dim, as a processor takes them: whole, or in limbs of at most 16 bits. */
+/* Weights of so many indices of one dim, as a processor takes them: whole, or in limbs of at most 16 bits, side by side
+so that they do not push each other out of the cache. */
 typedef union {
     uint64_t whole[COLUMNS_AT_ONCE];
-    int16_t limbs[NUM_LIMBS][COLUMNS_AT_ONCE];
+    int16_t limbs[COLUMNS_AT_ONCE / ITEMS_AT_ONCE][NUM_LIMBS][ITEMS_AT_ONCE];
 } Weights;
 
 typedef struct {
@@ -248,7 +249,7 @@ FOR_ALL_ITEMS(512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-widt
 
 /* 16-bit items times a limb are added up 32 at a time, in 32-bit lanes. Limbs of 11, 11 and 10 bits are the weight's
 lower half: 31 sums of two products stay below 2^31. The two of the upper half may overflow: they count modulo 2^32. */
-enum { ITEMS_AT_ONCE = 32, ITEMS_UNTIL_FULL = 31 * ITEMS_AT_ONCE };
+enum { ITEMS_UNTIL_FULL = 31 * ITEMS_AT_ONCE };
 
 #define WITH_LIMBS __attribute__((optimize("O3"), target("avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")))
 
@@ -287,7 +288,7 @@ WITH_LIMBS static inline __attribute__((always_inline)) void sum_by_limbs(Rows r
                     _mm512_mask_storeu_epi16(rows.to + row * rows.to_step + 2 * at, some, items[row]);
             }
             for (int limb = 0; limb < NUM_LIMBS; limb++) {
-                const __m512i of_limb = _mm512_maskz_loadu_epi16(some, weights->limbs[limb] + at);
+                const __m512i of_limb = _mm512_loadu_si512(weights->limbs[at / ITEMS_AT_ONCE][limb]);
                 for (int row = 0; row < count; row++)
                     part[row][limb] = _mm512_dpwssd_epi32(part[row][limb], items[row], of_limb);
             }
@@ -343,17 +344,20 @@ WEIGH(weigh_512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=
 
 WITH_LIMBS static void weigh_limbs(Weights *weights, int level, uint64_t first, Py_ssize_t length)
 {
-    for (Py_ssize_t at = 0; at < length; at++) {
-        uint64_t left = weight_of(level, first + at);
-        const int64_t lowest = (int64_t)(left << 53) >> 53; /* with its sign, which the rest makes up for */
-        left = (left - lowest) >> 11;
-        const int64_t second = (int64_t)(left << 53) >> 53;
-        left = (left - second) >> 11;
-        const int64_t third = (int64_t)(left << 54) >> 54;
-        left = (left - third) >> 10;
-        weights->limbs[0][at] = lowest, weights->limbs[1][at] = second, weights->limbs[2][at] = third;
-        weights->limbs[3][at] = (int16_t)left;
-        weights->limbs[4][at] = (int16_t)((left - (int64_t)(int16_t)left) >> 16);
+    for (Py_ssize_t at = 0; at < length; at += ITEMS_AT_ONCE) {
+        int16_t(*limbs)[ITEMS_AT_ONCE] = weights->limbs[at / ITEMS_AT_ONCE];
+        for (int lane = 0; lane < ITEMS_AT_ONCE; lane++) {
+            uint64_t left = weight_of(level, first + at + lane);
+            const int64_t lowest = (int64_t)(left << 53) >> 53; /* with its sign, which the rest makes up for */
+            left = (left - lowest) >> 11;
+            const int64_t second = (int64_t)(left << 53) >> 53;
+            left = (left - second) >> 11;
+            const int64_t third = (int64_t)(left << 54) >> 54;
+            left = (left - third) >> 10;
+            limbs[0][lane] = lowest, limbs[1][lane] = second, limbs[2][lane] = third;
+            limbs[3][lane] = (int16_t)left;
+            limbs[4][lane] = (int16_t)((left - (int64_t)(int16_t)left) >> 16);
+        }
     }
 }
 
