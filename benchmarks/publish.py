@@ -81,10 +81,10 @@ TRANSPORTS: tuple[WeightCarrier, ...] = ("shared_memory", "point_to_point", "htt
 LIMITS = {"shared_memory": "memcpy", "point_to_point": "loopback", "http": "loopback", "disk": "memcpy"}
 PEERS = ("save_load_tmpfs", "save_load_disk", "gloo_broadcast")
 ELSEWHERE = {
-    "awex": "0.9.0 installs, but its writer and reader import megatron and move bytes by NCCL, CUDA IPC or mooncake into "
-    "SGLang or vLLM: none of these runs without a GPU",
-    "checkpoint-engine": "0.4.2 installs, but its ParameterServer takes CUDA and NPUs alone: here it raises 'The current "
-    "device type is not supported'",
+    "awex": "0.9.0 installs, but its writer and reader import megatron and move bytes by NCCL, CUDA IPC or mooncake "
+    "into SGLang or vLLM: none of these runs without a GPU",
+    "checkpoint-engine": "0.4.2 installs, but its ParameterServer takes CUDA and NPUs alone: here it raises 'The "
+    "current device type is not supported'",
 }
 HIDDEN, INNER, KEYS, VOCABULARY = 1024, 2816, 512, 32_000
 DTYPE = torch.bfloat16
@@ -673,8 +673,8 @@ def show(rows: Sequence[dict[str, Any]], mib: float) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="size of the model")
-    parser.add_argument("--bucket-mib", type=float, default=UpdateOptions.bucket_bytes / MIB, help="size of a bucket")
-    parser.add_argument("--slots", type=int, default=UpdateOptions.num_slots, help="buckets under way")
+    parser.add_argument("--bucket-mib", type=float, default=UpdateOptions().bucket_bytes / MIB, help="size of a bucket")
+    parser.add_argument("--slots", type=int, default=UpdateOptions().num_slots, help="buckets under way")
     parser.add_argument("--repeats", type=int, default=3, help="at most")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
