@@ -152,7 +152,7 @@ provenance: setup
 	$(BIN)/python -m pytest tests/provenance -q -m ''
 
 # Every benchmark but gpu.py and real.py, each for at most ten minutes, to this machine's file in benchmarks/results, then the
-# tables of README and docs: at most 90 minutes, with nothing else at work. The peers come with the extra `bench`.
+# tables of README and docs: at most 100 minutes, with nothing else at work. The peers come with the extra `bench`.
 figures: setup
 	$(PIP) install -e '.[dev,bench]'
 	$(BIN)/python benchmarks/run_all.py

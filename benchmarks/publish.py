@@ -12,9 +12,10 @@ transport         limit, by as many processes, of as many bytes, none waiting fo
   http            the same
   disk            memcpy, as shared_memory
 
-`seconds` is from the command to the ranks until the last instance has everything; with `verify` both sides take the
-version's digest over all bytes meanwhile, which the limit does not (`verified_seconds`). `pause_s` is the time in which
-an instance samples nothing: the longest change-over. `trainer_extra_bytes` and `instance_extra_bytes` are the most
+Everything is as a run has it by default: buckets of that size, so many under way, and both sides take the digest of all
+bytes, which the limit does not. `seconds` is from the command to the ranks until the last instance has everything and
+its digest is that of the ranks; the best of several updates, as the limit is. `pause_s` is the time in which an
+instance samples nothing: the longest change-over. `trainer_extra_bytes` and `instance_extra_bytes` are the most
 memory of a rank and, in its first update, of an instance above what their weights take.
 `pipeline_ratio`: the update of a rank, over its slowest stage alone; the largest of all ranks.
 
@@ -50,6 +51,7 @@ from budget import Budget, CannotGoOn, arguments
 from ductile.cluster.node import FREED_MEMORY_STAYS
 from ductile.core.transfer.topology import MIB
 from ductile.fabric import pages, rendezvous
+from ductile.fleet.update_parties import UpdateOptions
 from ductile.messages.updates import (
     Bucket,
     Offer,
@@ -64,7 +66,7 @@ from ductile.messages.updates import (
 )
 from ductile.weights.buckets import OwnedTensor, offer_of
 from ductile.weights.carriers import receive
-from ductile.weights.digest import box_digest
+from ductile.weights.digest import copy_with_digest, total_of
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.sender import WeightSender
 from ductile.weights.staged_weights import StagedWeights
@@ -79,12 +81,12 @@ TRANSPORTS: tuple[WeightCarrier, ...] = ("shared_memory", "point_to_point", "htt
 LIMITS = {"shared_memory": "memcpy", "point_to_point": "loopback", "http": "loopback", "disk": "memcpy"}
 PEERS = ("save_load_tmpfs", "save_load_disk", "gloo_broadcast")
 ELSEWHERE = {
-    "awex": "its writer wraps a Megatron engine and its reader is a plug-in of SGLang or vLLM; none of them is here",
-    "checkpoint-engine": "its buffers are handed to vLLM by CUDA IPC, and this machine has no GPU",
+    "awex": "0.9.0 installs, but its writer and reader import megatron and move bytes by NCCL, CUDA IPC or mooncake "
+    "into SGLang or vLLM: none of these runs without a GPU",
+    "checkpoint-engine": "0.4.2 installs, but its ParameterServer takes CUDA and NPUs alone: here it raises 'The "
+    "current device type is not supported'",
 }
 HIDDEN, INNER, KEYS, VOCABULARY = 1024, 2816, 512, 32_000
-PIECE_BYTES = 1 << 18
-"""Bytes that are copied and summed up at a time, as the trainer does it."""
 DTYPE = torch.bfloat16
 TIMEOUT_S = 60.0
 REST_S = 0.05
@@ -173,22 +175,17 @@ class Rank:
             self.through.set()
 
         def fill(bucket: Bucket, buffer: torch.Tensor) -> int:
-            return sum(self._copy(box, buffer, update.verify != "none") for box in bucket.boxes)
+            return sum(self._copy(box, buffer) for box in bucket.boxes)
 
         self.sender = WeightSender(update, offer, fill, tell)
         return self.sender.start()
 
-    def _copy(self, box: TensorBox, buffer: torch.Tensor, digest: bool) -> int:
+    def _copy(self, box: TensorBox, buffer: torch.Tensor) -> int:
         (origin, _), whole = self.local[box.name]
         place = tuple(slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, origin, strict=True))
         view = whole[place]
         into = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes].view(DTYPE).view(view.shape)
-        if not digest:
-            into.copy_(view)
-            return 0
-        rows = max(1, PIECE_BYTES * len(view) // view.nbytes)
-        pieces = zip(range(box.start[0], box.stop[0], rows), into.split(rows), view.split(rows), strict=True)
-        return sum(box_digest(box.name, to.copy_(of), (first, *box.start[1:])) for first, to, of in pieces)
+        return copy_with_digest(box.name, into, view, box.start)
 
     def end(self) -> dict[str, Any]:
         assert self.sender is not None
@@ -208,13 +205,12 @@ class Rank:
         }
 
     def copy_part(self) -> float:
-        """Memory's speed: the part into memory that is there."""
+        """Memory's speed: the part into memory that is there. Returns when it was through."""
         if not hasattr(self, "copied") or self.copied.keys() != self.local.keys():
             self.copied = {name: torch.zeros_like(tensor) for name, (_, tensor) in self.local.items()}
-        begin = time.monotonic()
         for name, (_, tensor) in self.local.items():
             self.copied[name].copy_(tensor)
-        return time.monotonic() - begin
+        return time.monotonic()
 
     def send_plain(self, ports: Sequence[int]) -> None:
         """Loopback's speed: the part to each instance, from a thread each."""
@@ -265,7 +261,7 @@ class Instance:
         specs = {tensor.name: tensor for offer in message.offers for tensor in offer.tensors}
         boxes = [box for offer in message.offers for bucket in offer.buckets for box in bucket.boxes]
         self.staged.prepare(list(specs.values()), boxes)
-        self.error, self.ended_at = "", 0.0
+        self.error = ""
         self.done = threading.Event()
         self.loading = threading.Lock()
         self.num_left = sum(len(offer.buckets) for offer in message.offers)
@@ -278,7 +274,7 @@ class Instance:
         with self.loading:
             self.num_left -= 1
             if not self.num_left:
-                self._end()
+                self.done.set()
 
     def _receive(self, message: PrepareUpdate) -> None:
         try:
@@ -287,23 +283,14 @@ class Instance:
             self.error = traceback.format_exc()
             self.done.set()
 
-    def _end(self) -> None:
-        self.ended_at = time.monotonic()
-        self.done.set()
-
-    def staged_at(self) -> float:
-        """When everything was there, on the clock that all processes share."""
+    def verify(self) -> tuple[str, float]:
+        """The digest of what is staged, and when it was known, on the clock that all processes share."""
         assert self.done.wait(TIMEOUT_S), f"{self.num_left} buckets are missing"
         if self.error:
             raise RuntimeError(self.error)
-        return self.ended_at
+        return self.staged.digest(), time.monotonic()
 
-    def commit(self, verify: bool) -> dict[str, Any]:
-        assert self.update is not None
-        digest_begin = time.monotonic()
-        digest = self.staged.digest() if verify else ""
-        verified_at = time.monotonic()
-
+    def commit(self) -> dict[str, Any]:
         def swap(new: Any, version: int) -> None:
             self.engine = dict(new)
 
@@ -311,8 +298,6 @@ class Instance:
         self.staged.commit(swap)
         return {
             "pause_s": time.monotonic() - begin,
-            "digest": digest,
-            "digest_s": verified_at - digest_begin,
             "extra_bytes": max(0, peak() - self.before),
         }
 
@@ -330,10 +315,9 @@ class Instance:
 
     def copy_all(self) -> float:
         into = self.room()
-        begin = time.monotonic()
         for name, tensor in self.engine.items():
             into[name].copy_(tensor)
-        return time.monotonic() - begin
+        return time.monotonic()
 
     def listen(self) -> int:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=RANKS)
@@ -470,14 +454,18 @@ def _status(key: str) -> int:
 
 
 def process_main(connection: Connection, kind: str, number: int, mib: int) -> None:
-    """Does what it is told, one call after the other, until the pipe ends."""
     torch.set_num_threads(1)
-    made: Any = Rank(number, mib) if kind == "rank" else Instance(number, mib)
+    obey(connection, Rank(number, mib) if kind == "rank" else Instance(number, mib))
+    os._exit(0)
+
+
+def obey(connection: Connection, made: Any) -> None:
+    """Do what is told, one call after the other, until the pipe ends."""
     while True:
         try:
             name, values = connection.recv()
         except EOFError:
-            os._exit(0)
+            return
         try:
             attribute = getattr(made, name)
             connection.send((True, attribute(*values) if callable(attribute) else attribute))
@@ -543,7 +531,7 @@ class Publishing:
         self.layout, self.folders = layout, folders
         self.ranks, self.instances = processes.ranks, processes.instances[:num_instances]
 
-    def update(self, carrier: WeightCarrier, options: argparse.Namespace, verify: bool) -> dict[str, Any]:
+    def update(self, carrier: WeightCarrier, options: argparse.Namespace) -> dict[str, Any]:
         version = next(self.versions)
         ask(self.ranks, "hold", self.layout, version)
         urls = ask(self.instances, "http")
@@ -557,7 +545,6 @@ class Publishing:
             receivers,
             bucket_bytes=int(options.bucket_mib * MIB),
             num_slots=options.slots,
-            verify="sum" if verify else "none",
             folder=self.folders["disk"],
         )
         time.sleep(REST_S)
@@ -567,18 +554,16 @@ class Publishing:
             tell(instance, "prepare", PrepareUpdate(update, carrier, offers, f"instance-{number}"))
         for instance in self.instances:
             answer(instance)
-        staged_s = max(ask(self.instances, "staged_at")) - begin
+        verified = ask(self.instances, "verify")
         of_ranks = ask(self.ranks, "end")
-        of_instances = ask(self.instances, "commit", verify)
         failed = {name: why for each in of_ranks for name, why in each["failed"].items()}
         if failed:
             raise CannotGoOn("; ".join(failed.values()))
-        if verify:
-            digest = f"{sum(int(each['digest'], 16) for each in of_ranks) % (1 << 64):016x}"
-            assert all(each["digest"] == digest for each in of_instances), "the digests differ"
-            staged_s += max(each["digest_s"] for each in of_instances)
+        digest = total_of(each["digest"] for each in of_ranks)
+        assert all(found == digest for found, _ in verified), "the digests differ"
+        of_instances = ask(self.instances, "commit")
         return {
-            "seconds": staged_s,
+            "seconds": max(at for _, at in verified) - begin,
             "pause_s": max(each["pause_s"] for each in of_instances),
             "trainer_extra_bytes": max(each["extra_bytes"] for each in of_ranks),
             "instance_extra_bytes": max(each["extra_bytes"] for each in of_instances),
@@ -588,11 +573,12 @@ class Publishing:
         }
 
     def memcpy(self) -> float:
+        begin = time.monotonic()
         for rank in self.ranks:
             tell(rank, "copy_part")
         for instance in self.instances:
             tell(instance, "copy_all")
-        return max(answer(each) for each in (*self.ranks, *self.instances))
+        return max(answer(each) for each in (*self.ranks, *self.instances)) - begin
 
     def loopback(self) -> float:
         ports, sizes = ask(self.instances, "listen"), ask(self.ranks, "size")
@@ -632,14 +618,12 @@ class Publishing:
 def measured(publishing: Publishing, options: argparse.Namespace, budget: Budget) -> Iterator[dict[str, Any]]:
     """The rows of one layout and number of instances; all contenders take turns."""
     contenders: dict[str, Callable[[], Any]] = {
-        **{f"{carrier}": lambda c=carrier: publishing.update(c, options, False) for carrier in TRANSPORTS},
-        **{f"{carrier} verified": lambda c=carrier: publishing.update(c, options, True) for carrier in TRANSPORTS},
-        "memcpy": publishing.memcpy,
-        "loopback": publishing.loopback,
-        **{peer: getattr(publishing, peer) for peer in PEERS},
+        **{f"{carrier}": lambda c=carrier: publishing.update(c, options) for carrier in options.transports},
+        **{limit: getattr(publishing, limit) for limit in sorted({LIMITS[carrier] for carrier in options.transports})},
+        **{peer: getattr(publishing, peer) for peer in options.peers},
     }
     found: dict[str, list[Any]] = {name: [] for name in contenders}
-    first = publishing.update("shared_memory", options, False)  # makes the memory in which later ones are staged
+    first = publishing.update("shared_memory", options)  # makes the memory in which later ones are staged
     for number in range(options.repeats):
         for name, run in contenders.items():
             if number and budget.left_s < options.reserve_s:
@@ -648,13 +632,12 @@ def measured(publishing: Publishing, options: argparse.Namespace, budget: Budget
                 found[name].append(run())
                 if name in TRANSPORTS and not number:
                     ask(publishing.instances, "check", found[name][-1]["version"])
-    for carrier in TRANSPORTS:
+    for carrier in options.transports:
         if not found[carrier] or not found[LIMITS[carrier]]:
             continue
         runs = found[carrier]
-        seconds = statistics.median(run["seconds"] for run in runs)
-        limit_s = statistics.median(found[LIMITS[carrier]])
-        verified = [run["seconds"] for run in found[f"{carrier} verified"]]
+        seconds = min(run["seconds"] for run in runs)
+        limit_s = min(found[LIMITS[carrier]])
         yield {
             "transport": carrier,
             "layout": publishing.layout,
@@ -662,25 +645,26 @@ def measured(publishing: Publishing, options: argparse.Namespace, budget: Budget
             "seconds": seconds,
             "limit_s": limit_s,
             "fraction_of_limit": limit_s / seconds,
-            "verified_seconds": statistics.median(verified) if verified else None,
+            "median_seconds": statistics.median(run["seconds"] for run in runs),
+            "median_limit_s": statistics.median(found[LIMITS[carrier]]),
             "pause_s": max(run["pause_s"] for run in runs),
             "trainer_extra_bytes": max(run["trainer_extra_bytes"] for run in runs),
             "instance_extra_bytes": first["instance_extra_bytes"],
             "staged": True,
-            "pipeline_ratio": statistics.median(run["pipeline_ratio"] for run in runs),
+            "pipeline_ratio": min(run["pipeline_ratio"] for run in runs),
             "stages_s": runs[-1]["stages_s"],
-            "peers_s": {peer: statistics.median(found[peer]) for peer in PEERS if found[peer]},
+            "peers_s": {peer: min(found[peer]) for peer in options.peers if found[peer]},
             "repeats": len(runs),
         }
 
 
 def show(rows: Sequence[dict[str, Any]], mib: float) -> None:
-    print(f"\nA version of {mib:.0f} MiB from {RANKS} ranks; seconds, medians.")
-    heads = ("seconds", "limit", "of limit", "verified", "pause", "rank +MiB", "pipeline", "tmpfs", "disk", "gloo")
+    print(f"\nA version of {mib:.0f} MiB from {RANKS} ranks; seconds, the best of several.")
+    heads = ("seconds", "limit", "of limit", "median", "pause", "rank +MiB", "pipeline", "tmpfs", "disk", "gloo")
     print(f"{'':36}" + "".join(f"{head:>10}" for head in heads))
     for row in rows:
         peers = [row["peers_s"].get(peer) for peer in PEERS]
-        cells = [row["seconds"], row["limit_s"], row["fraction_of_limit"], row["verified_seconds"], row["pause_s"]]
+        cells = [row["seconds"], row["limit_s"], row["fraction_of_limit"], row["median_seconds"], row["pause_s"]]
         cells += [row["trainer_extra_bytes"] / MIB, row["pipeline_ratio"], *peers]
         what = f"{row['layout']:8} {row['transport']:15} to {row['instances']}"
         print(f"{what:36}" + "".join(f"{'-':>10}" if cell is None else f"{cell:10.3f}" for cell in cells))
@@ -689,9 +673,11 @@ def show(rows: Sequence[dict[str, Any]], mib: float) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="size of the model")
-    parser.add_argument("--bucket-mib", type=float, default=16.0, help="size of a bucket")
-    parser.add_argument("--slots", type=int, default=2, help="buckets under way")
+    parser.add_argument("--bucket-mib", type=float, default=UpdateOptions().bucket_bytes / MIB, help="size of a bucket")
+    parser.add_argument("--slots", type=int, default=UpdateOptions().num_slots, help="buckets under way")
     parser.add_argument("--repeats", type=int, default=3, help="at most")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--instances", nargs="+", type=int, choices=INSTANCES, default=list(INSTANCES))
     options = parser.parse_args()

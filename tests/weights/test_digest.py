@@ -1,6 +1,7 @@
 """A version has one digest however it is cut, and no other version has it."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ductile.fabric import boxes
-from ductile.fabric.fingerprint import MODULUS, plain_weighted_sum, weighted_sum
+from ductile.fabric.fingerprint import MODULUS, copy_and_sum, plain_weighted_sum, weighted_sum
 from ductile.weights.digest import box_digest, from_text, to_text, total, total_of, whole_digest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.float64)
@@ -123,6 +124,68 @@ def test_the_compiled_sum_is_that_of_torch(dtype: torch.dtype, shape: list[int],
     box = whole[tuple(slice(margin, None) for _ in shape)]
     start = (first,) * len(shape)
     assert weighted_sum(box, start) % MODULUS == plain_weighted_sum(box, start) % MODULUS
+
+
+@given(
+    st.sampled_from((torch.uint8, torch.int16, torch.int32, torch.int64)),
+    st.lists(st.integers(1, 140), min_size=1, max_size=3).filter(lambda shape: math.prod(shape) < 1 << 17),
+    st.tuples(st.booleans(), st.booleans()),
+    st.integers(0, 70),
+    st.booleans(),
+)
+def test_a_copy_has_every_item_and_its_sum(
+    dtype: torch.dtype, shape: list[int], turned: tuple[bool, bool], beside: int, past_cache: bool
+) -> None:
+    """However target and box lie: rows, columns, with others beside them, and at any address."""
+    source, room = (_laid(dtype, shape, beside, turn and len(shape) > 1, seed) for seed, turn in enumerate(turned))
+    before, inside = room[0].clone(), torch.zeros(room[0].shape, dtype=torch.bool)
+    room[1](inside)[...] = True
+    box, target = source[1](source[0]), room[1](room[0])
+    start = tuple(range(5, 5 + len(shape)))
+    assert copy_and_sum(target, box, start, past_cache) % MODULUS == plain_or_wide(box, start) % MODULUS
+    assert torch.equal(target, box)
+    assert torch.equal(room[0][~inside], before[~inside])
+
+
+def _laid(
+    dtype: torch.dtype, shape: list[int], beside: int, turned: bool, seed: int
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Memory, and what finds a box of a shape in it."""
+    lying = [*shape[:-2], shape[-1], shape[-2]] if turned else shape
+    whole = made(dtype, tuple(length + beside for length in lying), seed).clone()
+
+    def box(of: Tensor) -> Tensor:
+        part = of[tuple(slice(beside, None) for _ in lying)]
+        return part.transpose(-1, -2) if turned else part
+
+    return whole, box
+
+
+def plain_or_wide(box: Tensor, start: tuple[int, ...]) -> int:
+    return plain_weighted_sum(box, start) if box.element_size() < 8 else weighted_sum(box, start)
+
+
+def test_extreme_items_are_summed_up_exactly() -> None:
+    """What a processor adds up in narrow lanes does not run over."""
+    for value in (-(1 << 15), (1 << 15) - 1, -1):
+        box = torch.full((4, 5000), value, dtype=torch.int16)
+        assert copy_and_sum(torch.zeros_like(box), box, (0, 0)) % MODULUS == plain_weighted_sum(box, (0, 0)) % MODULUS
+
+
+@pytest.mark.skipif(not boxes.built(), reason="ductile.fabric._boxes was not built: no C compiler")
+def test_a_copy_refuses_what_it_would_write_beside() -> None:
+    box = np.ones((4, 8), dtype="i2")
+    for target in (
+        np.zeros((4, 9), "i2"),
+        np.zeros((4, 8), "i4"),
+        np.zeros((32,), "i2"),
+        np.zeros((8, 16), "i2")[::2, ::2],
+    ):
+        with pytest.raises(ValueError, match="a box is copied to one"):
+            boxes._boxes.copy_and_sum(target, box, (0, 0))
+    box.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        boxes._boxes.copy_and_sum(box, np.ones((4, 8), dtype="i2"), (0, 0))
 
 
 @pytest.mark.skipif(not boxes.built(), reason="ductile.fabric._boxes was not built: no C compiler")

@@ -11,3 +11,7 @@ def copy(target: NDArray[Any], source: NDArray[Any], most_store_bytes: int = 64,
 def weighted_sum(box: NDArray[Any], start: tuple[int, ...], /) -> int:
     """`ductile.fabric.fingerprint.weighted_sum` of a box whose items are uint8, int16 or int32 and are contiguous along
     the last of at least one dim, modulo 2^64. Raises `ValueError` for other boxes."""
+
+def copy_and_sum(target: NDArray[Any], box: NDArray[Any], start: tuple[int, ...], past_cache: bool = False, /) -> int:
+    """Copy a box to one that does not overlap it, and return the `weighted_sum` of what was written, in one pass. The
+    target may lie in columns. Raises `ValueError` for other boxes."""

@@ -1,4 +1,5 @@
-/* Copies between boxes in memory, past the cache; and the sum of a box's items, each times weights of its indices. */
+/* Copies between boxes in memory, past the cache; the sum of a box's items, each times weights of its indices; and both
+   at once. */
 
 /* Copies.
 
@@ -181,30 +182,54 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
 Rows that lie in one matrix have the same weights of columns, which are four times as many bytes as 16-bit items: four
 rows share what is loaded of them. */
 
-enum { SUMMED_AT_ONCE = 4, COLUMNS_AT_ONCE = 1 << 11 };
+enum { SUMMED_AT_ONCE = 4, COLUMNS_AT_ONCE = 1 << 11, NUM_LIMBS = 5, ITEMS_AT_ONCE = 32 };
 
-/* Adds to `sums` the items of each row times the weights. */
-typedef void SumRows(const char *rows, Py_ssize_t step, int count, Py_ssize_t length, const uint64_t *weights,
-                     uint64_t *sums);
+/* Weights of so many indices of one dim, as a processor takes them: whole, or in limbs of at most 16 bits, side by side
+so that they do not push each other out of the cache. */
+typedef union {
+    uint64_t whole[COLUMNS_AT_ONCE];
+    int16_t limbs[COLUMNS_AT_ONCE / ITEMS_AT_ONCE][NUM_LIMBS][ITEMS_AT_ONCE];
+} Weights;
+
+typedef struct {
+    const char *at;
+    char *to;                        /* where they are copied to meanwhile, or NULL */
+    Py_ssize_t step, to_step, length; /* from row to row, in bytes; items of a row */
+    int count, past_cache;
+} Rows;
+
+/* Sets `sums` to the sums over each row of items times weights. */
+typedef void SumRows(Rows rows, const Weights *weights, uint64_t *sums);
+
+/* Returns the rows where they have been copied to. */
+static Rows copied(Rows rows, Py_ssize_t item_bytes)
+{
+    if (!rows.to)
+        return rows;
+    for (int row = 0; row < rows.count; row++)
+        memcpy(rows.to + row * rows.to_step, rows.at + row * rows.step, rows.length * item_bytes);
+    return (Rows){.at = rows.to, .step = rows.to_step, .length = rows.length, .count = rows.count};
+}
 
 #define SUM_ROWS(name, item, wide)                                                                                     \
-    __attribute__((optimize("O3"), wide)) static void name(const char *rows, Py_ssize_t step, int count,               \
-                                                           Py_ssize_t length, const uint64_t *weights, uint64_t *sums) \
+    __attribute__((optimize("O3"), wide)) static void name(Rows rows, const Weights *of, uint64_t *sums)               \
     {                                                                                                                  \
-        if (count < SUMMED_AT_ONCE) {                                                                                  \
-            for (int row = 0; row < count; row++) {                                                                    \
-                const item *items = (const item *)(rows + row * step);                                                 \
+        rows = copied(rows, sizeof(item));                                                                             \
+        const uint64_t *weights = of->whole;                                                                           \
+        if (rows.count < SUMMED_AT_ONCE) {                                                                             \
+            for (int row = 0; row < rows.count; row++) {                                                               \
+                const item *items = (const item *)(rows.at + row * rows.step);                                         \
                 uint64_t sum = 0;                                                                                      \
-                for (Py_ssize_t at = 0; at < length; at++)                                                             \
+                for (Py_ssize_t at = 0; at < rows.length; at++)                                                        \
                     sum += (uint64_t)(int64_t)items[at] * weights[at];                                                 \
                 sums[row] = sum;                                                                                       \
             }                                                                                                          \
             return;                                                                                                    \
         }                                                                                                              \
-        const item *a = (const item *)rows, *b = (const item *)(rows + step);                                          \
-        const item *c = (const item *)(rows + 2 * step), *d = (const item *)(rows + 3 * step);                         \
+        const item *a = (const item *)rows.at, *b = (const item *)(rows.at + rows.step);                               \
+        const item *c = (const item *)(rows.at + 2 * rows.step), *d = (const item *)(rows.at + 3 * rows.step);         \
         uint64_t of_a = 0, of_b = 0, of_c = 0, of_d = 0;                                                               \
-        for (Py_ssize_t at = 0; at < length; at++) {                                                                   \
+        for (Py_ssize_t at = 0; at < rows.length; at++) {                                                              \
             of_a += (uint64_t)(int64_t)a[at] * weights[at];                                                            \
             of_b += (uint64_t)(int64_t)b[at] * weights[at];                                                            \
             of_c += (uint64_t)(int64_t)c[at] * weights[at];                                                            \
@@ -222,15 +247,77 @@ FOR_ALL_ITEMS(any, unused)
 FOR_ALL_ITEMS(256, target("avx2"))
 FOR_ALL_ITEMS(512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"))
 
-/* NULL for items of another kind. */
-static SumRows *summing(const char *format)
+/* 16-bit items times a limb are added up 32 at a time, in 32-bit lanes. Limbs of 11, 11 and 10 bits are the weight's
+lower half: 31 sums of two products stay below 2^31. The two of the upper half may overflow: they count modulo 2^32. */
+enum { ITEMS_UNTIL_FULL = 31 * ITEMS_AT_ONCE };
+
+#define WITH_LIMBS __attribute__((optimize("O3"), target("avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")))
+
+WITH_LIMBS static inline __attribute__((always_inline)) __m512i joined(const __m256i *limbs)
 {
-    int wide = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") ? 2
-               : __builtin_cpu_supports("avx2")                                         ? 1
-                                                                                        : 0;
-    SumRows *of_u1[] = {sum_u1_any, sum_u1_256, sum_u1_512}, *of_i2[] = {sum_i2_any, sum_i2_256, sum_i2_512};
-    SumRows *of_i4[] = {sum_i4_any, sum_i4_256, sum_i4_512};
-    return !strcmp(format, "B") ? of_u1[wide] : !strcmp(format, "h") ? of_i2[wide] : !strcmp(format, "i") ? of_i4[wide] : NULL;
+    __m512i exact = _mm512_add_epi64(_mm512_cvtepi32_epi64(limbs[0]), _mm512_slli_epi64(_mm512_cvtepi32_epi64(limbs[1]), 11));
+    __m256i upper = _mm256_add_epi32(limbs[3], _mm256_slli_epi32(limbs[4], 16));
+    exact = _mm512_add_epi64(exact, _mm512_slli_epi64(_mm512_cvtepi32_epi64(limbs[2]), 22));
+    return _mm512_add_epi64(exact, _mm512_slli_epi64(_mm512_cvtepu32_epi64(upper), 32));
+}
+
+/* `count`, `copies` and `past_cache` are constants where this is called: what it counts up stays in registers. */
+WITH_LIMBS static inline __attribute__((always_inline)) void sum_by_limbs(Rows rows, const Weights *weights,
+                                                                          uint64_t *sums, int count, int copies,
+                                                                          int past_cache)
+{
+    __m512i total[SUMMED_AT_ONCE];
+    for (int row = 0; row < count; row++)
+        total[row] = _mm512_setzero_si512();
+    for (Py_ssize_t from = 0; from < rows.length; from += ITEMS_UNTIL_FULL) {
+        const Py_ssize_t until = rows.length - from < ITEMS_UNTIL_FULL ? rows.length : from + ITEMS_UNTIL_FULL;
+        __m512i part[SUMMED_AT_ONCE][NUM_LIMBS];
+        for (int row = 0; row < count; row++)
+            for (int limb = 0; limb < NUM_LIMBS; limb++)
+                part[row][limb] = _mm512_setzero_si512();
+        for (Py_ssize_t at = from; at < until; at += ITEMS_AT_ONCE) {
+            const __mmask32 some = until - at < ITEMS_AT_ONCE ? (1u << (until - at)) - 1 : ~0u;
+            __m512i items[SUMMED_AT_ONCE];
+            for (int row = 0; row < count; row++) {
+                const char *item = rows.at + row * rows.step + 2 * at;
+                items[row] = _mm512_maskz_loadu_epi16(some, item);
+                _mm_prefetch(item + count * rows.step, _MM_HINT_T0); /* the rows that come next */
+                if (copies && past_cache && some == ~0u)
+                    _mm512_stream_si512((__m512i *)(rows.to + row * rows.to_step + 2 * at), items[row]);
+                else if (copies)
+                    _mm512_mask_storeu_epi16(rows.to + row * rows.to_step + 2 * at, some, items[row]);
+            }
+            for (int limb = 0; limb < NUM_LIMBS; limb++) {
+                const __m512i of_limb = _mm512_loadu_si512(weights->limbs[at / ITEMS_AT_ONCE][limb]);
+                for (int row = 0; row < count; row++)
+                    part[row][limb] = _mm512_dpwssd_epi32(part[row][limb], items[row], of_limb);
+            }
+        }
+        for (int row = 0; row < count; row++) {
+            __m256i low[NUM_LIMBS], high[NUM_LIMBS];
+            for (int limb = 0; limb < NUM_LIMBS; limb++) {
+                low[limb] = _mm512_castsi512_si256(part[row][limb]);
+                high[limb] = _mm512_extracti64x4_epi64(part[row][limb], 1);
+            }
+            total[row] = _mm512_add_epi64(total[row], _mm512_add_epi64(joined(low), joined(high)));
+        }
+    }
+    for (int row = 0; row < count; row++)
+        sums[row] = _mm512_reduce_add_epi64(total[row]);
+}
+
+WITH_LIMBS static void sum_i2_by_limbs(Rows rows, const Weights *weights, uint64_t *sums)
+{
+    if (rows.count < SUMMED_AT_ONCE) {
+        Rows row = copied(rows, 2);
+        for (int index = 0; index < rows.count; index++, row.at += row.step)
+            sum_by_limbs(row, weights, sums + index, 1, 0, 0);
+    } else if (!rows.to)
+        sum_by_limbs(rows, weights, sums, SUMMED_AT_ONCE, 0, 0);
+    else if (rows.past_cache && ((uintptr_t)rows.to | rows.to_step) % LINE_BYTES == 0)
+        sum_by_limbs(rows, weights, sums, SUMMED_AT_ONCE, 1, 1);
+    else
+        sum_by_limbs(rows, weights, sums, SUMMED_AT_ONCE, 1, 0);
 }
 
 static inline __attribute__((always_inline)) uint64_t weight_of(int level, uint64_t index)
@@ -241,39 +328,90 @@ static inline __attribute__((always_inline)) uint64_t weight_of(int level, uint6
     return (value ^ (value >> 31)) | 1;
 }
 
-/* Weights of so many indices of the last dim, which is level 1. */
-typedef void Weigh(uint64_t *weights, uint64_t first, Py_ssize_t length);
+/* Weights of so many indices of a dim; the last one is level 1. */
+typedef void Weigh(Weights *weights, int level, uint64_t first, Py_ssize_t length);
 
 #define WEIGH(name, wide)                                                                                              \
-    __attribute__((optimize("O3"), wide)) static void name(uint64_t *weights, uint64_t first, Py_ssize_t length)       \
+    __attribute__((optimize("O3"), wide)) static void name(Weights *weights, int level, uint64_t first,                \
+                                                           Py_ssize_t length)                                          \
     {                                                                                                                  \
         for (Py_ssize_t at = 0; at < length; at++)                                                                     \
-            weights[at] = weight_of(1, first + at);                                                                    \
+            weights->whole[at] = weight_of(level, first + at);                                                         \
     }
 
 WEIGH(weigh_any, unused)
 WEIGH(weigh_512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"))
 
+WITH_LIMBS static void weigh_limbs(Weights *weights, int level, uint64_t first, Py_ssize_t length)
+{
+    for (Py_ssize_t at = 0; at < length; at += ITEMS_AT_ONCE) {
+        int16_t(*limbs)[ITEMS_AT_ONCE] = weights->limbs[at / ITEMS_AT_ONCE];
+        for (int lane = 0; lane < ITEMS_AT_ONCE; lane++) {
+            uint64_t left = weight_of(level, first + at + lane);
+            const int64_t lowest = (int64_t)(left << 53) >> 53; /* with its sign, which the rest makes up for */
+            left = (left - lowest) >> 11;
+            const int64_t second = (int64_t)(left << 53) >> 53;
+            left = (left - second) >> 11;
+            const int64_t third = (int64_t)(left << 54) >> 54;
+            left = (left - third) >> 10;
+            limbs[0][lane] = lowest, limbs[1][lane] = second, limbs[2][lane] = third;
+            limbs[3][lane] = (int16_t)left;
+            limbs[4][lane] = (int16_t)((left - (int64_t)(int16_t)left) >> 16);
+        }
+    }
+}
+
+/* How items are summed up here. */
 typedef struct {
-    const Py_buffer *box;
-    uint64_t first[PyBUF_MAX_NDIM];
-    SumRows *sum_rows;
+    SumRows *sum_rows; /* NULL for items of another kind */
     Weigh *weigh;
+} Way;
+
+static Way way_of(const char *format)
+{
+    int wide = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") ? 2
+               : __builtin_cpu_supports("avx2")                                         ? 1
+                                                                                        : 0;
+    SumRows *of_u1[] = {sum_u1_any, sum_u1_256, sum_u1_512}, *of_i2[] = {sum_i2_any, sum_i2_256, sum_i2_512};
+    SumRows *of_i4[] = {sum_i4_any, sum_i4_256, sum_i4_512};
+    Weigh *weigh = wide == 2 ? weigh_512 : weigh_any;
+    if (!strcmp(format, "h") && wide == 2 && __builtin_cpu_supports("avx512vnni"))
+        return (Way){sum_i2_by_limbs, weigh_limbs};
+    return !strcmp(format, "B")   ? (Way){of_u1[wide], weigh}
+           : !strcmp(format, "h") ? (Way){of_i2[wide], weigh}
+           : !strcmp(format, "i") ? (Way){of_i4[wide], weigh}
+                                  : (Way){NULL, weigh};
+}
+
+typedef struct {
+    const Py_buffer *box, *target; /* without a target the box is only summed up */
+    int past_cache;
+    uint64_t first[PyBUF_MAX_NDIM];
+    Way way;
 } Summed;
 
-/* Of a matrix, or of one row: so many columns at a time that their weights stay in the first cache. */
-static uint64_t sum_matrix(const Summed *of, const char *at, Py_ssize_t num_rows, Py_ssize_t step, uint64_t first_row)
+/* Of a matrix, or of one row: so many columns at a time that their weights stay in the first cache. What is copied is
+summed up from where it is, or from registers: what is read once cannot change in between. */
+static uint64_t sum_matrix(const Summed *of, const char *at, char *to, Py_ssize_t num_rows, Py_ssize_t step,
+                           Py_ssize_t to_step, uint64_t first_row)
 {
     const int last = of->box->ndim - 1;
-    const Py_ssize_t length = of->box->shape[last];
-    uint64_t total = 0, weights[COLUMNS_AT_ONCE], sums[SUMMED_AT_ONCE];
+    const Py_ssize_t length = of->box->shape[last], item_bytes = of->box->itemsize;
+    Weights weights;
+    uint64_t total = 0, sums[SUMMED_AT_ONCE];
     for (Py_ssize_t from = 0; from < length; from += COLUMNS_AT_ONCE) {
         const Py_ssize_t width = length - from < COLUMNS_AT_ONCE ? length - from : COLUMNS_AT_ONCE;
-        const char *column = at + from * of->box->itemsize;
-        of->weigh(weights, of->first[last] + from, width);
+        of->way.weigh(&weights, 1, of->first[last] + from, width);
         for (Py_ssize_t index = 0; index < num_rows; index += SUMMED_AT_ONCE) {
             const int count = (int)(num_rows - index < SUMMED_AT_ONCE ? num_rows - index : SUMMED_AT_ONCE);
-            of->sum_rows(column + index * step, step, count, width, weights, sums);
+            const Rows rows = {.at = at + index * step + from * item_bytes,
+                               .to = to ? to + index * to_step + from * item_bytes : NULL,
+                               .step = step,
+                               .to_step = to_step,
+                               .length = width,
+                               .count = count,
+                               .past_cache = of->past_cache};
+            of->way.sum_rows(rows, &weights, sums);
             for (int row = 0; row < count; row++)
                 total += sums[row] * (last ? weight_of(2, first_row + index + row) : 1);
         }
@@ -281,52 +419,185 @@ static uint64_t sum_matrix(const Summed *of, const char *at, Py_ssize_t num_rows
     return total;
 }
 
-static uint64_t sum_box(const Summed *of, int dim, const char *at)
+enum { TILE_ROWS = 128, TILE_COLUMNS = 32 };
+
+static void turn_8_by_8(char *target, const char *source, Py_ssize_t target_step, Py_ssize_t source_step)
 {
-    const Py_buffer *box = of->box;
-    if (box->ndim == 1)
-        return sum_matrix(of, at, 1, 0, 0);
-    if (dim == box->ndim - 2)
-        return sum_matrix(of, at, box->shape[dim], box->strides[dim], of->first[dim]);
+    __m128i row[8], pair[8], four[8];
+    for (int at = 0; at < 8; at++)
+        row[at] = _mm_loadu_si128((const __m128i *)(source + at * source_step));
+    for (int at = 0; at < 4; at++) {
+        pair[2 * at] = _mm_unpacklo_epi16(row[2 * at], row[2 * at + 1]);
+        pair[2 * at + 1] = _mm_unpackhi_epi16(row[2 * at], row[2 * at + 1]);
+    }
+    for (int half = 0; half < 2; half++)
+        for (int part = 0; part < 2; part++) {
+            four[4 * half + 2 * part] = _mm_unpacklo_epi32(pair[4 * half + part], pair[4 * half + 2 + part]);
+            four[4 * half + 2 * part + 1] = _mm_unpackhi_epi32(pair[4 * half + part], pair[4 * half + 2 + part]);
+        }
+    for (int at = 0; at < 4; at++) {
+        _mm_storeu_si128((__m128i *)(target + 2 * at * target_step), _mm_unpacklo_epi64(four[at], four[4 + at]));
+        _mm_storeu_si128((__m128i *)(target + (2 * at + 1) * target_step), _mm_unpackhi_epi64(four[at], four[4 + at]));
+    }
+}
+
+static void turn_4_by_4(char *target, const char *source, Py_ssize_t target_step, Py_ssize_t source_step)
+{
+    __m128i row[4], pair[4];
+    for (int at = 0; at < 4; at++)
+        row[at] = _mm_loadu_si128((const __m128i *)(source + at * source_step));
+    for (int at = 0; at < 2; at++) {
+        pair[at] = _mm_unpacklo_epi32(row[2 * at], row[2 * at + 1]);
+        pair[2 + at] = _mm_unpackhi_epi32(row[2 * at], row[2 * at + 1]);
+    }
+    for (int at = 0; at < 2; at++) {
+        _mm_storeu_si128((__m128i *)(target + 2 * at * target_step), _mm_unpacklo_epi64(pair[2 * at], pair[2 * at + 1]));
+        _mm_storeu_si128((__m128i *)(target + (2 * at + 1) * target_step),
+                         _mm_unpackhi_epi64(pair[2 * at], pair[2 * at + 1]));
+    }
+}
+
+/* Rows of the source become columns of the target: whole squares of 16 bytes a side in registers. */
+static void turn_tile(char *target, const char *source, Py_ssize_t target_step, Py_ssize_t source_step, int num_rows,
+                      int num_columns, Py_ssize_t item_bytes)
+{
+    const int side = item_bytes == 2 ? 8 : item_bytes == 4 ? 4 : TILE_ROWS + 1;
+    const int whole_rows = num_rows / side * side, whole_columns = num_columns / side * side;
+    for (int column = 0; column < whole_columns; column += side)
+        for (int row = 0; row < whole_rows; row += side)
+            (side == 8 ? turn_8_by_8 : turn_4_by_4)(target + column * target_step + row * item_bytes,
+                                                    source + row * source_step + column * item_bytes, target_step,
+                                                    source_step);
+    for (int row = 0; row < num_rows; row++)
+        for (int column = row < whole_rows ? whole_columns : 0; column < num_columns; column++)
+            memcpy(target + column * target_step + row * item_bytes, source + row * source_step + column * item_bytes,
+                   item_bytes);
+}
+
+/* Of a matrix of rows, whose target lies in columns: these are the rows that are summed up. */
+static uint64_t sum_turned(const Summed *of, const char *at, char *to, Py_ssize_t num_rows, Py_ssize_t step,
+                           Py_ssize_t to_step, uint64_t first_row)
+{
+    const int last = of->box->ndim - 1;
+    const Py_ssize_t length = of->box->shape[last], item_bytes = of->box->itemsize;
+    Weights of_rows;
+    uint64_t total = 0, sums[SUMMED_AT_ONCE];
+    for (Py_ssize_t row = 0; row < num_rows; row += TILE_ROWS) {
+        const int height = (int)(num_rows - row < TILE_ROWS ? num_rows - row : TILE_ROWS);
+        of->way.weigh(&of_rows, 2, first_row + row, height);
+        for (Py_ssize_t column = 0; column < length; column += TILE_COLUMNS) {
+            const int width = (int)(length - column < TILE_COLUMNS ? length - column : TILE_COLUMNS);
+            char *tile = to + column * to_step + row * item_bytes;
+            turn_tile(tile, at + row * step + column * item_bytes, to_step, step, height, width, item_bytes);
+            for (int index = 0; index < width; index += SUMMED_AT_ONCE) {
+                const int count = width - index < SUMMED_AT_ONCE ? width - index : SUMMED_AT_ONCE;
+                const Rows rows = {.at = tile + index * to_step, .step = to_step, .length = height, .count = count};
+                of->way.sum_rows(rows, &of_rows, sums);
+                for (int each = 0; each < count; each++)
+                    total += sums[each] * weight_of(1, of->first[last] + column + index + each);
+            }
+        }
+    }
+    return total;
+}
+
+static uint64_t sum_box(const Summed *of, int dim, const char *at, char *to)
+{
+    const Py_buffer *box = of->box, *target = of->target;
+    const int last = box->ndim - 1;
+    if (!last)
+        return sum_matrix(of, at, to, 1, 0, 0, 0);
+    if (dim == last - 1 && to && target->strides[last] != target->itemsize && box->shape[last] > 1)
+        return sum_turned(of, at, to, box->shape[dim], box->strides[dim], target->strides[last], of->first[dim]);
+    if (dim == last - 1)
+        return sum_matrix(of, at, to, box->shape[dim], box->strides[dim], to ? target->strides[dim] : 0, of->first[dim]);
     uint64_t total = 0;
     for (Py_ssize_t index = 0; index < box->shape[dim]; index++)
-        total += weight_of(box->ndim - dim, of->first[dim] + index) * sum_box(of, dim + 1, at + index * box->strides[dim]);
+        total += weight_of(box->ndim - dim, of->first[dim] + index) *
+                 sum_box(of, dim + 1, at + index * box->strides[dim], to ? to + index * target->strides[dim] : NULL);
     return total;
+}
+
+/* False, with an exception, for a box that cannot be summed up. */
+static int begin_sum(Summed *summed, const Py_buffer *box, PyObject *start)
+{
+    summed->box = box;
+    summed->way = way_of(box->format);
+    if (!summed->way.sum_rows || !box->ndim || PyTuple_GET_SIZE(start) != box->ndim ||
+        (box->shape[box->ndim - 1] > 1 && box->strides[box->ndim - 1] != box->itemsize)) {
+        PyErr_SetString(PyExc_ValueError, "a box is summed up whose items are uint8, int16 or int32 and lie side by side "
+                                          "along its last dim, with an index where it starts in each dim");
+        return 0;
+    }
+    for (int dim = 0; dim < box->ndim; dim++) {
+        summed->first[dim] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(start, dim));
+        if (PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
+
+static PyObject *summed_up(const Summed *summed)
+{
+    const Py_buffer *box = summed->box;
+    uint64_t total = 0;
+    Py_BEGIN_ALLOW_THREADS
+    if (box->len)
+        total = sum_box(summed, 0, box->buf, summed->target ? summed->target->buf : NULL);
+    if (summed->past_cache)
+        _mm_sfence();
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(total);
 }
 
 static PyObject *weighted_sum(PyObject *module, PyObject *arguments)
 {
-    PyObject *from, *start, *result = NULL;
+    PyObject *from, *start;
     Py_buffer box;
-    Summed summed = {.box = &box};
+    Summed summed = {.target = NULL};
     if (!PyArg_ParseTuple(arguments, "OO!:weighted_sum", &from, &PyTuple_Type, &start) ||
         PyObject_GetBuffer(from, &box, PyBUF_STRIDED_RO | PyBUF_FORMAT))
         return NULL;
-    summed.sum_rows = summing(box.format);
-    summed.weigh = __builtin_cpu_supports("avx512dq") ? weigh_512 : weigh_any;
-    if (!summed.sum_rows || !box.ndim || PyTuple_GET_SIZE(start) != box.ndim ||
-        (box.shape[box.ndim - 1] > 1 && box.strides[box.ndim - 1] != box.itemsize)) {
-        PyErr_SetString(PyExc_ValueError, "a box is summed up whose items are uint8, int16 or int32 and lie side by side "
-                                          "along its last dim, with an index where it starts in each dim");
-        goto done;
-    }
-    for (int dim = 0; dim < box.ndim; dim++) {
-        summed.first[dim] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(start, dim));
-        if (PyErr_Occurred())
-            goto done;
-    }
-    uint64_t total;
-    Py_BEGIN_ALLOW_THREADS
-    total = sum_box(&summed, 0, box.buf);
-    Py_END_ALLOW_THREADS
-    result = PyLong_FromUnsignedLongLong(total);
-done:
+    PyObject *result = begin_sum(&summed, &box, start) ? summed_up(&summed) : NULL;
     PyBuffer_Release(&box);
+    return result;
+}
+
+/* False, with an exception, unless the target has the box's shape, and rows or columns that are contiguous. */
+static int can_be_target(const Py_buffer *target, const Py_buffer *box)
+{
+    const int last = box->ndim - 1;
+    int fits = target->ndim == box->ndim && target->itemsize == box->itemsize;
+    for (int dim = 0; fits && dim <= last; dim++)
+        fits = target->shape[dim] == box->shape[dim];
+    if (fits && target->shape[last] > 1 && target->strides[last] != target->itemsize)
+        fits = last && (target->shape[last - 1] == 1 || target->strides[last - 1] == target->itemsize);
+    if (!fits)
+        PyErr_SetString(PyExc_ValueError, "a box is copied to one of its shape and item size whose items lie side by "
+                                          "side along the last dim, or along the one before it");
+    return fits;
+}
+
+static PyObject *copy_and_sum(PyObject *module, PyObject *arguments)
+{
+    PyObject *into, *from, *start, *result = NULL;
+    Py_buffer target, box;
+    Summed summed = {.target = &target};
+    if (!PyArg_ParseTuple(arguments, "OOO!|p:copy_and_sum", &into, &from, &PyTuple_Type, &start, &summed.past_cache) ||
+        PyObject_GetBuffer(into, &target, PyBUF_STRIDED))
+        return NULL;
+    if (!PyObject_GetBuffer(from, &box, PyBUF_STRIDED_RO | PyBUF_FORMAT)) {
+        if (begin_sum(&summed, &box, start) && can_be_target(&target, &box))
+            result = summed_up(&summed);
+        PyBuffer_Release(&box);
+    }
+    PyBuffer_Release(&target);
     return result;
 }
 
 static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, NULL},
                                   {"weighted_sum", weighted_sum, METH_VARARGS, NULL},
+                                  {"copy_and_sum", copy_and_sum, METH_VARARGS, NULL},
                                   {NULL, NULL, 0, NULL}};
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_boxes", .m_size = 0, .m_methods = functions};

@@ -2,6 +2,7 @@
 
     copy(target, source)    large ones past the cache
     weighted_sum(box, start)
+    copy_and_sum(target, box, start)
 
 A box that tensor parallelism cuts out of a row-parallel weight is a thousand rows of 1 to 6 KB. numpy copies them one
 by one through the cache, at half the speed of memory. One long piece it leaves to the C library, which goes past the
@@ -47,16 +48,39 @@ def copy(target: NDArray[Any], source: NDArray[Any], least_bytes: int = LEAST_BY
 def weighted_sum(box: NDArray[Any], start: tuple[int, ...]) -> int | None:
     """Return `ductile.fabric.fingerprint.weighted_sum` of a box that begins at index `start`, modulo 2^64. None where
     the compiled part is not there, or does not know such a box: see its stub."""
-    if _boxes is None or not box.ndim or box.dtype.str[1:] not in ("u1", "i2", "i4"):
+    if _boxes is None or (order := _order(box)) is None:
         return None
-    order = sorted(range(box.ndim), key=lambda dim: -box.strides[dim])  # rows or columns, as they lie
-    box = box.transpose(order)
-    if box.shape[-1] > 1 and box.strides[-1] != box.itemsize:
+    return _boxes.weighted_sum(box.transpose(order), _turned(start, order))
+
+
+def copy_and_sum(
+    target: NDArray[Any], box: NDArray[Any], start: tuple[int, ...], past_cache: bool = False
+) -> int | None:
+    """Copy a box of whole numbers to one that does not overlap it, and return the `weighted_sum` of what was written,
+    in one pass. None, with nothing copied, where the compiled part cannot.
+
+    past_cache: nobody reads the target soon."""
+    if _boxes is None or (order := _order(box)) is None:
         return None
+    into = target.transpose(order)
+    contiguous = [into.shape[dim] <= 1 or into.strides[dim] == into.itemsize for dim in range(-min(2, into.ndim), 0)]
+    if not any(contiguous):
+        return None
+    return _boxes.copy_and_sum(into, box.transpose(order), _turned(start, order), past_cache)
+
+
+def _order(box: NDArray[Any]) -> list[int] | None:
+    """The dims as a box lies in memory, rows or columns. None where no dim is contiguous, or the items are of another
+    kind."""
+    if not box.ndim or box.dtype.str[1:] not in ("u1", "i2", "i4"):
+        return None
+    order = sorted(range(box.ndim), key=lambda dim: -box.strides[dim])
+    return order if box.shape[order[-1]] <= 1 or box.strides[order[-1]] == box.itemsize else None
+
+
+def _turned(start: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
     # Weights are those of a dim's place, counted from the last, in bits 40 and up of index and place together.
-    return _boxes.weighted_sum(
-        box, tuple((start[dim] + (place - dim << 40)) % 2**64 for place, dim in enumerate(order))
-    )
+    return tuple((start[dim] + (place - dim << 40)) % 2**64 for place, dim in enumerate(order))
 
 
 def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> bool:

@@ -94,8 +94,8 @@ AnyMember = UpdateMember[ServerControl]
 class UpdateOptions:
     """How versions go to servers; the keys are those of [inference]."""
 
-    bucket_bytes: int = 16 << 20
-    num_slots: int = 2
+    bucket_bytes: int = 4 << 20
+    num_slots: int = 4
     bucket_timeout_s: float = 10.0
     total_timeout_s: float = 300.0
     max_attempts: int = 3

@@ -98,9 +98,9 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     """Membership epoch of the fleet. A server refuses an update whose epoch is older than one that it has seen."""
     version: int
     receivers: tuple[Receiver, ...]
-    bucket_bytes: int = 16 << 20
+    bucket_bytes: int = 4 << 20
     """Bytes of a bucket at most; a row of a tensor that is larger is a bucket of its own."""
-    num_slots: int = 2
+    num_slots: int = 4
     """Buckets that a sender has under way at a time; 1: one pending bucket."""
     bucket_timeout_s: float = 10.0
     """A receiver that does not acknowledge a bucket for so long has failed; the others go on."""
@@ -233,7 +233,7 @@ class LeaseVersion(msgspec.Struct, frozen=True):
 
     version: int | None = None
     """None: whichever is live."""
-    bucket_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 20
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 << 20
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
 
 

@@ -23,7 +23,7 @@ from ductile.parallel.parts import SlotParts
 from ductile.trainer.state import MODEL
 from ductile.trainer.trainer import Trainer
 from ductile.weights.buckets import OwnedTensor, num_bytes_of, offer_of, only
-from ductile.weights.digest import box_digest, from_text, to_text
+from ductile.weights.digest import box_digest, copy_with_digest, from_text, to_text
 from ductile.weights.sender import WeightSender
 
 PIECE_BYTES = 1 << 20
@@ -56,8 +56,10 @@ class _Source:
         """Copy a box into its bytes in a bucket, and return its digest."""
         view = self.view(box)
         into = target.view(self.dtype).view(view.shape)
+        if view.dtype == self.dtype:
+            return copy_with_digest(box.name, into, view, box.start)
         return sum(
-            box_digest(box.name, piece.copy_(part), (first, *box.start[1:]))
+            copy_with_digest(box.name, piece, part, (first, *box.start[1:]))
             for first, piece, part in _pieces(box, self.dtype.itemsize, into, view)
         )
 

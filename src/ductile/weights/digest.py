@@ -14,7 +14,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from ductile.fabric.fingerprint import MODULUS, weighted_sum
+from ductile.fabric.fingerprint import MODULUS, copy_and_sum, weighted_sum
 from ductile.messages.updates import Digest
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,10 +23,22 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def box_digest(name: str, box: Tensor, start: tuple[int, ...]) -> int:
     """Return the part of a box of the tensor `name` that begins at index `start`, 0 to 2^64 - 1."""
+    return _name_factor(name) * weighted_sum(_bits(box), start or (0,)) % MODULUS
+
+
+def copy_with_digest(name: str, target: Tensor, box: Tensor, start: tuple[int, ...], past_cache: bool = False) -> int:
+    """Copy a box, and return the `box_digest` of what was written, in the target's dtype: in one pass, where both are
+    of one dtype and on a CPU.
+
+    past_cache: nobody reads the target soon."""
+    if target.dtype != box.dtype:
+        return box_digest(name, target.copy_(box), start)
+    return _name_factor(name) * copy_and_sum(_bits(target), _bits(box), start or (0,), past_cache) % MODULUS
+
+
+def _bits(box: Tensor) -> Tensor:
     bits = box.detach().view(_INTEGERS[box.element_size()])
-    if not bits.dim():
-        bits, start = bits.reshape(1), (0,)
-    return _name_factor(name) * weighted_sum(bits, start) % MODULUS
+    return bits if bits.dim() else bits.reshape(1)
 
 
 def whole_digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:

@@ -16,7 +16,7 @@ its own.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from queue import SimpleQueue
+from queue import LifoQueue, SimpleQueue
 from threading import Thread
 from typing import Generic, NamedTuple, TypeVar
 
@@ -60,12 +60,14 @@ class BucketPipeline(Generic[Item]):
         self._clock = clock
         self.trace: list[StageSpan] = []
         self._error: BaseException | None = None
-        self._free: SimpleQueue[int] = SimpleQueue()
+        self._free: LifoQueue[int] = LifoQueue()
+        """The one that was used last is taken first: it is still in the cache. Those that are not needed are never
+        touched, and take no memory."""
         self._queues: list[SimpleQueue[_UnderWay[Item] | None]] = [SimpleQueue() for _ in stages]
 
     def run(self, items: Iterable[Item]) -> None:
         """Take all items through all stages, once. Raises the first error of a stage, or of `items`."""
-        for buffer in range(self.num_buffers):
+        for buffer in reversed(range(self.num_buffers)):
             self._free.put(buffer)
         threads = [
             Thread(target=self._serve, args=(index,), name=f"weights: {stage.name}", daemon=True)

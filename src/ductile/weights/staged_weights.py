@@ -7,7 +7,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ductile.fabric.fingerprint import MODULUS
 from ductile.messages.updates import Bucket, Digest, TensorBox, TensorSpec
+from ductile.weights.digest import copy_with_digest
 from ductile.weights.live_weights import LiveWeights, VersionTensors
 from ductile.weights.overwrite import overwrite
 
@@ -26,6 +28,8 @@ class StagedWeights:
         self._new: VersionTensors | None = None
         self._made: dict[str, Tensor] = {}
         """Tensors that were made for this version: all but those that it has in common with the live one."""
+        self._summed: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
+        """Of each tensor the boxes, by their start, whose digest was taken as they were copied: elements and part."""
 
     def prepare(
         self, tensors: Sequence[TensorSpec], boxes: Sequence[TensorBox], base_version: int | None = None
@@ -50,6 +54,7 @@ class StagedWeights:
                 self._made[name] = self._live.room(name)
                 if base_version is not None and _volume(of_name[name]) < live.numel():
                     self._made[name].copy_(live)
+        self._summed = {name: {} for name, of_tensor in of_name.items() if of_tensor}
         kept = {name: part for name, part in current.parts.items() if not of_name[name]}
         self._new = VersionTensors(
             self.version, {**current.tensors, **self._made}, {**current.dtypes, **dtypes}, parts=kept
@@ -66,11 +71,19 @@ class StagedWeights:
                 values = values.clone()
             shape = [stop - start for start, stop in zip(box.start, box.stop, strict=True)]
             place = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
-            overwrite(new.tensors[box.name][place], values.view(dtype).view(shape))
+            target, values = new.tensors[box.name][place], values.view(dtype).view(shape)
+            if target.dtype != dtype or target.device != values.device:
+                overwrite(target, values)
+                continue
+            part = copy_with_digest(box.name, target, values, box.start, past_cache=True)
+            self._summed[box.name][box.start] = values.numel(), part
 
     def digest(self) -> Digest:
-        """The digest of what is staged, which is read for it."""
+        """The digest of what is staged. What was summed up as it was copied is not read again."""
         assert self._new is not None
+        for name, boxes in self._summed.items():
+            if sum(num_elements for num_elements, _ in boxes.values()) == self._new.tensors[name].numel():
+                self._new.parts[name] = sum(part for _, part in boxes.values()) % MODULUS
         return self._new.digest()
 
     def commit(self, swap: Swap) -> None:

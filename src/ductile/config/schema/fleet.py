@@ -92,9 +92,9 @@ class FleetConfig(Section):
     """Longest that one attempt at an update of the weights may take."""
     update_max_attempts: int = Field(default=2, ge=1)
     """Attempts at an update, each with the servers that are left."""
-    pipeline_slots: int = Field(default=2, ge=1)
+    pipeline_slots: int = Field(default=4, ge=1)
     """Buckets that a sender has under way at a time; 1: one pending bucket."""
-    bucket_bytes: int = Field(default=16 * 2**20, ge=1)
+    bucket_bytes: int = Field(default=4 * 2**20, ge=1)
     """Bytes of a bucket of weights at most; a row of a tensor that is larger is a bucket of its own."""
     verify: Literal["none", "sum", "crc"] = "sum"
     """Proof that a server has a version before it changes over: none; the sum over all its bytes; that, and a checksum

@@ -5,7 +5,7 @@
 
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from threading import Event, Lock
+from threading import Event
 
 from torch import Tensor
 
@@ -23,7 +23,8 @@ group, and to acknowledge."""
 
 
 def receive(prepare: PrepareUpdate, sink: Sink, stopped: Event) -> None:
-    """Give every bucket of every sender to `sink`, one at a time, and return when all senders know that it has them.
+    """Give every bucket of every sender to `sink`, each sender's in a thread of its own, and return when all senders
+    know that it has them.
 
     For all carriers but "http", where the server's own route takes the buckets. It blocks until then, at most the
     update's `total_timeout_s`. Raises `UpdateFailed`, with a sentence, when a sender ends or falls silent, when the
@@ -54,7 +55,6 @@ class _Receiver:
         self._update, self._sink = prepare.update, sink
         self._carrier: WeightCarrier = prepare.carrier
         self._instance = _own_instance(prepare)
-        self._loading = Lock()
         self._ended = Event()
         self._sources: list[Source] = []
         self.reason = ""
@@ -70,13 +70,12 @@ class _Receiver:
 
     def _take(self, offer: Offer) -> None:
         def load(bucket: Bucket, content: Tensor, checksum: str) -> None:
-            with self._loading:
-                refuse_damaged(offer, bucket, content, checksum)
-                try:
-                    self._sink(offer, bucket, content)
-                except Exception as error:
-                    what = f"bucket {bucket.index} of {offer.sender} could not be loaded"
-                    raise UpdateFailed(f"{what}: {error_text(error)}") from error
+            refuse_damaged(offer, bucket, content, checksum)
+            try:
+                self._sink(offer, bucket, content)
+            except Exception as error:
+                what = f"bucket {bucket.index} of {offer.sender} could not be loaded"
+                raise UpdateFailed(f"{what}: {error_text(error)}") from error
 
         update, carrier = self._update, self._carrier
         if carrier == "disk":
