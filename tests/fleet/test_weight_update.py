@@ -29,7 +29,7 @@ def test_parts_add_up_modulo_2_to_the_64():
 @dataclass
 class Server:
     """A server in memory. faults: what happens at a point, `times` times: "exit", "hang", "refuse", "fail", "restart",
-    "drop" (it is done, and the reply is lost) or "drop_before" (it is not done, either)."""
+    "wedge" (nothing more of this), "drop" (it is done, and the reply is lost) or "drop_before" (it is not, either)."""
 
     name: str
     faults: dict[str, str] = field(default_factory=dict)
@@ -65,6 +65,8 @@ class Server:
             elif fault == "drop_before":
                 await asyncio.sleep(LATE_S)
                 raise Late(f"{self.name} did not reply")
+            elif fault == "wedge":
+                await asyncio.sleep(1e6)
             elif fault == "fail":
                 self.progress = UpdateProgress(request.update_id, "failed", reason="the disk is full")
         if not self.alive:
@@ -102,7 +104,9 @@ class Server:
             self.times -= 1
             return UpdateProgress(end.update_id, "failed", reason="it has other bytes")
         self.staged = mine
-        return UpdateProgress(end.update_id, "verified", digest=mine)
+        self.progress = UpdateProgress(end.update_id, "verified", digest=mine)
+        await self._dropped("verify")
+        return self.progress
 
     async def commit(self, end: EndUpdate):
         await self._at("commit", end)
@@ -248,6 +252,8 @@ FAULTS = [
     ("verify", "exit", "dead", 1),
     ("verify", "hang", "stale", 1),
     ("verify", "refuse", "stale", 1),
+    ("verify", "wedge", "stale", 1),
+    ("verify", "drop", "committed", 1),
     ("digest", "bad", "stale", 3),
     ("pause", "exit", "dead", 1),
     ("pause", "hang", "stale", 1),
@@ -278,6 +284,69 @@ def test_a_server_that_fails_does_not_stop_the_version(point, fault, outcome, at
         assert victim.said.count("commit") <= 1, "a commit was sent again although it was done, or nobody knew"
         assert clock() < 15
         it.check()
+
+    run(story())
+
+
+def test_one_that_hangs_at_verify_is_out_alone_and_the_others_have_committed_by_then():
+    async def story():
+        it = scene(Server("a"), Server("b"), Server("wedged", {"verify": "wedge"}))
+        publishing = asyncio.create_task(it.publish())
+        await asyncio.sleep(1.0)
+        assert [it.servers[name].version for name in "ab"] == [2, 2]
+        assert outcomes(await publishing) == {"a": "committed", "b": "committed", "wedged": "stale"}
+        assert clock() < OPTIONS.bucket_timeout_s + 2
+
+    run(story())
+
+
+def test_one_that_still_gets_buckets_while_it_is_asked_to_verify_is_waited_for():
+    """As from another server, which gives them as they are asked for."""
+
+    async def story():
+        slow = Server("slow")
+        it = scene(slow, takes_s=0.01)
+        verify = slow.verify
+
+        async def verify_late(end):
+            while (num := slow.progress.num_buckets) < 10:
+                await asyncio.sleep(1.0)
+                slow.progress = UpdateProgress(end.update_id, "receiving", num + 1)
+            return await verify(end)
+
+        slow.verify = verify_late
+        assert outcomes(await it.publish()) == {"slow": "committed"}
+        assert 9 < clock() < OPTIONS.total_timeout_s
+
+    run(story())
+
+
+def test_a_rank_that_has_left_the_trainer_by_the_end_costs_no_committed_version():
+    async def story():
+        it = scene(Server("a"))
+
+        async def finish_update(update_id, aborted):
+            raise Refused("this slot does not hold the role 'train'")
+
+        it.ranks.finish_update = finish_update
+        assert outcomes(await it.publish()) == {"a": "committed"}
+        assert it.updates.version == 2
+
+    run(story())
+
+
+def test_the_trainer_keeps_its_weights_for_a_server_until_they_have_been_sent_and_no_longer():
+    async def story():
+        joiner = Server("j", {"verify": "wedge"})
+        it = scene(joiner)
+        warming = asyncio.create_task(it.updates.warm(joiner.member, 2, [it.ranks]))
+        await asyncio.sleep(0.3)
+        assert it.ranks.kept == [2]
+        await asyncio.sleep(0.7)
+        assert "verify" in joiner.said
+        assert it.ranks.kept == [], "an optimizer step waits for a server that hangs"
+        with pytest.raises(Refused, match="did not reply"):
+            await warming
 
     run(story())
 
@@ -509,6 +578,20 @@ def test_a_version_that_is_published_meanwhile_goes_before_a_joiner():
         assert clock() - began_s < 2
         assert await warming is None, "it would be the version before"
         assert (joiner.version, it.servers["a"].version) == (3, 3)
+
+    run(story())
+
+
+def test_joiners_that_wait_for_their_turn_give_way_to_a_version():
+    async def story():
+        it = scene(Server("a"), takes_s=5.0)
+        joiners = [Server(f"j{number}") for number in range(3)]
+        it.servers |= {each.name: each for each in joiners}
+        warming = [asyncio.create_task(it.updates.warm(each.member, 2, [it.ranks])) for each in joiners]
+        await asyncio.sleep(1)
+        assert outcomes(await it.updates.update(3, [it.servers["a"].member])) == {"a": "committed"}
+        assert clock() < 1 + 5 + 1
+        assert await asyncio.gather(*warming) == [None, None, None], "each begins again, with the new version"
 
     run(story())
 

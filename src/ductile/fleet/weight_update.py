@@ -43,6 +43,8 @@ class WeightUpdates:
         self._next_epoch, self._clock = next_epoch, clock
         self._turn = asyncio.Lock()
         self._warming: asyncio.Task[UpdateResult] | None = None
+        self._num_due = 0
+        """Versions that wait for what is under way, or are under way: they go before servers that join."""
         self._attempt: UpdateAttempt | None = None
 
     def leave_out(self, server: InstanceId, why: str) -> None:
@@ -57,14 +59,16 @@ class WeightUpdates:
         A joiner that is being given the version before is left to the caller, who makes it a member of this one."""
         if self._warming is not None:
             self._warming.cancel()
-        async with self._turn:
-            self.under_way = f"version {version}"
-            try:
-                result = await self._transaction(self._trainer, version, members, self._options.max_attempts)
-            finally:
-                self.under_way = ""
-            self.version, self.digest = version, result.digest
-            return result
+        self._num_due += 1
+        try:
+            async with self._turn:
+                self.under_way = f"version {version}"
+                result = await self._attempts(self._trainer, version, members, self._options.max_attempts)
+                self.version, self.digest = version, result.digest
+                return result
+        finally:
+            self._num_due -= 1
+            self.under_way = ""
 
     async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
         """Bring the live version to a server that joins, from the first source that can give it. It has committed when
@@ -72,6 +76,8 @@ class WeightUpdates:
         Refused when no source can give it.
         """
         async with self._turn:
+            if self._num_due:
+                return None
             self.under_way = f"{member.id} joins"
             self._warming = asyncio.create_task(self._warm(member, version, sources))
             try:
@@ -87,7 +93,7 @@ class WeightUpdates:
         failures = list[str]()
         for source in sources:
             try:
-                result = await self._transaction(source, version, [member], 1)
+                result = await self._attempts(source, version, [member], 1)
             except Refused as error:
                 failures.append(str(error))
                 continue
@@ -101,12 +107,6 @@ class WeightUpdates:
             if result.outcomes[0].outcome == "dead":
                 return result
         raise Refused(f"{member.id} cannot be given version {version}: {'; '.join(failures)}")
-
-    async def _transaction(
-        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
-    ) -> UpdateResult:
-        with senders.keeping(version):
-            return await self._attempts(senders, version, members, max_attempts)
 
     async def _attempts(
         self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
