@@ -1,16 +1,18 @@
 """A version goes to servers, and everything that can happen to it on the way does. In memory and in virtual time."""
 
 import asyncio
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 
 import pytest
 from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
+from ductile.fleet.donor import Donor
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, summed
 from ductile.fleet.weight_update import WeightUpdates
-from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress
+from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, VersionLease
 from ductile.messages.workers import BeginUpdate
 from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
@@ -209,7 +211,7 @@ def scene(*servers, carrier="shared_memory", options=OPTIONS, **ranks):
     named = {server.name: server for server in servers}
     doubles = Ranks(named, **ranks)
     epochs = iter(range(1, 99))
-    updates = WeightUpdates(doubles, options, lambda state: carrier, lambda above: max(above + 1, next(epochs)), clock)
+    updates = WeightUpdates(doubles, options, lambda state, only: only or carrier, lambda above: max(above + 1, next(epochs)), clock)
     return Scene(named, doubles, updates, carrier)
 
 
@@ -513,7 +515,7 @@ def test_a_server_that_has_no_carrier_in_common_is_left_behind_with_the_sentence
     async def story():
         it = scene(Server("a"), Server("b", version=7))
 
-        def choose(state):
+        def choose(state, only):
             if state.version == 7:
                 raise Refused("the server takes http: leave the key out")
             return "shared_memory"
@@ -558,6 +560,45 @@ def test_a_joiner_asks_the_next_source_when_the_first_has_not_got_it_or_dies():
         assert outcomes(await it.updates.warm(joiner.member, 2, [donor, it.ranks])) == {"j": "committed"}
         with pytest.raises(Refused, match="a is gone"):
             await it.updates.warm(Server("k").member, 2, [donor])
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("only", "carrier"), [(None, "http"), ("http", "http"), ("shared_memory", "shared_memory"), ("disk", "disk")]
+)
+def test_the_way_of_joining_says_who_is_asked(only, carrier):
+    async def story():
+        joiner = Server("j")
+        it = scene(joiner, carrier="shared_memory", options=replaced(OPTIONS, join_carrier=only))
+        donor = Ranks(it.servers, carrier="http")
+        result = await it.updates.warm(joiner.member, 2, [donor, it.ranks])
+        assert outcomes(result) == {"j": "committed"}
+        assert result.carriers == {"j": carrier}
+        assert (len(donor.updates), len(it.ranks.updates)) == ((1, 0) if carrier == "http" else (0, 1))
+
+    run(story())
+
+
+def test_a_donor_is_told_when_the_joiner_has_the_version():
+    async def story():
+        told = []
+
+        class Port:
+            async def lease(self, asked):
+                offer = Offer("a", (), (), f"http://a/weights/buckets/{len(told)}")
+                return VersionLease(asked.version, DIGEST, offer)
+
+            async def end_lease(self, end):
+                told.append(end.location)
+                raise Late("a lease ends by itself where nobody says that it has")
+
+        joiners = Server("j"), Server("k", {"digest": "bad"}), Server("l", {"verify": "exit"})
+        it = scene(*joiners)
+        for joiner in joiners:
+            with suppress(Refused):
+                await it.updates.warm(joiner.member, 2, [Donor(Port(), 2)])
+        assert told == [f"http://a/weights/buckets/{number}" for number in range(3)]
 
     run(story())
 

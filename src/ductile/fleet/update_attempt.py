@@ -177,6 +177,7 @@ class UpdateAttempt:
             total_timeout_s=options.total_timeout_s,
             verify=options.verify,
             folder=options.folder,
+            rendezvous=options.rendezvous,
         )
 
     @asynccontextmanager

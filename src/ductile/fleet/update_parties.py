@@ -104,9 +104,12 @@ class UpdateOptions:
     pause_lease_s: float = 30.0
     probe_timeout_s: float = 2.0
     join_carrier: WeightCarrier | None = None
-    """The only carrier for servers that join between two versions; None: as for a version."""
+    """The only carrier for servers that join between two versions: who does not send so is not asked. None: as for a
+    version, and whoever can give it."""
     folder: str = ""
     """Folder that ranks and servers see, for carrier "disk"."""
+    rendezvous: str = ""
+    """host:port of a store that ranks and servers reach, for carrier "point_to_point"."""
 
 
 @dataclass(frozen=True, slots=True)

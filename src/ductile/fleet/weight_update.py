@@ -27,11 +27,11 @@ class WeightUpdates:
         self,
         trainer: Senders,
         options: UpdateOptions,
-        choose: Callable[[ServerState], WeightCarrier],
+        choose: Callable[[ServerState, WeightCarrier | None], WeightCarrier],
         next_epoch: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """choose: the carrier for a server; raises Refused where there is none. next_epoch: an epoch of the fleet's
+        """choose: the carrier for a server, where nothing leaves only one; raises Refused where there is none. next_epoch: an epoch of the fleet's
         membership that is newer than any before, and than the one that it is given."""
         self.version: int | None = None
         """Version that was committed last; None before the first."""
@@ -90,10 +90,13 @@ class WeightUpdates:
 
     async def _warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult:
         expected = self.digest if self.version == version else ""
-        failures = list[str]()
+        failures, only = list[str](), self._options.join_carrier
         for source in sources:
+            if only is not None and source.carrier not in (None, only):
+                failures.append(f"who has it sends by {source.carrier}, and inference.join_transport is {only!r}")
+                continue
             try:
-                result = await self._attempts(source, version, [member], 1)
+                result = await self._attempts(source, version, [member], 1, source.carrier or only)
             except Refused as error:
                 failures.append(str(error))
                 continue
@@ -109,17 +112,28 @@ class WeightUpdates:
         raise Refused(f"{member.id} cannot be given version {version}: {'; '.join(failures)}")
 
     async def _attempts(
-        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
+        self,
+        senders: Senders,
+        version: int,
+        members: Sequence[AnyMember],
+        max_attempts: int,
+        only: WeightCarrier | None = None,
     ) -> UpdateResult:
         began_s, number = self._clock(), 0
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
         digest, num_bytes, pause_s = "", 0, 0.0
         left = {member.id: member for member in members}
-        only = senders.carrier or (self._options.join_carrier if self._warming else None)
-        choose = self._choose if only is None else lambda state: only
         while left:
             number += 1
-            attempt = UpdateAttempt(senders, version, left, self._options, choose, self._next_epoch, self._clock)
+            attempt = UpdateAttempt(
+                senders,
+                version,
+                left,
+                self._options,
+                lambda state: self._choose(state, only),
+                self._next_epoch,
+                self._clock,
+            )
             self._attempt = attempt
             try:
                 await attempt.run()

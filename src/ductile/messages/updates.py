@@ -25,6 +25,9 @@ Digest = str
 """16 hexadecimal digits: the fingerprint of a whole version (`ductile.weights.digest`). It does not depend on how the
 tensors were cut, so ranks sum their parts up, and anybody who has all tensors finds the same."""
 
+LONGEST_LEASE_S = 3600
+"""Seconds that a server keeps a version for others at most."""
+
 UpdateProof = Literal["none", "sum", "crc"]
 """Proof that is asked of a staged version: none; its digest; its digest and each bucket's checksum on arrival."""
 
@@ -234,7 +237,7 @@ class LeaseVersion(msgspec.Struct, frozen=True):
     version: int | None = None
     """None: whichever is live."""
     bucket_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 20
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE_S)] = 60.0
 
 
 class VersionLease(msgspec.Struct, frozen=True):
@@ -243,6 +246,14 @@ class VersionLease(msgspec.Struct, frozen=True):
     version: int
     digest: Digest
     offer: Offer
+
+
+class EndLease(msgspec.Struct, frozen=True):
+    """POST /weights/lease/end. The server need not keep the version for it any more; one that is over already is no
+    error. Replies {}."""
+
+    location: str
+    """Of the lease's offer."""
 
 
 class LiveDigest(msgspec.Struct, frozen=True):

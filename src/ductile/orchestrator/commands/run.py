@@ -97,7 +97,9 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         fleet = await run_until(
             _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
         )
-        servers = Servers(config, fleet, session.record, session.folder) if has_servers(config) else None
+        servers = None
+        if has_servers(config):
+            servers = Servers(config, fleet, session.record, session.folder, cluster.rendezvous)
         live = _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet, servers)
         async with live as resizer:
 

@@ -29,8 +29,9 @@ from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of, 
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
+from ductile.fleet.update_attempt import NUM_ASKED
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
-from ductile.fleet.weight_update import NUM_ASKED, WeightUpdates
+from ductile.fleet.weight_update import WeightUpdates
 from ductile.generator.server.control_token import token_file
 from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
@@ -48,8 +49,8 @@ def has_servers(config: RLConfig) -> bool:
 class Servers:
     """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop."""
 
-    def __init__(self, config: RLConfig, fleet: Fleet, record: Recorder, folder: Path) -> None:
-        """folder: the run's. Raises ImportPathError for a custom registry that cannot be imported."""
+    def __init__(self, config: RLConfig, fleet: Fleet, record: Recorder, folder: Path, rendezvous: str) -> None:
+        """folder: the run's. rendezvous: host:port of the cluster's store. Raises ImportPathError for a custom registry that cannot be imported."""
         client, inference = config.orchestrator.client, config.inference
         self._api_key = secret_of(client.api_key, client.api_key_var)
         broadcast = config.trainer.weight_broadcast
@@ -58,7 +59,8 @@ class Servers:
         self._max_num_seqs, self._record = inference.max_num_seqs, record
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
         self._probe = HttpProbe(inference.detection_bound_s, lambda address: self._api_key)
-        options = update_options(config, folder)
+        self._rendezvous = rendezvous
+        options = update_options(config, folder, rendezvous)
         updates = WeightUpdates(fleet.trainer, options, self._carrier, self._next_epoch)
         self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
         self._fleet = ElasticFleet(
@@ -94,9 +96,9 @@ class Servers:
     ) -> None:
         await self._stack.aclose()
 
-    def _carrier(self, state: ServerState) -> WeightCarrier:
+    def _carrier(self, state: ServerState, only: WeightCarrier | None) -> WeightCarrier:
         try:
-            return choose_carrier(host(), state, self._asked_carrier).carrier
+            return choose_carrier(host(), state, self._asked_carrier, self._rendezvous, only).carrier
         except ValueError as error:
             raise Refused(str(error)) from error
 
@@ -265,7 +267,7 @@ class RememberedLeases:
         await self._registry.close()
 
 
-def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
+def update_options(config: RLConfig, folder: Path, rendezvous: str) -> UpdateOptions:
     inference = config.inference
     join = inference.join_transport
     return UpdateOptions(
@@ -281,6 +283,7 @@ def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
         probe_timeout_s=inference.probe_timeout_seconds,
         join_carrier=None if join == "auto" else join,
         folder=str((folder / "weights").absolute()),
+        rendezvous=rendezvous,
     )
 
 
