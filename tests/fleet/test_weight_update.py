@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.donor import Donor
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, summed
 from ductile.fleet.weight_update import WeightUpdates
@@ -146,6 +147,7 @@ class Ranks:
 
     servers: dict
     takes_s: float = 0.5
+    num_bytes_equal: int = 0
     begin: BaseException | None = None
     reported: list[dict[str, str]] = field(default_factory=list)
     awaited: set[str] = field(default_factory=set)
@@ -176,7 +178,11 @@ class Ranks:
         failed = self.reported.pop(0) if self.reported else dict.fromkeys(gone, "closed the connection")
         while not self.left_out.keys() >= self.awaited:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        return [SendReport(update_id, f"slot-{rank}", part, 8, 0.1, failed) for rank, part in enumerate(PARTS)]
+        report = SendReport(update_id, "", "", 8, 0.1, failed, num_bytes_equal=self.num_bytes_equal)
+        return [
+            replace(report, sender=f"slot-{rank}", digest=part, tensors={"embed": part, f"of {rank}": part})
+            for rank, part in enumerate(PARTS)
+        ]
 
     async def leave_out(self, update_id, instance, reason):
         assert update_id == self.updates[-1].update_id
@@ -211,7 +217,9 @@ def scene(*servers, carrier="shared_memory", options=OPTIONS, **ranks):
     named = {server.name: server for server in servers}
     doubles = Ranks(named, **ranks)
     epochs = iter(range(1, 99))
-    updates = WeightUpdates(doubles, options, lambda state, only: only or carrier, lambda above: max(above + 1, next(epochs)), clock)
+    updates = WeightUpdates(
+        doubles, options, lambda state, only: only or carrier, lambda above: max(above + 1, next(epochs)), clock
+    )
     return Scene(named, doubles, updates, carrier)
 
 
@@ -237,6 +245,37 @@ def test_all_servers_commit_and_go_on():
         assert it.ranks.finished[0][1] is False
         assert result.pause_s < 0.1
         it.check()
+
+    run(story())
+
+
+def test_what_a_version_is_is_known_tensor_by_tensor_once_servers_have_it():
+    async def story():
+        it = scene(Server("a"))
+        result = await it.publish()
+        assert result.tensors == {"embed": DIGEST, "of 0": PARTS[0], "of 1": PARTS[1]}
+        assert it.updates.known == KnownWeights(2, DIGEST, result.tensors)
+        it.servers["a"].alive = False
+        await it.publish(2)
+        assert it.updates.digest == DIGEST, "what is sent again, and reaches nobody, says nothing new"
+        await it.publish(3)
+        assert it.updates.known == KnownWeights(3)
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("num_bytes_equal", "other", "base"),
+    [(8, {}, 2), (0, {}, None), (8, {"version": 1}, None), (8, {"digest": "another run's"}, None)],
+)
+def test_what_has_not_changed_is_looked_for_where_that_pays_and_all_servers_have_it(num_bytes_equal, other, base):
+    async def story():
+        a, b = Server("a"), Server("b")
+        it = scene(a, b, num_bytes_equal=num_bytes_equal)
+        await it.publish(2)
+        vars(b).update(other)
+        await it.publish(3)
+        assert [update.base_version for update in it.ranks.updates] == [None, base]
 
     run(story())
 

@@ -4,7 +4,15 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 
 from ductile.fleet.server_port import ServerPort
-from ductile.messages.updates import EndLease, LeaseVersion, Offer, SendReport, VersionLease, WeightCarrier, WeightUpdate
+from ductile.messages.updates import (
+    EndLease,
+    LeaseVersion,
+    Offer,
+    SendReport,
+    VersionLease,
+    WeightCarrier,
+    WeightUpdate,
+)
 from ductile.roles import Failure
 
 

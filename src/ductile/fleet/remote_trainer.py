@@ -210,7 +210,8 @@ class RemoteTrainer:
 
     async def finish_update(self, update_id: str, aborted: bool) -> None:
         """Have the ranks free what they hold for an update, and stop sending where it is aborted; one that has left the
-        trainer has done so. Nothing happens where it is not under way. Raises Refused or Late for a rank that lives and cannot; it is over all the same."""
+        trainer has done so. Nothing happens where it is not under way. Raises Refused or Late for a rank that lives and
+        cannot; it is over all the same."""
         sending = self._sending
         if sending is None or sending.update.update_id != update_id:
             return
@@ -378,7 +379,7 @@ class RemoteTrainer:
     async def _keep(self, version: int) -> Manifest:
         if manifest := self._kept.use(version):
             return manifest
-        first, manifest = self.layout.first, Manifest(version, "shared_memory", "", 0, 0, ())
+        first, manifest = self.layout.first, Manifest(version, "none", "", 0, 0, ())
         if self._receivers != "servers":
             published = (await self._all(Publish(version), Published))[first].manifest
             if published is None:

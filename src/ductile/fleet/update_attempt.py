@@ -27,7 +27,8 @@ from ductile.concurrency.deadline import said
 from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import Shortfall
-from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, shortfall, summed
+from ductile.core.rollouts.provenance import KnownWeights
+from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, shortfall, summed, summed_by_name
 from ductile.messages.updates import (
     Digest,
     EndUpdate,
@@ -65,19 +66,25 @@ class UpdateAttempt:
         choose: Callable[[ServerState], WeightCarrier],
         next_epoch: Callable[[int], int],
         clock: Callable[[], float],
+        base: KnownWeights | None = None,
     ) -> None:
-        """choose, next_epoch: as `ductile.fleet.weight_update.WeightUpdates` has them."""
+        """base: the version before, where what has not changed since then may be left out; that is so when all members
+        have it. choose, next_epoch: as `ductile.fleet.weight_update.WeightUpdates` has them."""
         self.short: dict[InstanceId, Shortfall] = {}
         """Members that have not committed, and will not."""
         self.committed: list[InstanceId] = []
         self.carriers: dict[InstanceId, WeightCarrier] = {}
         self.digest: Digest = ""
         """The version's; "" where nobody staged it, or nothing is verified."""
-        self.num_bytes = 0
+        self.tensors: dict[str, Digest] = {}
+        """Parts of the digest, by the tensors' names."""
+        self.num_bytes = self.num_bytes_unchanged = 0
+        self.share_equal = 0.0
+        """Share of the version's bytes that are those of the version before."""
         self.pause_s = 0.0
         """The longest that a server answered nobody."""
         self._senders, self._version, self._members, self._options = senders, version, members, options
-        self._choose, self._next_epoch, self._clock = choose, next_epoch, clock
+        self._choose, self._next_epoch, self._clock, self._base = choose, next_epoch, clock, base
         self._states: dict[InstanceId, ServerState] = {}
         self._prepared: list[InstanceId] = []
         self._commits: list[asyncio.Task[None]] = []
@@ -176,9 +183,14 @@ class UpdateAttempt:
             bucket_timeout_s=options.bucket_timeout_s,
             total_timeout_s=options.total_timeout_s,
             verify=options.verify,
+            base_version=self._base.version if self._base and self._all_have(self._base) else None,
             folder=options.folder,
             rendezvous=options.rendezvous,
         )
+
+    def _all_have(self, base: KnownWeights) -> bool:
+        states = [self._states[name] for name in self.carriers]
+        return all((each.version, each.digest, each.serving) == (base.version, base.digest, True) for each in states)
 
     @asynccontextmanager
     async def _leaving_out(self, update: WeightUpdate) -> AsyncGenerator[None]:
@@ -223,11 +235,15 @@ class UpdateAttempt:
                 task.cancel()
             await asyncio.gather(sending, *watching, return_exceptions=True)
         self.num_bytes = sum(report.num_bytes for report in reports)
+        self.num_bytes_unchanged = sum(report.num_bytes_unchanged for report in reports)
+        all_bytes = self.num_bytes + self.num_bytes_unchanged
+        self.share_equal = sum(report.num_bytes_equal for report in reports) / max(1, all_bytes)
         for report in reports:
             for name, why in report.failed.items():
                 self.fail(InstanceId(name), f"{report.sender}: {why}")
         if reports and update.verify != "none":
             self.digest = summed(report.digest for report in reports)
+            self.tensors = summed_by_name(report.tensors for report in reports)
 
     async def _watch(self, update: WeightUpdate, name: InstanceId) -> None:
         while name not in self.short:

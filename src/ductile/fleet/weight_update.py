@@ -14,10 +14,16 @@ from dataclasses import replace
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import InstanceOutcome, next_attempt
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.update_attempt import UpdateAttempt
 from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, UpdateResult
 from ductile.messages.updates import Digest, ServerState, WeightCarrier
 from ductile.roles import Refused, SlotLost
+
+WORTH = 0.1
+"""Share of unchanged bytes from which on it pays to look for them before a version is sent: ranks read all of their
+weights once more for it, while nothing is trained. A model that is trained whole has hardly any, one with frozen
+tensors has."""
 
 
 class WeightUpdates:
@@ -31,21 +37,30 @@ class WeightUpdates:
         next_epoch: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """choose: the carrier for a server, where nothing leaves only one; raises Refused where there is none. next_epoch: an epoch of the fleet's
-        membership that is newer than any before, and than the one that it is given."""
-        self.version: int | None = None
+        """choose: the carrier for a server, the second argument where only one is possible; raises Refused where there
+        is none. next_epoch: an epoch of the fleet's membership that is newer than any before, and than the one that it
+        is given."""
+        self.known: KnownWeights | None = None
         """Version that was committed last; None before the first."""
-        self.digest: Digest = ""
-        """The digest of that version."""
         self.under_way = ""
         """What is done at the moment: "version 3", "server-1 joins"; "" when nothing is."""
         self._trainer, self._options, self._choose = trainer, options, choose
         self._next_epoch, self._clock = next_epoch, clock
         self._turn = asyncio.Lock()
         self._warming: asyncio.Task[UpdateResult] | None = None
+        self._share_equal = 0.0
+        """Share of the last version's bytes that were those of the version before it."""
         self._num_due = 0
         """Versions that wait for what is under way, or are under way: they go before servers that join."""
         self._attempt: UpdateAttempt | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self.known.version if self.known else None
+
+    @property
+    def digest(self) -> Digest:
+        return self.known.digest if self.known else ""
 
     def leave_out(self, server: InstanceId, why: str) -> None:
         """Wait no more for a server that is known to be gone, if it is among those that get a version just now."""
@@ -63,8 +78,11 @@ class WeightUpdates:
         try:
             async with self._turn:
                 self.under_way = f"version {version}"
-                result = await self._attempts(self._trainer, version, members, self._options.max_attempts)
-                self.version, self.digest = version, result.digest
+                base = self.known if self.digest and self._share_equal >= WORTH else None
+                most = self._options.max_attempts
+                result = await self._attempts(self._trainer, version, members, most, base=base)
+                self._note(result)
+                self._share_equal = result.share_equal
                 return result
         finally:
             self._num_due -= 1
@@ -104,7 +122,7 @@ class WeightUpdates:
                 failures.append(f"it was given {result.digest}, and version {version} is {expected}")
                 continue
             if result.committed:
-                self.version, self.digest = version, result.digest
+                self._note(result)
                 return result
             failures.append(result.outcomes[0].reason)
             if result.outcomes[0].outcome == "dead":
@@ -118,10 +136,12 @@ class WeightUpdates:
         members: Sequence[AnyMember],
         max_attempts: int,
         only: WeightCarrier | None = None,
+        base: KnownWeights | None = None,
     ) -> UpdateResult:
         began_s, number = self._clock(), 0
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
-        digest, num_bytes, pause_s = "", 0, 0.0
+        digest, tensors, num_bytes, num_bytes_unchanged = "", dict[str, Digest](), 0, 0
+        pause_s = share_equal = 0.0
         left = {member.id: member for member in members}
         while left:
             number += 1
@@ -133,6 +153,7 @@ class WeightUpdates:
                 lambda state: self._choose(state, only),
                 self._next_epoch,
                 self._clock,
+                base,
             )
             self._attempt = attempt
             try:
@@ -141,11 +162,30 @@ class WeightUpdates:
                 self._attempt = None
             carriers |= attempt.carriers
             if attempt.committed:  # else the ranks may have been stopped before they had all of it
-                digest = attempt.digest
+                digest, tensors = attempt.digest, attempt.tensors
+            share_equal = max(share_equal, attempt.share_equal)
             num_bytes += attempt.num_bytes
+            num_bytes_unchanged += attempt.num_bytes_unchanged
             pause_s = max(pause_s, attempt.pause_s)
             decision = next_attempt(tuple(attempt.committed), attempt.short, number, max_attempts)
             outcomes += decision.ended
             left = {name: replace(left[name], incarnation=attempt.incarnation(name)) for name in decision.again}
         seconds = self._clock() - began_s
-        return UpdateResult(version, digest, tuple(outcomes), number, seconds, pause_s, num_bytes, carriers)
+        return UpdateResult(
+            version,
+            digest,
+            tuple(outcomes),
+            number,
+            seconds,
+            pause_s,
+            num_bytes,
+            carriers,
+            tensors,
+            num_bytes_unchanged,
+            share_equal,
+        )
+
+    def _note(self, result: UpdateResult) -> None:
+        """One more update to the same version, which reached nobody or came from a server, says nothing new of it."""
+        if result.version != self.version or (result.digest and not self.digest):
+            self.known = KnownWeights(result.version, result.digest, result.tensors)

@@ -153,6 +153,11 @@ class SendReport(msgspec.Struct, frozen=True):
     """Receivers that did not take everything, each with a sentence."""
     num_bytes_unchanged: int = 0
     """Bytes that were left out, as they are those of `base_version`. `digest` has their part all the same."""
+    num_bytes_equal: int = 0
+    """Bytes that are those of the version that was sent before, also the ones that were left out: so much is worth
+    looking for by the next version."""
+    tensors: dict[str, Digest] = {}
+    """Parts of `digest`, by the tensors' names; empty where not all of them could be read."""
 
 
 # -- What a server says and is told over HTTP -----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ductile.config.schema.secrets import secret_of
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.layout.model.parameters import parameters
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, ServerNoted, WeightUpdateEnded
 from ductile.fabric.process import host
 from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
@@ -50,7 +51,8 @@ class Servers:
     """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop."""
 
     def __init__(self, config: RLConfig, fleet: Fleet, record: Recorder, folder: Path, rendezvous: str) -> None:
-        """folder: the run's. rendezvous: host:port of the cluster's store. Raises ImportPathError for a custom registry that cannot be imported."""
+        """folder: the run's. rendezvous: host:port of the cluster's store. Raises ImportPathError for a custom registry
+        that cannot be imported."""
         client, inference = config.orchestrator.client, config.inference
         self._api_key = secret_of(client.api_key, client.api_key_var)
         broadcast = config.trainer.weight_broadcast
@@ -105,9 +107,9 @@ class Servers:
     def _next_epoch(self, above: int) -> int:
         return self._fleet.next_epoch(above)
 
-    async def update(self, version: int) -> None:
+    async def update(self, version: int) -> KnownWeights:
         """Bring the trainer's weights to all servers (`ServerMembers.update`)."""
-        await self._members.update(version)
+        return await self._members.update(version)
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""
@@ -209,6 +211,7 @@ class Servers:
                 result.pause_s,
                 result.num_bytes,
                 result.digest,
+                result.num_bytes_unchanged,
                 sentence=f"{'; '.join([sentence, *left])}." if left else "",
             )
         )
