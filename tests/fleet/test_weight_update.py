@@ -676,6 +676,22 @@ def test_joiners_that_wait_for_their_turn_give_way_to_a_version():
     run(story())
 
 
+def test_a_joiner_is_not_blamed_for_a_version_that_servers_have_and_that_is_not_live_yet():
+    """The run's slots are still receiving it, and so the version before is asked for."""
+
+    async def story():
+        it = scene(Server("a"))
+        joiner = Server("j")
+        publishing = asyncio.create_task(it.publish(3))
+        await asyncio.sleep(0.1)
+        assert await it.updates.warm(joiner.member, 2, [it.ranks]) is None
+        assert outcomes(await publishing) == {"a": "committed"}
+        assert await it.updates.warm(joiner.member, 2, [it.ranks]) is None
+        assert joiner.said == []
+
+    run(story())
+
+
 def test_a_joiner_that_dies_is_dead_and_holds_nobody_up():
     async def story():
         it = scene(Server("a"))

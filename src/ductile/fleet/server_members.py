@@ -100,8 +100,8 @@ class ServerMembers:
 
     async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
         version = self._pool.version
-        if version is None or version != self._updates.version:
-            return None  # the run has none yet, or the next one is on its way to all others
+        if version is None:
+            return None  # the run has none yet
         member = await self._opened(server)
         leases = [
             Donor(self._servers[donor.instance].control, version) for donor in donors if donor.instance in self._servers

@@ -90,11 +90,11 @@ class WeightUpdates:
 
     async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
         """Bring the live version to a server that joins, from the first source that can give it. It has committed when
-        its digest is that of the version. None when a version is published meanwhile: it is to be asked again. Raises
-        Refused when no source can give it.
+        its digest is that of the version. None when another version is published meanwhile, or was sent to servers and
+        goes live in a moment: it is to be asked again. Raises Refused when no source can give it.
         """
         async with self._turn:
-            if self._num_due:
+            if self._num_due or self.version not in (None, version):
                 return None
             self.under_way = f"{member.id} joins"
             self._warming = asyncio.create_task(self._warm(member, version, sources))
