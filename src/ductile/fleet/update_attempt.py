@@ -37,6 +37,7 @@ from ductile.messages.updates import (
     PrepareUpdate,
     Receiver,
     ResumeServer,
+    SendReport,
     ServerState,
     UpdateProgress,
     WeightCarrier,
@@ -229,7 +230,7 @@ class UpdateAttempt:
         try:
             while self._left and not sending.done():
                 await self._changed.wait()
-            reports = sending.result() if sending.done() else []
+            reports = sending.result() if sending.done() else list[SendReport]()
         finally:
             for task in (sending, *watching):
                 task.cancel()

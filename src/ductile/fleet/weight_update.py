@@ -142,7 +142,7 @@ class WeightUpdates:
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
         digest, tensors, num_bytes, num_bytes_unchanged = "", dict[str, Digest](), 0, 0
         pause_s = share_equal = 0.0
-        left = {member.id: member for member in members}
+        left: dict[InstanceId, AnyMember] = {member.id: member for member in members}
         while left:
             number += 1
             attempt = UpdateAttempt(
