@@ -62,7 +62,7 @@ def test_a_way_of_joining_that_cannot_be_is_refused(
     [
         (ALL, "nixl", "", "'nixl' is not there: write 'filesystem' or 'nccl'"),
         (("http",), "nccl", FAR, "asks for point_to_point, and the server takes http"),
-        (ALL, "nccl", "127.0.0.1:1", "does not reach the trainer at 127.0.0.1:1"),
+        (ALL, "nccl", "127.0.0.1:1", "does not reach the trainer at 127.0.0.1: set trainer.weight_broadcast.host to"),
         ((), None, "", "takes weights by nothing"),
     ],
 )

@@ -41,9 +41,11 @@ def choose_carrier(
             takes = ", ".join(state.carriers)
             raise ValueError(f"{key} asks for {carrier}, and the server takes {takes}: leave the key out")
         if (carrier == "point_to_point" and not reachable) or (carrier == "shared_memory" and not same_host):
-            at = rendezvous or "loopback"
-            why = f"does not reach the trainer at {at}" if carrier == "point_to_point" else "shares none with it"
-            raise ValueError(f"{key} asks for {carrier}, and a server on another host {why}: leave the key out")
+            why, instead = "shares none with it", "leave the key out"
+            if carrier == "point_to_point":
+                why = f"does not reach the trainer at {rendezvous.rpartition(':')[0] or 'loopback'}"
+                instead = "set trainer.weight_broadcast.host to the trainer's address, or leave the key out"
+            raise ValueError(f"{key} asks for {carrier}, and a server on another host {why}: {instead}")
         return CarrierChoice(carrier, f"{key.replace(' =', ' is')}")
     if same_host and "shared_memory" in state.carriers:
         return CarrierChoice("shared_memory", "it is on the trainer's host")

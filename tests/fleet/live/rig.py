@@ -127,7 +127,7 @@ class Rig:
         self.generators = RemoteGenerators(None, (), 16, 16, deadlines)
         fleet = Fleet(self.trainer, self.generators, None, {})
         self.record = Recorder(self.folder / "run")
-        self.run_servers = RunServers(config, fleet, self.record, self.folder / "run", self.trainers.cluster.rendezvous)
+        self.run_servers = RunServers(config, fleet, self.record, self.folder / "run")
         self.fleet = self.run_servers._fleet
         self.fleet.on_change.add(self._on_change)
         self.run_servers._members.on_updated.add(self._on_updated)

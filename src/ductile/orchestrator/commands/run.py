@@ -97,9 +97,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         fleet = await run_until(
             _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
         )
-        servers = None
-        if has_servers(config):
-            servers = Servers(config, fleet, session.record, session.folder, cluster.rendezvous)
+        servers = Servers(config, fleet, session.record, session.folder) if has_servers(config) else None
         live = _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet, servers)
         async with live as resizer:
 

@@ -17,6 +17,7 @@ from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
+from ductile.config.schema.trainer import NcclBroadcast
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.layout.model.parameters import parameters
@@ -52,9 +53,8 @@ def has_servers(config: RLConfig) -> bool:
 class Servers:
     """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop."""
 
-    def __init__(self, config: RLConfig, fleet: Fleet, record: Recorder, folder: Path, rendezvous: str) -> None:
-        """folder: the run's. rendezvous: host:port of the cluster's store. Raises ImportPathError for a custom registry
-        that cannot be imported."""
+    def __init__(self, config: RLConfig, fleet: Fleet, record: Recorder, folder: Path) -> None:
+        """folder: the run's. Raises ImportPathError for a custom registry that cannot be imported."""
         client, inference = config.orchestrator.client, config.inference
         self._api_key = secret_of(client.api_key, client.api_key_var)
         broadcast = config.trainer.weight_broadcast
@@ -65,8 +65,9 @@ class Servers:
         self._served = inference.registry if is_served else None
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
         self._probe = HttpProbe(inference.detection_bound_s, lambda address: self._api_key)
-        self._rendezvous = rendezvous
-        options = update_options(config, folder, rendezvous)
+        # Each sender has a store of its own, at a free port.
+        self._rendezvous = f"{broadcast.host}:0" if isinstance(broadcast, NcclBroadcast) else ""
+        options = update_options(config, folder, self._rendezvous)
         updates = WeightUpdates(fleet.trainer, options, self._carrier, self._next_epoch)
         self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
         self._fleet = ElasticFleet(
