@@ -25,8 +25,8 @@ from ductile.generator.server.server import create_app
 from ductile.generator.server.weight_donor import content_of
 from ductile.messages.updates import (
     Bucket,
-    EndLease,
     EndUpdate,
+    EndVersionLease,
     Offer,
     PauseServer,
     PrepareUpdate,
@@ -414,7 +414,7 @@ def test_a_server_that_joins_gets_the_weights_of_one_that_is_there(
         first = f"{offer.location}/0".removeprefix(process[0])
         assert client.get(first).status_code == 200
         for _ in range(2):
-            post(client, "/weights/lease/end", EndLease(offer.location))
+            post(client, "/weights/lease/end", EndVersionLease(offer.location))
         assert client.get(first).status_code == 422, "the copy is kept"
         gone = msgspec.structs.replace(offer, location=f"{offer.location}x")
         late = PrepareUpdate(WeightUpdate("late", 2, 9, (Receiver("joiner", "http"),)), "http", (gone,))

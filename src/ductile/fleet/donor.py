@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 
 from ductile.fleet.server_port import ServerPort
 from ductile.messages.updates import (
-    EndLease,
+    EndVersionLease,
     LeaseVersion,
     Offer,
     SendReport,
@@ -47,4 +47,4 @@ class Donor:
         """The donor frees its copy; where it cannot be told, the lease ends by itself."""
         if self._lease is not None:
             with suppress(Failure):
-                await self._port.end_lease(EndLease(self._lease.offer.location))
+                await self._port.end_lease(EndVersionLease(self._lease.offer.location))

@@ -24,8 +24,8 @@ from ductile.fleet.instance_port import InstanceEvent, Returned
 from ductile.fleet.server_http import Barred, ServerDeadlines, ServerHttp
 from ductile.messages.updates import (
     Digest,
-    EndLease,
     EndUpdate,
+    EndVersionLease,
     LeaseVersion,
     LiveDigest,
     PauseServer,
@@ -220,7 +220,7 @@ class ServerPort:
         """Have the server keep its live version, for one that joins."""
         return await self._tell("/weights/lease", message, VersionLease)
 
-    async def end_lease(self, message: EndLease) -> None:
+    async def end_lease(self, message: EndVersionLease) -> None:
         body = msgspec.json.encode(message)
         await self._http.ask("POST", "/weights/lease/end", body, self._http.deadlines.state_s, control=True)
 

@@ -253,12 +253,12 @@ class VersionLease(msgspec.Struct, frozen=True):
     offer: Offer
 
 
-class EndLease(msgspec.Struct, frozen=True):
+class EndVersionLease(msgspec.Struct, frozen=True):
     """POST /weights/lease/end. The server need not keep the version for it any more; one that is over already is no
     error. Replies {}."""
 
     location: str
-    """Of the lease's offer."""
+    """URL of the lease, as its offer has it."""
 
 
 class LiveDigest(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ from ductile.generator.server.fleet_member import FleetMember
 from ductile.generator.server.request_body import BadBody
 from ductile.generator.server.responses import error
 from ductile.generator.server.update_machine import Fenced, Unusable
-from ductile.messages.updates import EndLease, EndUpdate, LeaseVersion, PauseServer, PrepareUpdate, ResumeServer
+from ductile.messages.updates import EndUpdate, EndVersionLease, LeaseVersion, PauseServer, PrepareUpdate, ResumeServer
 from ductile.weights.carriers.carrier import checksum_of
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -89,7 +89,7 @@ async def lease(member: Member, http: Request) -> Response:
 
 @fleet_routes.post("/weights/lease/end")
 async def end_lease(member: Member, http: Request) -> Response:
-    member.donor.end(_read(EndLease, http).location)
+    member.donor.end(_read(EndVersionLease, http).location)
     return Response(b"{}", media_type="application/json")
 
 
