@@ -263,9 +263,10 @@ class Manifest:
     """One published weight version: what is in it, where it lies, and how to know that it arrived whole."""
 
     version: int
-    carrier: Literal["shared_memory", "disk"]
+    carrier: Literal["shared_memory", "disk", "none"]
     location: str
-    """`shared_memory`: a path that the receiver opens; `disk`: an HF folder."""
+    """`shared_memory`: a path that the receiver opens; `disk`: an HF folder; `none`: nobody fetches it, as the trainer
+    sends it (`ductile.messages.updates`)."""
     num_bytes: int
     fingerprint: int
     """64-bit fingerprint of all bytes in order (`ductile.fabric.segment`)."""

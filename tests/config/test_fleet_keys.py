@@ -7,6 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ductile.config.checks.fleet_findings import fleet_findings
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, RegistryConfig, StaticRegistry
+from ductile.messages.updates import LONGEST_LEASE_S
 
 REFUSED = [
     ("health_check_interval_seconds", 0),
@@ -25,6 +26,7 @@ REFUSED = [
     ("flap_backoff_seconds", 0),
     ("update_bucket_timeout_seconds", 0),
     ("update_total_timeout_seconds", None),
+    ("update_total_timeout_seconds", LONGEST_LEASE_S + 1),  # a server keeps a version for a joiner so long
     ("update_max_attempts", 0),
     ("pipeline_slots", 0),
     ("bucket_bytes", 0),

@@ -85,6 +85,19 @@ def test_the_ranks_send_beside_training_and_the_step_waits_for_all() -> None:
     play(story)
 
 
+def test_a_rank_that_leaves_the_trainer_after_it_has_sent_is_not_told_of_the_end() -> None:
+    async def story() -> None:
+        rig = Rig()
+        await rig.trainer.begin_update(update(1))
+        await rig.trainer.sent("u1")
+        async with rig.trainer.boundary(moves_weights=True):
+            rig.trainer.go_on_in(ParallelLayout.of((0, 1)), 1)
+        await rig.trainer.finish_update("u1", aborted=False)
+        assert [slot for name, slot, _ in rig.at if name == "FinishUpdate"] == [0, 1]
+
+    play(story)
+
+
 def test_an_update_that_is_aborted_lets_the_step_go_at_once() -> None:
     async def story() -> None:
         rig = Rig()

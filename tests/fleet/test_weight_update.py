@@ -1,17 +1,19 @@
 """A version goes to servers, and everything that can happen to it on the way does. In memory and in virtual time."""
 
 import asyncio
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from dataclasses import replace as replace_options
+from dataclasses import replace as replaced
 
 import pytest
 from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
+from ductile.core.rollouts.provenance import KnownWeights
+from ductile.fleet.donor import Donor
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, summed
 from ductile.fleet.weight_update import WeightUpdates
-from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress
+from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, VersionLease
 from ductile.messages.workers import BeginUpdate
 from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
@@ -30,7 +32,7 @@ def test_parts_add_up_modulo_2_to_the_64():
 @dataclass
 class Server:
     """A server in memory. faults: what happens at a point, `times` times: "exit", "hang", "refuse", "fail", "restart",
-    "drop" (it is done, and the reply is lost) or "drop_before" (it is not done, either)."""
+    "wedge" (nothing more of this), "drop" (it is done, and the reply is lost) or "drop_before" (it is not, either)."""
 
     name: str
     faults: dict[str, str] = field(default_factory=dict)
@@ -66,6 +68,8 @@ class Server:
             elif fault == "drop_before":
                 await asyncio.sleep(LATE_S)
                 raise Late(f"{self.name} did not reply")
+            elif fault == "wedge":
+                await asyncio.sleep(1e6)
             elif fault == "fail":
                 self.progress = UpdateProgress(request.update_id, "failed", reason="the disk is full")
         if not self.alive:
@@ -103,7 +107,9 @@ class Server:
             self.times -= 1
             return UpdateProgress(end.update_id, "failed", reason="it has other bytes")
         self.staged = mine
-        return UpdateProgress(end.update_id, "verified", digest=mine)
+        self.progress = UpdateProgress(end.update_id, "verified", digest=mine)
+        await self._dropped("verify")
+        return self.progress
 
     async def commit(self, end: EndUpdate):
         await self._at("commit", end)
@@ -141,6 +147,7 @@ class Ranks:
 
     servers: dict
     takes_s: float = 0.5
+    num_bytes_equal: int = 0
     begin: BaseException | None = None
     reported: list[dict[str, str]] = field(default_factory=list)
     awaited: set[str] = field(default_factory=set)
@@ -171,7 +178,11 @@ class Ranks:
         failed = self.reported.pop(0) if self.reported else dict.fromkeys(gone, "closed the connection")
         while not self.left_out.keys() >= self.awaited:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        return [SendReport(update_id, f"slot-{rank}", part, 8, 0.1, failed) for rank, part in enumerate(PARTS)]
+        report = SendReport(update_id, "", "", 8, 0.1, failed, num_bytes_equal=self.num_bytes_equal)
+        return [
+            replace(report, sender=f"slot-{rank}", digest=part, tensors={"embed": part, f"of {rank}": part})
+            for rank, part in enumerate(PARTS)
+        ]
 
     async def leave_out(self, update_id, instance, reason):
         assert update_id == self.updates[-1].update_id
@@ -206,7 +217,9 @@ def scene(*servers, carrier="shared_memory", options=OPTIONS, **ranks):
     named = {server.name: server for server in servers}
     doubles = Ranks(named, **ranks)
     epochs = iter(range(1, 99))
-    updates = WeightUpdates(doubles, options, lambda state: carrier, lambda above: max(above + 1, next(epochs)), clock)
+    updates = WeightUpdates(
+        doubles, options, lambda state, only: only or carrier, lambda above: max(above + 1, next(epochs)), clock
+    )
     return Scene(named, doubles, updates, carrier)
 
 
@@ -236,6 +249,37 @@ def test_all_servers_commit_and_go_on():
     run(story())
 
 
+def test_what_a_version_is_is_known_tensor_by_tensor_once_servers_have_it():
+    async def story():
+        it = scene(Server("a"))
+        result = await it.publish()
+        assert result.tensors == {"embed": DIGEST, "of 0": PARTS[0], "of 1": PARTS[1]}
+        assert it.updates.known == KnownWeights(2, DIGEST, result.tensors)
+        it.servers["a"].alive = False
+        await it.publish(2)
+        assert it.updates.digest == DIGEST, "what is sent again, and reaches nobody, says nothing new"
+        await it.publish(3)
+        assert it.updates.known == KnownWeights(3)
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("num_bytes_equal", "other", "base"),
+    [(8, {}, 2), (0, {}, None), (8, {"version": 1}, None), (8, {"digest": "another run's"}, None)],
+)
+def test_what_has_not_changed_is_looked_for_where_that_pays_and_all_servers_have_it(num_bytes_equal, other, base):
+    async def story():
+        a, b = Server("a"), Server("b")
+        it = scene(a, b, num_bytes_equal=num_bytes_equal)
+        await it.publish(2)
+        vars(b).update(other)
+        await it.publish(3)
+        assert [update.base_version for update in it.ranks.updates] == [None, base]
+
+    run(story())
+
+
 FAULTS = [
     # point, fault, what becomes of it, attempts
     ("state", "exit", "dead", 1),
@@ -249,6 +293,8 @@ FAULTS = [
     ("verify", "exit", "dead", 1),
     ("verify", "hang", "stale", 1),
     ("verify", "refuse", "stale", 1),
+    ("verify", "wedge", "stale", 1),
+    ("verify", "drop", "committed", 1),
     ("digest", "bad", "stale", 3),
     ("pause", "exit", "dead", 1),
     ("pause", "hang", "stale", 1),
@@ -279,6 +325,69 @@ def test_a_server_that_fails_does_not_stop_the_version(point, fault, outcome, at
         assert victim.said.count("commit") <= 1, "a commit was sent again although it was done, or nobody knew"
         assert clock() < 15
         it.check()
+
+    run(story())
+
+
+def test_one_that_hangs_at_verify_is_out_alone_and_the_others_have_committed_by_then():
+    async def story():
+        it = scene(Server("a"), Server("b"), Server("wedged", {"verify": "wedge"}))
+        publishing = asyncio.create_task(it.publish())
+        await asyncio.sleep(1.0)
+        assert [it.servers[name].version for name in "ab"] == [2, 2]
+        assert outcomes(await publishing) == {"a": "committed", "b": "committed", "wedged": "stale"}
+        assert clock() < OPTIONS.bucket_timeout_s + 2
+
+    run(story())
+
+
+def test_one_that_still_gets_buckets_while_it_is_asked_to_verify_is_waited_for():
+    """As from another server, which gives them as they are asked for."""
+
+    async def story():
+        slow = Server("slow")
+        it = scene(slow, takes_s=0.01)
+        verify = slow.verify
+
+        async def verify_late(end):
+            while (num := slow.progress.num_buckets) < 10:
+                await asyncio.sleep(1.0)
+                slow.progress = UpdateProgress(end.update_id, "receiving", num + 1)
+            return await verify(end)
+
+        slow.verify = verify_late
+        assert outcomes(await it.publish()) == {"slow": "committed"}
+        assert 9 < clock() < OPTIONS.total_timeout_s
+
+    run(story())
+
+
+def test_a_rank_that_has_left_the_trainer_by_the_end_costs_no_committed_version():
+    async def story():
+        it = scene(Server("a"))
+
+        async def finish_update(update_id, aborted):
+            raise Refused("this slot does not hold the role 'train'")
+
+        it.ranks.finish_update = finish_update
+        assert outcomes(await it.publish()) == {"a": "committed"}
+        assert it.updates.version == 2
+
+    run(story())
+
+
+def test_the_trainer_keeps_its_weights_for_a_server_until_they_have_been_sent_and_no_longer():
+    async def story():
+        joiner = Server("j", {"verify": "wedge"})
+        it = scene(joiner)
+        warming = asyncio.create_task(it.updates.warm(joiner.member, 2, [it.ranks]))
+        await asyncio.sleep(0.3)
+        assert it.ranks.kept == [2]
+        await asyncio.sleep(0.7)
+        assert "verify" in joiner.said
+        assert it.ranks.kept == [], "an optimizer step waits for a server that hangs"
+        with pytest.raises(Refused, match="did not reply"):
+            await warming
 
     run(story())
 
@@ -445,7 +554,7 @@ def test_a_server_that_has_no_carrier_in_common_is_left_behind_with_the_sentence
     async def story():
         it = scene(Server("a"), Server("b", version=7))
 
-        def choose(state):
+        def choose(state, only):
             if state.version == 7:
                 raise Refused("the server takes http: leave the key out")
             return "shared_memory"
@@ -494,16 +603,41 @@ def test_a_joiner_asks_the_next_source_when_the_first_has_not_got_it_or_dies():
     run(story())
 
 
-def test_a_joiner_gets_its_weights_by_no_other_way_than_is_asked_for():
+@pytest.mark.parametrize(
+    ("only", "carrier"), [(None, "http"), ("http", "http"), ("shared_memory", "shared_memory"), ("disk", "disk")]
+)
+def test_the_way_of_joining_says_who_is_asked(only, carrier):
     async def story():
-        it = scene(Server("a"), options=replace_options(OPTIONS, join_carrier="disk"))
-        await it.publish()
         joiner = Server("j")
-        it.servers["j"] = joiner
+        it = scene(joiner, carrier="shared_memory", options=replaced(OPTIONS, join_carrier=only))
         donor = Ranks(it.servers, carrier="http")
-        assert outcomes(await it.updates.warm(joiner.member, 2, [donor, it.ranks])) == {"j": "committed"}
-        assert not donor.updates
-        assert [each.carrier for each in it.ranks.updates[-1].receivers] == ["disk"]
+        result = await it.updates.warm(joiner.member, 2, [donor, it.ranks])
+        assert outcomes(result) == {"j": "committed"}
+        assert result.carriers == {"j": carrier}
+        assert (len(donor.updates), len(it.ranks.updates)) == ((1, 0) if carrier == "http" else (0, 1))
+
+    run(story())
+
+
+def test_a_donor_is_told_when_the_joiner_has_the_version():
+    async def story():
+        told = []
+
+        class Port:
+            async def lease(self, asked):
+                offer = Offer("a", (), (), f"http://a/weights/buckets/{len(told)}")
+                return VersionLease(asked.version, DIGEST, offer)
+
+            async def end_lease(self, end):
+                told.append(end.location)
+                raise Late("a lease ends by itself where nobody says that it has")
+
+        joiners = Server("j"), Server("k", {"digest": "bad"}), Server("l", {"verify": "exit"})
+        it = scene(*joiners)
+        for joiner in joiners:
+            with suppress(Refused):
+                await it.updates.warm(joiner.member, 2, [Donor(Port(), 2)])
+        assert told == [f"http://a/weights/buckets/{number}" for number in range(3)]
 
     run(story())
 
@@ -524,6 +658,36 @@ def test_a_version_that_is_published_meanwhile_goes_before_a_joiner():
         assert clock() - began_s < 2
         assert await warming is None, "it would be the version before"
         assert (joiner.version, it.servers["a"].version) == (3, 3)
+
+    run(story())
+
+
+def test_joiners_that_wait_for_their_turn_give_way_to_a_version():
+    async def story():
+        it = scene(Server("a"), takes_s=5.0)
+        joiners = [Server(f"j{number}") for number in range(3)]
+        it.servers |= {each.name: each for each in joiners}
+        warming = [asyncio.create_task(it.updates.warm(each.member, 2, [it.ranks])) for each in joiners]
+        await asyncio.sleep(1)
+        assert outcomes(await it.updates.update(3, [it.servers["a"].member])) == {"a": "committed"}
+        assert clock() < 1 + 5 + 1
+        assert await asyncio.gather(*warming) == [None, None, None], "each begins again, with the new version"
+
+    run(story())
+
+
+def test_a_joiner_is_not_blamed_for_a_version_that_servers_have_and_that_is_not_live_yet():
+    """The run's slots are still receiving it, and so the version before is asked for."""
+
+    async def story():
+        it = scene(Server("a"))
+        joiner = Server("j")
+        publishing = asyncio.create_task(it.publish(3))
+        await asyncio.sleep(0.1)
+        assert await it.updates.warm(joiner.member, 2, [it.ranks]) is None
+        assert outcomes(await publishing) == {"a": "committed"}
+        assert await it.updates.warm(joiner.member, 2, [it.ranks]) is None
+        assert joiner.said == []
 
     run(story())
 

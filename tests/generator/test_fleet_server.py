@@ -26,6 +26,7 @@ from ductile.generator.server.weight_donor import content_of
 from ductile.messages.updates import (
     Bucket,
     EndUpdate,
+    EndVersionLease,
     Offer,
     PauseServer,
     PrepareUpdate,
@@ -209,7 +210,8 @@ def test_damaged_weights_never_become_live(client: httpx.Client, give: Give) -> 
     status, said = giver.end("commit")
     assert (status, said["phase"]) == (200, "failed")
     assert f"has digest {giver.digest}, and not 0000000000000000" in said["reason"]
-    assert client.get("/weights/digest").json() == {"version": live["version"], "digest": live["digest"]}
+    read = client.get("/weights/digest").json()
+    assert (read["version"], read["digest"]) == (live["version"], live["digest"])
     give().give()
 
 
@@ -223,7 +225,8 @@ def test_a_delta_leaves_out_what_is_as_before(client: httpx.Client, give: Give) 
     )
     giver.only(name)
     giver.give()
-    assert client.get("/weights/digest").json() == {"version": giver.version, "digest": giver.digest}
+    read = client.get("/weights/digest").json()
+    assert (read["version"], read["digest"]) == (giver.version, giver.digest)
     status, said = give(settings={"base_version": base.version}).prepare()
     assert status == 422
     assert f"says what changed since {base.version}, and {giver.version} is live here" in said["error"]["message"]
@@ -346,6 +349,7 @@ def test_control_routes_are_for_those_who_have_the_token(
     assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(token_file.parent.stat().st_mode) == 0o700
     routes = ("/pause", "/resume", "/weights/prepare", "/weights/buckets/u/s/0", "/weights/abort", "/weights/lease")
+    routes += ("/weights/lease/end",)
     with httpx.Client(base_url=process[0]) as stranger:
         for key in ("", "Bearer", "Bearer wrong", "Basic " + client.headers["Authorization"][7:]):
             for path in routes:
@@ -388,7 +392,7 @@ def test_a_loader_that_hangs_is_seen_and_its_update_fails(client: httpx.Client, 
 
 
 def test_a_server_that_joins_gets_the_weights_of_one_that_is_there(
-    client: httpx.Client, give: Give, qwen3: Family
+    client: httpx.Client, give: Give, qwen3: Family, process: tuple[str, Any]
 ) -> None:
     give().give()
     live = state(client)
@@ -407,6 +411,11 @@ def test_a_server_that_joins_gets_the_weights_of_one_that_is_there(
         assert joiner.post("/weights/verify", content=end, headers=JSON).json()["phase"] == "verified"
         assert joiner.post("/weights/commit", content=end, headers=JSON).json()["phase"] == "committed"
         assert joiner.get("/weights/digest").json()["digest"] == live["digest"]
+        first = f"{offer.location}/0".removeprefix(process[0])
+        assert client.get(first).status_code == 200
+        for _ in range(2):
+            post(client, "/weights/lease/end", EndVersionLease(offer.location))
+        assert client.get(first).status_code == 422, "the copy is kept"
         gone = msgspec.structs.replace(offer, location=f"{offer.location}x")
         late = PrepareUpdate(WeightUpdate("late", 2, 9, (Receiver("joiner", "http"),)), "http", (gone,))
         post(joiner, "/weights/prepare", late)

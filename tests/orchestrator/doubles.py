@@ -21,6 +21,7 @@ from ductile.orchestrator.loop.assembly import assemble
 from ductile.orchestrator.loop.buffer import Buffer
 from ductile.orchestrator.loop.episode import Episodes
 from ductile.orchestrator.loop.evaluate import Evaluation
+from ductile.orchestrator.loop.publisher import UpdateServers
 from ductile.orchestrator.loop.rollouts import Rollouts
 from ductile.orchestrator.loop.run_output import RunOutput
 from ductile.orchestrator.loop.run_schedule import RunSchedule
@@ -261,6 +262,7 @@ class Stage:
     death: Callable[[], Coroutine[Any, Any, str]] | None = None
     """Returns when a process that the run needs is gone."""
     controller: Callable[["Stage"], ElasticController] | None = None
+    update_servers: UpdateServers | None = None
     saver: Callable[["Stage"], Any] = NotingSaver
     checkpoints: Checkpoints | None = None
     """Where the trainer's state is really saved; None notes that it would be."""
@@ -337,6 +339,7 @@ class Stage:
             self.accounting,
             self.controller(self) if self.controller else None,
             self.stop,
+            self.update_servers,
         )
         meanwhile = asyncio.create_task(during(self)) if during else None
         try:

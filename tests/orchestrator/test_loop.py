@@ -2,9 +2,11 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Prompt, Rollout, RolloutGroup
 from tests.nightly import examples
@@ -238,10 +240,20 @@ def test_the_trainer_waits_for_slow_groups_so_that_it_learns_from_all_lengths_al
     assert rows["wait"]["trained_length_mean"] == rows["wait"]["sampled_length_mean"] > 2
 
 
-def test_tokens_of_weights_that_were_never_published_are_not_trained_on(tmp_path):
+@pytest.mark.parametrize("known_by", ["the trainer's snapshot", "what was sent to servers"])
+def test_tokens_of_weights_that_were_never_published_are_not_trained_on(tmp_path, known_by):
     class Publishes(FakeTrainer):
         async def publish(self, version):
             return replace(await super().publish(version), digest=f"digest {version}")
+
+    async def send(version):
+        return KnownWeights(version, f"digest {version}", {"embed": "its part"})
+
+    def hear(stage):
+        async def heard():
+            stage.loop.publisher.on_live.add(lives.append)
+
+        return heard()
 
     class LiesOnce(FakeGenerators):
         liar = ""
@@ -253,8 +265,12 @@ def test_tokens_of_weights_that_were_never_published_are_not_trained_on(tmp_path
             digests = {version: "another" if lies else f"digest {version}" for version in generation.versions}
             return replace(generation, digests=digests)
 
-    stage = Stage(tmp_path, max_steps=3, generators=LiesOnce, trainer=Publishes)
-    assert run(stage.go()) == 3
+    lives = []
+    by = {"trainer": Publishes} if known_by == "the trainer's snapshot" else {"update_servers": send}
+    stage = Stage(tmp_path, max_steps=3, generators=LiesOnce, **by)
+    assert run(stage.go(hear)) == 3
+    assert [each.digest for each in lives] == [f"digest {version}" for version in range(4)]
+    assert all(each.tensors for each in lives) == ("update_servers" in by), "the canaries see which tensor is wrong"
     group = stage.fake_generators.liar.rsplit("/", 2)[0]
     (told,) = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "group_refused"]
     assert told["prompt"] == group

@@ -14,7 +14,7 @@ from ductile.columns import TokenIds
 from ductile.config.schema.inference import InferenceConfig
 from ductile.core.instances.instances import Instance, instance_on
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.core.rollouts.provenance import LIMITS
+from ductile.core.rollouts.provenance import LIMITS, KnownWeights
 from ductile.generator.generate_role import GenerateRole
 from ductile.messages.workers import DigestWeights, Finished, Generate, Receive, WeightDigests
 from ductile.model.checkpoint import load_model
@@ -113,7 +113,7 @@ class Rig:
             generator.role.handle(Receive("generate", self.as_received(generator, manifest)))
         self.memory.withdraw(self.version)
         before = len(self.told())
-        self.canaries.check_soon(replace(manifest, adapters=self.adapters))
+        self.canaries.check_soon(KnownWeights.of(replace(manifest, adapters=self.adapters)))
         await self.canaries._checking
         return self.told()[before:]
 

@@ -18,6 +18,7 @@ from ductile.config.schema.trainer import SFTLoss, SGDConfig, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer import owners
 from ductile.fabric import rendezvous
+from ductile.fleet.update_parties import summed_by_name
 from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, WeightCarrier, WeightUpdate
 from ductile.messages.workers import BeginUpdate, FinishUpdate, ForwardBackward, OptimStep, Publish
 from ductile.model.checkpoint import load_model
@@ -138,6 +139,8 @@ def test_ranks_send_each_version_between_them(name: str, folder: str) -> None:
             assert (offer.location, report.failed) == ("memory", {})
         assert_equal(tensors, reference)
         assert total_of(report.digest for (_, _, report), _ in versions) == whole_digest(reference.items())
+        parts = summed_by_name(report.tensors for (_, _, report), _ in versions)
+        assert parts == {each: whole_digest([(each, tensor)]) for each, tensor in reference.items()}
         sizes.append([report.num_bytes for (_, _, report), _ in versions])
     whole = sum(tensor.nbytes for tensor in tensors.values())
     assert sum(sizes[0]) >= whole
@@ -147,6 +150,7 @@ def test_ranks_send_each_version_between_them(name: str, folder: str) -> None:
     third = [report for (_, _, report), _ in list(zip(*ranks, strict=True))[2]]
     assert changed <= sum(report.num_bytes for report in third) < 2 * changed
     assert sum(report.num_bytes_unchanged for report in third) == whole - changed
+    assert sum(report.num_bytes_equal for report in third) == whole - changed
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

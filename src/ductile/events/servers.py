@@ -49,3 +49,5 @@ class WeightUpdateEnded(RunEvent, tag="weights_updated", frozen=True):
     num_bytes: int
     """Bytes that the senders have sent, in all attempts."""
     digest: str
+    num_bytes_unchanged: int = 0
+    """Bytes that did not have to be sent, as all servers had them from the version before."""

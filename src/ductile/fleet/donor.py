@@ -1,10 +1,19 @@
 """A server that gives the version which it has to another one that joins."""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ductile.fleet.server_port import ServerPort
-from ductile.messages.updates import LeaseVersion, Offer, SendReport, VersionLease, WeightCarrier, WeightUpdate
+from ductile.messages.updates import (
+    EndVersionLease,
+    LeaseVersion,
+    Offer,
+    SendReport,
+    VersionLease,
+    WeightCarrier,
+    WeightUpdate,
+)
+from ductile.roles import Failure
 
 
 class Donor:
@@ -35,4 +44,7 @@ class Donor:
         """Nobody waits for it here."""
 
     async def finish_update(self, update_id: str, aborted: bool) -> None:
-        """The lease ends by itself."""
+        """The donor frees its copy; where it cannot be told, the lease ends by itself."""
+        if self._lease is not None:
+            with suppress(Failure):
+                await self._port.end_lease(EndVersionLease(self._lease.offer.location))

@@ -203,17 +203,18 @@ class RemoteTrainer:
     async def leave_out(self, update_id: str, instance: str, reason: str) -> None:
         """Have no rank wait for a server which is out of an update. Nothing happens where it is not under way. Raises
         Refused or Late for a rank that lives and cannot."""
+        command = LeaveOut(update_id, instance, reason)
         if self._sending is not None and self._sending.update.update_id == update_id:
-            await self._sending.tell(LeaveOut(update_id, instance, reason), self._deadlines.command_s)
+            await self._sending.tell(command, self.layout.slots, self._deadlines.command_s)
 
     async def finish_update(self, update_id: str, aborted: bool) -> None:
-        """Have the ranks free what they hold for an update, and stop sending where it is aborted. Nothing happens where
-        it is not under way. Raises Refused or Late for a rank that lives and cannot; it is over all the same."""
+        """Have the ranks free what they hold for an update, if it is under way, and stop sending where it is aborted;
+        one that has left the trainer has done so. Raises Refused or Late, and it is over all the same."""
         sending = self._sending
         if sending is None or sending.update.update_id != update_id:
             return
         try:
-            await sending.tell(FinishUpdate(update_id, aborted), self._deadlines.command_s)
+            await sending.tell(FinishUpdate(update_id, aborted), self.layout.slots, self._deadlines.command_s)
         finally:
             sending.end()
             self._sending = None if self._sending is sending else self._sending
@@ -376,7 +377,7 @@ class RemoteTrainer:
     async def _keep(self, version: int) -> Manifest:
         if manifest := self._kept.use(version):
             return manifest
-        first, manifest = self.layout.first, Manifest(version, "shared_memory", "", 0, 0, ())
+        first, manifest = self.layout.first, Manifest(version, "none", "", 0, 0, ())
         if self._receivers != "servers":
             published = (await self._all(Publish(version), Published))[first].manifest
             if published is None:

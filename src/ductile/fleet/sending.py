@@ -1,7 +1,7 @@
 """A weight update as the trainer's ranks are at it: who sends, and who is through."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from ductile.concurrency.change_signal import ChangeSignal
@@ -49,9 +49,10 @@ class Sending:
         """Return once no rank reads its weights any more, at the latest when each has ended by itself."""
         await self._until(lambda: not self.is_under_way)
 
-    async def tell(self, command: FinishUpdate | LeaveOut, deadline_s: float) -> None:
-        """Tell all ranks that live, beside what they do. Raises Refused or Late for one that cannot."""
-        live = [slot for slot in self.slots if slot not in self._mailbox.lost]
+    async def tell(self, command: FinishUpdate | LeaveOut, slots: Collection[int], deadline_s: float) -> None:
+        """Tell all ranks that live and are among `slots`, the trainer's by now, beside what they do. Raises Refused or
+        Late for one that cannot."""
+        live = [slot for slot in self.slots if slot in slots and slot not in self._mailbox.lost]
         outcomes = await self._mailbox.ask_all(dict.fromkeys(live, command), deadline_s)
         raise_worst({slot: outcome for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)})
 

@@ -12,6 +12,7 @@ from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.instances.update_outcomes import InstanceOutcome
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.donor import Donor
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet_members import Warmed
@@ -54,15 +55,17 @@ class ServerMembers:
         """Requests of the run that the server has."""
         return sum(request.instance == server for request in self._pool.unfinished())
 
-    async def update(self, version: int) -> None:
-        """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those
-        that do not take it are left behind when it goes live. Waits until `min_healthy_servers` are there, and again
-        until as many have taken it; raises Late when that is not so in time, and what the trainer raises."""
+    async def update(self, version: int) -> KnownWeights:
+        """Bring the trainer's weights, which are this version, to all servers that are there or come back by it, and
+        return what was sent. Those that do not take it are left behind when it goes live. Waits until
+        `min_healthy_servers` are there, and again until as many have taken it; raises Late when that is not so in time,
+        and what the trainer raises."""
         fleet = self._fleet
         assert fleet is not None, "the fleet is followed before its first version"
         await self._update(fleet, version)
         while not await fleet.enough_have(version):
             await self._update(fleet, version)
+        return self._updates.known or KnownWeights(version)
 
     async def _update(self, fleet: ElasticFleet, version: int) -> None:
         """Bring the version to all that do not have it."""

@@ -25,6 +25,7 @@ from ductile.fleet.server_http import Barred, ServerDeadlines, ServerHttp
 from ductile.messages.updates import (
     Digest,
     EndUpdate,
+    EndVersionLease,
     LeaseVersion,
     LiveDigest,
     PauseServer,
@@ -218,6 +219,10 @@ class ServerPort:
     async def lease(self, message: LeaseVersion) -> VersionLease:
         """Have the server keep its live version, for one that joins."""
         return await self._tell("/weights/lease", message, VersionLease)
+
+    async def end_lease(self, message: EndVersionLease) -> None:
+        body = msgspec.json.encode(message)
+        await self._http.ask("POST", "/weights/lease/end", body, self._http.deadlines.state_s, control=True)
 
     async def _state(self) -> ServerState:
         content = await self._http.ask("GET", "/fleet/state", deadline_s=self._http.deadlines.state_s)

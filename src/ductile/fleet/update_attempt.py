@@ -4,8 +4,8 @@
     begin     the trainer's ranks say what they will send            BeginUpdate -> offers
     prepare   every server stages it beside the weights that it has  PrepareUpdate
     send      the bytes go from ranks to servers                     until all ranks have reported, servers watched
-    verify    a server's digest is the sum of the ranks' parts
-    commit    pause, change over, resume: each server by itself      a reply that is lost is asked for, not sent again
+    verify    a server's digest is the sum of the ranks' parts         each server by itself, from here on
+    commit    pause, change over, resume                               a reply that is lost is asked for, not sent again
     finish    the ranks may change the weights again; who has not committed is told to abort
 
 One that fails, at whatever point, is out at once: nothing of it is waited for any more, and the ranks are told
@@ -21,12 +21,14 @@ from uuid import uuid4
 
 from msgspec.structs import replace as replaced
 
-from ductile.concurrency.background import finish
+from ductile.concurrency.background import finish, start
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
 from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import Shortfall
-from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, shortfall, summed
+from ductile.core.rollouts.provenance import KnownWeights
+from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, shortfall, summed, summed_by_name
 from ductile.messages.updates import (
     Digest,
     EndUpdate,
@@ -48,7 +50,9 @@ T = TypeVar("T")
 WATCH_S = 0.2
 """Seconds between two looks at a server while bytes go to it."""
 NUM_ASKED = 3
-"""Times that a server is asked what has become of a commit whose reply was lost."""
+"""Times that a server is asked what has become of a verify or a commit whose reply was lost."""
+DIGEST_BYTES_PER_S = 1 << 30
+"""A server that reads what it has staged more slowly than this is late."""
 
 
 class UpdateAttempt:
@@ -63,21 +67,29 @@ class UpdateAttempt:
         choose: Callable[[ServerState], WeightCarrier],
         next_epoch: Callable[[int], int],
         clock: Callable[[], float],
+        base: KnownWeights | None = None,
     ) -> None:
-        """choose, next_epoch: as `ductile.fleet.weight_update.WeightUpdates` has them."""
+        """base: the version before, where what has not changed since then may be left out; that is so when all members
+        have it. choose, next_epoch: as `ductile.fleet.weight_update.WeightUpdates` has them."""
         self.short: dict[InstanceId, Shortfall] = {}
         """Members that have not committed, and will not."""
         self.committed: list[InstanceId] = []
         self.carriers: dict[InstanceId, WeightCarrier] = {}
         self.digest: Digest = ""
         """The version's; "" where nobody staged it, or nothing is verified."""
-        self.num_bytes = 0
+        self.tensors: dict[str, Digest] = {}
+        """Parts of the digest, by the tensors' names."""
+        self.num_bytes = self.num_bytes_unchanged = 0
+        self.share_equal = 0.0
+        """Share of the version's bytes that are those of the version before."""
         self.pause_s = 0.0
         """The longest that a server answered nobody."""
         self._senders, self._version, self._members, self._options = senders, version, members, options
-        self._choose, self._next_epoch, self._clock = choose, next_epoch, clock
+        self._choose, self._next_epoch, self._clock, self._base = choose, next_epoch, clock, base
         self._states: dict[InstanceId, ServerState] = {}
         self._prepared: list[InstanceId] = []
+        self._commits: list[asyncio.Task[None]] = []
+        self._ends_at_s = clock() + options.total_timeout_s
         self._changed = ChangeSignal()
 
     def incarnation(self, name: InstanceId) -> str:
@@ -102,24 +114,30 @@ class UpdateAttempt:
         update, is_begun = self._decided(), False
         try:
             if self._left:
-                try:
-                    is_begun = True
-                    async with asyncio.timeout(self._options.total_timeout_s):
-                        offers = await self._senders.begin_update(update)
-                        async with self._leaving_out(update):
-                            await self._prepare(update, offers)
-                            await self._send(update)
-                        await self._verify(update)
-                except TimeoutError:
-                    for name in self._left:
-                        self.fail(name, f"the update was not through after {self._options.total_timeout_s:g} s")
-                except Refused as error:
-                    for name in self._left:
-                        self.fail(name, f"the weights could not be sent: {error}")
-                await finish(gather_all(*(self._commit(update, name) for name in self._left)))
+                is_begun = True
+                await self._bring(update)
+                await gather_all(*(self._take(update, name) for name in self._left))
         finally:
             await finish(self._end(update, is_begun))
         await self._judge(update)
+
+    async def _bring(self, update: WeightUpdate) -> None:
+        """Have the senders, whose weights stay what they are meanwhile, send it to all. What they cannot send by the
+        update's deadline, nobody gets."""
+        why = ""
+        try:
+            with self._senders.keeping(update.version):
+                async with asyncio.timeout(self._options.total_timeout_s):
+                    offers = await self._senders.begin_update(update)
+                    async with self._leaving_out(update):
+                        await self._prepare(update, offers)
+                        await self._send(update)
+        except TimeoutError:
+            why = f"the update was not through after {self._options.total_timeout_s:g} s"
+        except Refused as error:
+            why = f"the weights could not be sent: {error}"
+        for name in self._left if why else ():
+            self.fail(name, why)
 
     @property
     def _left(self) -> list[InstanceId]:
@@ -166,8 +184,14 @@ class UpdateAttempt:
             bucket_timeout_s=options.bucket_timeout_s,
             total_timeout_s=options.total_timeout_s,
             verify=options.verify,
+            base_version=self._base.version if self._base and self._all_have(self._base) else None,
             folder=options.folder,
+            rendezvous=options.rendezvous,
         )
+
+    def _all_have(self, base: KnownWeights) -> bool:
+        states = [self._states[name] for name in self.carriers]
+        return all((each.version, each.digest, each.serving) == (base.version, base.digest, True) for each in states)
 
     @asynccontextmanager
     async def _leaving_out(self, update: WeightUpdate) -> AsyncGenerator[None]:
@@ -206,17 +230,21 @@ class UpdateAttempt:
         try:
             while self._left and not sending.done():
                 await self._changed.wait()
-            reports: Sequence[SendReport] = sending.result() if sending.done() else ()
+            reports = sending.result() if sending.done() else list[SendReport]()
         finally:
             for task in (sending, *watching):
                 task.cancel()
             await asyncio.gather(sending, *watching, return_exceptions=True)
         self.num_bytes = sum(report.num_bytes for report in reports)
+        self.num_bytes_unchanged = sum(report.num_bytes_unchanged for report in reports)
+        all_bytes = self.num_bytes + self.num_bytes_unchanged
+        self.share_equal = sum(report.num_bytes_equal for report in reports) / max(1, all_bytes)
         for report in reports:
             for name, why in report.failed.items():
                 self.fail(InstanceId(name), f"{report.sender}: {why}")
         if reports and update.verify != "none":
             self.digest = summed(report.digest for report in reports)
+            self.tensors = summed_by_name(report.tensors for report in reports)
 
     async def _watch(self, update: WeightUpdate, name: InstanceId) -> None:
         while name not in self.short:
@@ -230,11 +258,34 @@ class UpdateAttempt:
                 elif reply.update and reply.update.update_id == update.update_id:
                     self._note(name, reply.update)
 
-    async def _verify(self, update: WeightUpdate) -> None:
-        async def ask(name: InstanceId) -> None:
-            self._note(name, await self._reply(name, self._members[name].control.verify(self._ends(update))))
+    async def _take(self, update: WeightUpdate, name: InstanceId) -> None:
+        """Have a server verify and commit what it has got. A commit that has begun goes on to its end."""
+        self._note(name, await self._verify(update, name))
+        if name not in self.short:
+            self._commits.append(commit := start(self._commit(update, name)))
+            await finish(commit)
 
-        await gather_all(*map(ask, self._left))
+    async def _verify(self, update: WeightUpdate, name: InstanceId) -> UpdateProgress | Failure:
+        """Return what a server has found. Where its reply is lost or late, its state says whether it has; only one that
+        still gets buckets, such as from another server, is waited for again."""
+        control, num_buckets = self._members[name].control, 0
+        patience_s = self._options.bucket_timeout_s + self.num_bytes / DIGEST_BYTES_PER_S
+        while True:
+            left_s = max(self._ends_at_s - self._clock(), self._options.probe_timeout_s)
+            reply = await self._reply(name, _within(control.verify(self._ends(update)), min(left_s, patience_s), name))
+            if not isinstance(reply, SlotLost | Late):
+                return reply
+            state = await self._reply(name, control.state())
+            if not isinstance(state, ServerState):
+                return state
+            progress = state.update
+            if state.incarnation != self.incarnation(name) or not progress or progress.update_id != update.update_id:
+                return reply
+            if progress.phase not in ("prepared", "receiving", "staged"):
+                return progress
+            if progress.num_buckets == num_buckets or (isinstance(reply, Late) and progress.phase == "staged"):
+                return reply
+            num_buckets = progress.num_buckets
 
     async def _commit(self, update: WeightUpdate, name: InstanceId) -> None:
         """Change a server over while nothing is sampled there, by any client. It goes on only when it has committed;
@@ -275,6 +326,7 @@ class UpdateAttempt:
 
     async def _end(self, update: WeightUpdate, is_begun: bool) -> None:
         """Have those abort that have not committed, and the ranks go on."""
+        await asyncio.gather(*self._commits, return_exceptions=True)
         gone = {name for name, why in self.short.items() if why.fault in ("gone", "restarted")}
 
         async def abort(name: InstanceId) -> None:
@@ -284,8 +336,16 @@ class UpdateAttempt:
 
         ending = [abort(name) for name in self._prepared if name not in gone and name not in self.committed]
         if is_begun:
-            ending.append(_awaited(self._senders.finish_update(update.update_id, not self.committed)))
+            ending.append(self._finish(update))
         await gather_all(*ending)
+
+    async def _finish(self, update: WeightUpdate) -> None:
+        """A version that servers have is not lost for what a rank cannot be told: it learns it by the next one."""
+        try:
+            await self._senders.finish_update(update.update_id, aborted=not self.committed)
+        except Failure:
+            if not self.committed:
+                raise
 
     async def _judge(self, update: WeightUpdate) -> None:
         """Look at those that failed without being at fault as far as is known: they may be gone, hang, or be others. Of
@@ -350,6 +410,14 @@ async def _outcome(call: Awaitable[T]) -> T | Failure:
         return await call
     except Failure as error:
         return error
+
+
+async def _within(call: Awaitable[T], limit_s: float, name: InstanceId) -> T:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await call
+    except TimeoutError:
+        raise Late(f"{name} did not reply within {said(limit_s)}") from None
 
 
 async def _awaited(call: Awaitable[T]) -> T:

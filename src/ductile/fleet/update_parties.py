@@ -104,9 +104,12 @@ class UpdateOptions:
     pause_lease_s: float = 30.0
     probe_timeout_s: float = 2.0
     join_carrier: WeightCarrier | None = None
-    """The only carrier for servers that join between two versions; None: as for a version."""
+    """The only carrier for servers that join between two versions: who does not send so is not asked. None: as for a
+    version, and whoever can give it."""
     folder: str = ""
     """Folder that ranks and servers see, for carrier "disk"."""
+    rendezvous: str = ""
+    """host:port of a store that ranks and servers reach, for carrier "point_to_point"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,12 @@ class UpdateResult:
     """The longest that a server answered nobody."""
     num_bytes: int
     carriers: Mapping[InstanceId, WeightCarrier]
+    tensors: Mapping[str, Digest] = field(default_factory=dict[str, Digest])
+    """Parts of the digest, by the tensors' names; empty where nobody knows them."""
+    num_bytes_unchanged: int = 0
+    """Bytes that were not sent, as all had them from the version before."""
+    share_equal: float = 0.0
+    """Share of the version's bytes that are those of the version before."""
 
     @property
     def committed(self) -> tuple[InstanceId, ...]:
@@ -140,6 +149,15 @@ def shortfall(error: Failure | str) -> Shortfall:
             return Shortfall("refused", str(error))
         case _:
             return Shortfall("undone", str(error))
+
+
+def summed_by_name(parts: Iterable[Mapping[str, Digest]]) -> dict[str, Digest]:
+    """Return each tensor's digest; {} where one sender does not know its parts."""
+    known, by_name = list(parts), dict[str, list[Digest]]()
+    for part in known if all(known) else ():
+        for name, digest in part.items():
+            by_name.setdefault(name, []).append(digest)
+    return {name: summed(digests) for name, digests in by_name.items()}
 
 
 def summed(parts: Iterable[Digest]) -> Digest:

@@ -14,10 +14,16 @@ from dataclasses import replace
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import InstanceOutcome, next_attempt
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.update_attempt import UpdateAttempt
 from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, UpdateResult
 from ductile.messages.updates import Digest, ServerState, WeightCarrier
 from ductile.roles import Refused, SlotLost
+
+WORTH = 0.1
+"""Share of unchanged bytes from which on it pays to look for them before a version is sent: ranks read all of their
+weights once more for it, while nothing is trained. A model that is trained whole has hardly any, one with frozen
+tensors has."""
 
 
 class WeightUpdates:
@@ -27,23 +33,34 @@ class WeightUpdates:
         self,
         trainer: Senders,
         options: UpdateOptions,
-        choose: Callable[[ServerState], WeightCarrier],
+        choose: Callable[[ServerState, WeightCarrier | None], WeightCarrier],
         next_epoch: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """choose: the carrier for a server; raises Refused where there is none. next_epoch: an epoch of the fleet's
-        membership that is newer than any before, and than the one that it is given."""
-        self.version: int | None = None
+        """choose: the carrier for a server, the second argument where only one is possible; raises Refused where there
+        is none. next_epoch: an epoch of the fleet's membership that is newer than any before, and than the one that it
+        is given."""
+        self.known: KnownWeights | None = None
         """Version that was committed last; None before the first."""
-        self.digest: Digest = ""
-        """The digest of that version."""
         self.under_way = ""
         """What is done at the moment: "version 3", "server-1 joins"; "" when nothing is."""
         self._trainer, self._options, self._choose = trainer, options, choose
         self._next_epoch, self._clock = next_epoch, clock
         self._turn = asyncio.Lock()
         self._warming: asyncio.Task[UpdateResult] | None = None
+        self._share_equal = 0.0
+        """Share of the last version's bytes that were those of the version before it."""
+        self._num_due = 0
+        """Versions that wait for what is under way, or are under way: they go before servers that join."""
         self._attempt: UpdateAttempt | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self.known.version if self.known else None
+
+    @property
+    def digest(self) -> Digest:
+        return self.known.digest if self.known else ""
 
     def leave_out(self, server: InstanceId, why: str) -> None:
         """Wait no more for a server that is known to be gone, if it is among those that get a version just now."""
@@ -57,22 +74,28 @@ class WeightUpdates:
         A joiner that is being given the version before is left to the caller, who makes it a member of this one."""
         if self._warming is not None:
             self._warming.cancel()
-        async with self._turn:
-            self.under_way = f"version {version}"
-            try:
-                result = await self._transaction(self._trainer, version, members, self._options.max_attempts)
-            finally:
-                self.under_way = ""
-            known = self.digest if self.version == version else ""  # it may be sent again to those that lack it
-            self.version, self.digest = version, result.digest or known
-            return result
+        self._num_due += 1
+        try:
+            async with self._turn:
+                self.under_way = f"version {version}"
+                base = self.known if self.digest and self._share_equal >= WORTH else None
+                most = self._options.max_attempts
+                result = await self._attempts(self._trainer, version, members, most, base=base)
+                self._note(result)
+                self._share_equal = result.share_equal
+                return result
+        finally:
+            self._num_due -= 1
+            self.under_way = ""
 
     async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
         """Bring the live version to a server that joins, from the first source that can give it. It has committed when
-        its digest is that of the version. None when a version is published meanwhile: it is to be asked again. Raises
-        Refused when no source can give it.
+        its digest is that of the version. None when another version is published meanwhile, or was sent to servers and
+        goes live in a moment: it is to be asked again. Raises Refused when no source can give it.
         """
         async with self._turn:
+            if self._num_due or self.version not in (None, version):
+                return None
             self.under_way = f"{member.id} joins"
             self._warming = asyncio.create_task(self._warm(member, version, sources))
             try:
@@ -85,12 +108,13 @@ class WeightUpdates:
 
     async def _warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult:
         expected = self.digest if self.version == version else ""
-        failures, asked = list[str](), self._options.join_carrier
+        failures, only = list[str](), self._options.join_carrier
         for source in sources:
-            if asked is not None and source.carrier not in (None, asked):
-                continue  # another way was asked for
+            if only is not None and source.carrier not in (None, only):
+                failures.append(f"who has it sends by {source.carrier}, and inference.join_transport is {only!r}")
+                continue
             try:
-                result = await self._transaction(source, version, [member], 1)
+                result = await self._attempts(source, version, [member], 1, source.carrier or only)
             except Refused as error:
                 failures.append(str(error))
                 continue
@@ -98,34 +122,39 @@ class WeightUpdates:
                 failures.append(f"it was given {result.digest}, and version {version} is {expected}")
                 continue
             if result.committed:
-                self.version, self.digest = version, result.digest
+                self._note(result)
                 return result
             failures.append(result.outcomes[0].reason)
             if result.outcomes[0].outcome == "dead":
                 return result
         raise Refused(f"{member.id} cannot be given version {version}: {'; '.join(failures)}")
 
-    async def _transaction(
-        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
-    ) -> UpdateResult:
-        with senders.keeping(version):
-            return await self._attempts(senders, version, members, max_attempts)
-
     async def _attempts(
-        self, senders: Senders, version: int, members: Sequence[AnyMember], max_attempts: int
+        self,
+        senders: Senders,
+        version: int,
+        members: Sequence[AnyMember],
+        max_attempts: int,
+        only: WeightCarrier | None = None,
+        base: KnownWeights | None = None,
     ) -> UpdateResult:
         began_s, number = self._clock(), 0
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
-        digest, num_bytes, pause_s = "", 0, 0.0
+        digest, tensors, num_bytes, num_bytes_unchanged = "", dict[str, Digest](), 0, 0
+        pause_s = share_equal = 0.0
         left: dict[InstanceId, AnyMember] = {member.id: member for member in members}
-        only = senders.carrier or (self._options.join_carrier if self._warming else None)
-
-        def choose(state: ServerState) -> WeightCarrier:
-            return only or self._choose(state)
-
         while left:
             number += 1
-            attempt = UpdateAttempt(senders, version, left, self._options, choose, self._next_epoch, self._clock)
+            attempt = UpdateAttempt(
+                senders,
+                version,
+                left,
+                self._options,
+                lambda state: self._choose(state, only),
+                self._next_epoch,
+                self._clock,
+                base,
+            )
             self._attempt = attempt
             try:
                 await attempt.run()
@@ -133,11 +162,30 @@ class WeightUpdates:
                 self._attempt = None
             carriers |= attempt.carriers
             if attempt.committed:  # else the ranks may have been stopped before they had all of it
-                digest = attempt.digest
+                digest, tensors = attempt.digest, attempt.tensors
+            share_equal = max(share_equal, attempt.share_equal)
             num_bytes += attempt.num_bytes
+            num_bytes_unchanged += attempt.num_bytes_unchanged
             pause_s = max(pause_s, attempt.pause_s)
             decision = next_attempt(tuple(attempt.committed), attempt.short, number, max_attempts)
             outcomes += decision.ended
             left = {name: replace(left[name], incarnation=attempt.incarnation(name)) for name in decision.again}
         seconds = self._clock() - began_s
-        return UpdateResult(version, digest, tuple(outcomes), number, seconds, pause_s, num_bytes, carriers)
+        return UpdateResult(
+            version,
+            digest,
+            tuple(outcomes),
+            number,
+            seconds,
+            pause_s,
+            num_bytes,
+            carriers,
+            tensors,
+            num_bytes_unchanged,
+            share_equal,
+        )
+
+    def _note(self, result: UpdateResult) -> None:
+        """One more update to the same version, which reached nobody or came from a server, says nothing new of it."""
+        if result.version != self.version or (result.digest and not self.digest):
+            self.known = KnownWeights(result.version, result.digest, result.tensors)

@@ -16,40 +16,46 @@ class CarrierChoice(NamedTuple):
 
 
 def choose_carrier(
-    trainer_host: str, state: ServerState, asked: str | None = None, rendezvous: str = ""
+    trainer_host: str,
+    state: ServerState,
+    asked: str | None = None,
+    rendezvous: str = "",
+    only: WeightCarrier | None = None,
 ) -> CarrierChoice:
     """The carrier for one server. Raises ValueError, with what to write instead, where the one that is asked for cannot
     be.
 
     trainer_host: as `ServerState.host`. asked: `trainer.weight_broadcast.type`, where the user has set it. rendezvous:
-    host:port at which a process group is made; servers of other hosts reach one that is not on loopback.
+    host:port at which a process group is made; servers of other hosts reach one that is not on loopback. only: the
+    carrier for a server that joins, where `inference.join_transport` or the one who has the weights leaves no choice.
     """
     same_host = bool(trainer_host) and state.host == trainer_host
     reachable = same_host or not _is_loopback(rendezvous)
-    if asked is not None:
-        if asked not in ASKED:
+    if only is not None or asked is not None:
+        if only is None and asked not in ASKED:
             known = " or ".join(repr(each) for each in ASKED)
             raise ValueError(f"trainer.weight_broadcast.type = {asked!r} is not there: write {known}, or leave it out")
-        carrier = ASKED[asked]
+        carrier = only or ASKED[asked or ""]
+        key = f"inference.join_transport = {only!r}" if only else f"trainer.weight_broadcast.type = {asked!r}"
         if carrier not in state.carriers:
-            raise ValueError(
-                f"trainer.weight_broadcast.type = {asked!r} asks for {carrier}, and the server takes "
-                f"{', '.join(state.carriers)}: leave the key out"
-            )
-        if carrier == "point_to_point" and not reachable:
-            raise ValueError(
-                f"trainer.weight_broadcast.type = {asked!r} asks for {carrier}, and a server on another host does not "
-                f"reach the trainer at {rendezvous or 'loopback'}: leave the key out"
-            )
-        return CarrierChoice(carrier, f"trainer.weight_broadcast.type is {asked!r}")
+            takes = ", ".join(state.carriers)
+            raise ValueError(f"{key} asks for {carrier}, and the server takes {takes}: leave the key out")
+        if (carrier == "point_to_point" and not reachable) or (carrier == "shared_memory" and not same_host):
+            why, instead = "shares none with it", "leave the key out"
+            if carrier == "point_to_point":
+                why = f"does not reach the trainer at {rendezvous.rpartition(':')[0] or 'loopback'}"
+                instead = "set trainer.weight_broadcast.host to the trainer's address, or leave the key out"
+            raise ValueError(f"{key} asks for {carrier}, and a server on another host {why}: {instead}")
+        return CarrierChoice(carrier, f"{key.replace(' =', ' is')}")
     if same_host and "shared_memory" in state.carriers:
         return CarrierChoice("shared_memory", "it is on the trainer's host")
     where = "it is on the trainer's host and takes no shared memory" if same_host else "it is on another host"
-    if reachable and "point_to_point" in state.carriers:
+    if same_host and "point_to_point" in state.carriers:
         return CarrierChoice("point_to_point", where)
-    if "http" in state.carriers:
-        why = "takes part in no process group" if reachable else "does not reach the trainer"
-        return CarrierChoice("http", f"{where} and {why}")
+    if "http" in state.carriers:  # from host to host a group of gloo sends no faster, and ties its members together
+        return CarrierChoice("http", where)
+    if reachable and "point_to_point" in state.carriers:
+        return CarrierChoice("point_to_point", f"{where} and takes no HTTP")
     if "disk" in state.carriers:
         return CarrierChoice("disk", f"it takes only {', '.join(state.carriers)}")
     raise ValueError(f"the server takes weights by {', '.join(state.carriers) or 'nothing'}, which is not there")

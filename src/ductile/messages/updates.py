@@ -25,6 +25,9 @@ Digest = str
 """16 hexadecimal digits: the fingerprint of a whole version (`ductile.weights.digest`). It does not depend on how the
 tensors were cut, so ranks sum their parts up, and anybody who has all tensors finds the same."""
 
+LONGEST_LEASE_S = 3600
+"""Seconds that a server keeps a version for others at most."""
+
 UpdateProof = Literal["none", "sum", "crc"]
 """Proof that is asked of a staged version: none; its digest; its digest and each bucket's checksum on arrival."""
 
@@ -109,8 +112,8 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     base_version: int | None = None
     """Version that every receiver has committed, where boxes that did not change since then are left out."""
     rendezvous: str = ""
-    """host:port of the store where a process group is made (point_to_point). "": each sender hosts one of its own. Its
-    host says where senders are found: those of an update that stays on this machine listen on loopback."""
+    """host:port of the store where a process group is made (point_to_point). "" or port 0: each sender hosts one of its
+    own. Its host says where senders are found: those of an update that stays on this machine listen on loopback."""
     folder: str = ""
     """Folder that sender and receiver see (disk)."""
     secret: str = msgspec.field(default_factory=token_hex)
@@ -150,6 +153,11 @@ class SendReport(msgspec.Struct, frozen=True):
     """Receivers that did not take everything, each with a sentence."""
     num_bytes_unchanged: int = 0
     """Bytes that were left out, as they are those of `base_version`. `digest` has their part all the same."""
+    num_bytes_equal: int = 0
+    """Bytes that are those of the version that was sent before, also the ones that were left out: so much is worth
+    looking for by the next version."""
+    tensors: dict[str, Digest] = {}
+    """Parts of `digest`, by the tensors' names; empty where not all of them could be read."""
 
 
 # -- What a server says and is told over HTTP -----------------------------------------------------------------------
@@ -234,7 +242,7 @@ class LeaseVersion(msgspec.Struct, frozen=True):
     version: int | None = None
     """None: whichever is live."""
     bucket_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 << 20
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE_S)] = 60.0
 
 
 class VersionLease(msgspec.Struct, frozen=True):
@@ -243,6 +251,14 @@ class VersionLease(msgspec.Struct, frozen=True):
     version: int
     digest: Digest
     offer: Offer
+
+
+class EndVersionLease(msgspec.Struct, frozen=True):
+    """POST /weights/lease/end. The server need not keep the version for it any more; one that is over already is no
+    error. Replies {}."""
+
+    location: str
+    """URL of the lease, as its offer has it."""
 
 
 class LiveDigest(msgspec.Struct, frozen=True):

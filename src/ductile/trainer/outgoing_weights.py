@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ductile.core.layout.model.parameters import parameters
-from ductile.messages.updates import Bucket, Offer, SendReport, TensorBox, WeightUpdate
+from ductile.messages.updates import Bucket, Digest, Offer, SendReport, TensorBox, WeightUpdate
 from ductile.parallel.parts import SlotParts
 from ductile.trainer.state import MODEL
 from ductile.trainer.trainer import Trainer
@@ -124,6 +124,19 @@ class _Sending:
         if self.sender is not None:
             self.sender.abort()
 
+    def num_bytes_equal(self, base: _Sent | None) -> int:
+        """Return the bytes of the boxes that are as they were in `base`, another version."""
+        if base is None or base.version == self.update.version or base.manifest is not self.manifest:
+            return 0
+        boxes = (box for bucket in self.manifest.buckets for box in bucket.boxes)
+        return sum(box.num_bytes for box in boxes if base.digests[_key(box)] == self.digests.get(_key(box)))
+
+    def digests_by_tensor(self) -> dict[str, Digest]:
+        parts = dict[str, int]()
+        for (name, _), digest in self.digests.items():
+            parts[name] = parts.get(name, 0) + digest
+        return {name: to_text(part) for name, part in parts.items()}
+
     @property
     def is_complete(self) -> bool:
         return all(_key(box) in self.digests for bucket in self.manifest.buckets for box in bucket.boxes)
@@ -166,7 +179,10 @@ class OutgoingWeights:
             def tell(report: SendReport) -> None:
                 sending.through.set()
                 digest = to_text(from_text(report.digest or "0") + unchanged)
-                self._tell(msgspec.structs.replace(report, digest=digest, num_bytes_unchanged=left_out))
+                equal = sending.num_bytes_equal(self._committed)
+                parts = sending.digests_by_tensor() if sending.is_complete else {}
+                more = {"num_bytes_unchanged": left_out, "num_bytes_equal": equal, "tensors": parts}
+                self._tell(msgspec.structs.replace(report, digest=digest, **more))
 
             sending.sender = WeightSender(update, offer, sending.fill, tell)
             sending.offer = sending.sender.start()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+from ductile.fleet.update_parties import UpdateResult
 from tests.fleet.live.rig import BUCKET_S, SILENT_S, Rig
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
@@ -30,6 +31,10 @@ ROUTES = {
 }  # fmt: skip
 DIES = ("kill", "restart")
 FOUND_S = 2.0
+MAY_HAVE_IT = ("commit", "commit-reply", "resume")
+"""Moments at which a victim may have changed over."""
+AGAIN = ("500", "wrong-bytes", "no-room")
+"""Faults that need not come again: the victim, and nobody else, is sent the version once more."""
 
 
 class Cell(NamedTuple):
@@ -64,6 +69,16 @@ def cells() -> Iterator[Cell]:
         yield Cell("stop", moment, ("a", "b"))
 
 
+def check(result: UpdateResult, cell: Cell, victims: set[str]) -> None:
+    """The victims alone are left out, and the others are sent nothing twice."""
+    outcomes = {each.instance: each.outcome for each in result.outcomes}
+    of_victims = {outcomes.pop(each) for each in victims if each in outcomes}
+    assert {*outcomes.values()} == {"committed"}, result
+    if cell.moment not in MAY_HAVE_IT:
+        assert "committed" not in of_victims, result
+    assert result.attempts == 1 or cell.fault in AGAIN, result
+
+
 @pytest.mark.parametrize("cell", cells(), ids=str)
 def test_cell(rig: Rig, cell: Cell) -> None:
     rig.run(story_of(rig, cell))
@@ -74,6 +89,7 @@ async def story_of(rig: Rig, cell: Cell) -> None:
         rig.ask(60)
     victims = [rig.servers[name] for name in cell.victims]
     before = {name: rig.servers[name].incarnations[-1] for name in cell.victims}
+    ids = {rig.health(name).instance for name in cell.victims}
     held = cell.fault in ("kill", "stop", "stop+cont", "restart") and cell.moment in UPDATE
     for server in victims:
         if cell.fault == "kill" and cell.moment in UPDATE:
@@ -109,7 +125,7 @@ async def story_of(rig: Rig, cell: Cell) -> None:
         for name in cell.victims:
             await rig.taken_out(name, before[name], FOUND_S + (SILENT_S if cell.fault != "kill" else 0.0))
     if publishing is not None:
-        await publishing
+        check(await publishing, cell, ids)
     if cell.fault == "stop+cont":
         for server in victims:
             server.cont()

@@ -108,7 +108,7 @@ class Fleet:
         self.rank = Rank(servers.model)
         self.fleet: ElasticFleet
         options = UpdateOptions(bucket_bytes=30_000, bucket_timeout_s=10.0, probe_timeout_s=0.4)
-        updates = WeightUpdates(self.rank, options, lambda state: carrier, self._next_epoch)
+        updates = WeightUpdates(self.rank, options, lambda state, only: carrier, self._next_epoch)
         self.members = ServerMembers(self.pool, updates, self.rank, self._member)
         self.results: list[UpdateResult] = []
         self.members.on_updated.add(self.results.append)

@@ -715,6 +715,26 @@ def test_two_servers_that_join_by_disk_get_the_same_version(rig: Rig) -> None:
     rig.run(story())
 
 
+def test_what_no_step_has_changed_is_not_sent_again(rig: Rig) -> None:
+    async def story() -> None:
+        whole = await rig.publish()
+        await rig.publish(step=False)  # after it the fleet knows that looking for what has not changed pays
+        same = await rig.publish(step=False)
+        assert len(same.committed) == len(rig.names)
+        assert same.num_bytes == 0 < same.num_bytes_unchanged <= whole.num_bytes
+        assert same.digest == whole.digest
+        assert rig.events("weights_updated")[-1]["num_bytes_unchanged"] == same.num_bytes_unchanged
+        rig.servers["a"].restart()
+        await rig.ready("a")
+        changed = await rig.publish()
+        assert changed.num_bytes > 0
+        assert changed.digest != whole.digest
+        rig.ask(20)
+        await rig.finished()
+
+    rig.run(story())
+
+
 # -- Bugs that others had in review -----------------------------------------------------------------------------------
 
 

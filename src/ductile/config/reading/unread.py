@@ -57,7 +57,7 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
             noted=True,
         ),
         Unread(
-            tuple(f"trainer.weight_broadcast.{name}" for name in ("host", "port", "timeout", "inference_world_size")),
+            tuple(f"trainer.weight_broadcast.{name}" for name in ("port", "timeout", "inference_world_size")),
             "a process group is made for each version, of those that are there, at a free port; "
             "inference.update_total_timeout_seconds limits it",
             noted=True,

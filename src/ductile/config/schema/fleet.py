@@ -72,7 +72,8 @@ class FleetConfig(Section):
     """A server that comes waits for others, at most so long, and all that have come then join in one change. Removals
     never wait, and nor do joins when no server is left. 0: each joins at once."""
     join_transport: Literal["auto", "shared_memory", "point_to_point", "http", "disk"] = "auto"
-    """Way that a server which joins gets its weights. auto: the fastest that it and the one who has them can do."""
+    """Way that a server which joins gets its weights, and only this. Servers give theirs over http, the trainer in any
+    way that the joiner takes. auto: a server's, so that training goes on, or else the trainer's."""
     min_healthy_servers: int = Field(default=1, ge=0)
     """Generators that must be there, slots that generate included. With fewer, an update of the weights waits for
     servers to join, at most `cluster.patience_timeout_s`, and the run then ends, with its state saved."""
@@ -88,7 +89,7 @@ class FleetConfig(Section):
     """First quarantine of an address; each later one is twice as long, up to `flap_window_seconds`."""
     update_bucket_timeout_seconds: float = Field(default=10.0, gt=0)
     """A server that does not acknowledge a bucket of weights for so long is left behind."""
-    update_total_timeout_seconds: float = Field(default=300.0, gt=0)
+    update_total_timeout_seconds: float = Field(default=300.0, gt=0, le=3600)
     """Longest that one attempt at an update of the weights may take."""
     update_max_attempts: int = Field(default=2, ge=1)
     """Attempts at an update, each with the servers that are left."""

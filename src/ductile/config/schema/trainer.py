@@ -245,6 +245,7 @@ class FilesystemBroadcast(Section):
 class NcclBroadcast(Section):
     type: Literal["nccl"] = "nccl"
     host: str = "localhost"
+    """Address of the trainer's machine at which servers reach it. localhost: those of the same machine alone."""
     port: int = Field(default=29501, ge=1, le=65535)
     timeout: int = Field(default=1200, ge=1)
     inference_world_size: int = Field(default=1, ge=1)

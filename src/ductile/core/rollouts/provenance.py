@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
+from ductile.records import Manifest
+
 DiagnosisKind = Literal[
     "agrees", "wrong_version", "adapter_not_loaded", "tensor_not_sent", "wrong_weights", "stale_kv",
     "sampling_transform", "numerics",
@@ -37,6 +39,11 @@ class KnownWeights:
     """Digest of each tensor; empty where nobody has asked."""
     adapters: Mapping[str, str] = field(default_factory=dict[str, str])
     """Digest of each adapter beside the tensors, by its name."""
+
+    @staticmethod
+    def of(manifest: Manifest) -> "KnownWeights":
+        tensors = {entry.name: entry.digest for entry in manifest.tensors if entry.digest}
+        return KnownWeights(manifest.version, manifest.digest, tensors, manifest.adapters)
 
 
 @dataclass(frozen=True, slots=True)

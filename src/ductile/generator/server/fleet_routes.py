@@ -6,6 +6,7 @@
 | POST /weights/prepare, /weights/verify, /weights/commit, /weights/abort | a `WeightUpdate`, step by step |
 | POST /weights/buckets/{update_id}/{sender}/{index} | a bucket's bytes (`X-Ductile-Epoch`, `X-Ductile-Checksum`) |
 | POST /weights/lease, GET /weights/buckets/{lease}/{index} | this server's version, for another one that joins |
+| POST /weights/lease/end | it has it |
 | GET /weights/digest | `LiveDigest`: read from what is sampled from |
 | POST /pause, /resume | the gate before the engine, for all clients; both reply `ServerState` |
 
@@ -24,7 +25,7 @@ from ductile.generator.server.fleet_member import FleetMember
 from ductile.generator.server.request_body import BadBody
 from ductile.generator.server.responses import error
 from ductile.generator.server.update_machine import Fenced, Unusable
-from ductile.messages.updates import EndUpdate, LeaseVersion, PauseServer, PrepareUpdate, ResumeServer
+from ductile.messages.updates import EndUpdate, EndVersionLease, LeaseVersion, PauseServer, PrepareUpdate, ResumeServer
 from ductile.weights.carriers.carrier import checksum_of
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -84,6 +85,12 @@ async def abort(member: Member, http: Request) -> Response:
 async def lease(member: Member, http: Request) -> Response:
     url = str(http.base_url).rstrip("/")
     return _json(await member.donor.lease(_read(LeaseVersion, http), member.incarnation, url))
+
+
+@fleet_routes.post("/weights/lease/end")
+async def end_lease(member: Member, http: Request) -> Response:
+    member.donor.end(_read(EndVersionLease, http).location)
+    return Response(b"{}", media_type="application/json")
 
 
 @fleet_routes.get("/weights/buckets/{lease}/{index}")

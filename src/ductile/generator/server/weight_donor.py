@@ -65,6 +65,11 @@ class WeightDonor:
             raise Unusable("the lease is over")
         return content
 
+    def end(self, location: str) -> None:
+        """Keep the version for this lease no longer. Nothing happens where it is over."""
+        if (name := location.rpartition("/")[2]) in self._leases:
+            self._end(name)
+
     def close(self) -> None:
         for name in list(self._leases):
             self._end(name)

@@ -17,9 +17,11 @@ from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
+from ductile.config.schema.trainer import NcclBroadcast
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.layout.model.parameters import parameters
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, ServerNoted, WeightUpdateEnded
 from ductile.fabric.process import host
 from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
@@ -63,7 +65,9 @@ class Servers:
         self._served = inference.registry if is_served else None
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
         self._probe = HttpProbe(inference.detection_bound_s, lambda address: self._api_key)
-        options = update_options(config, folder)
+        # Each sender has a store of its own, at a free port.
+        self._rendezvous = f"{broadcast.host}:0" if isinstance(broadcast, NcclBroadcast) else ""
+        options = update_options(config, folder, self._rendezvous)
         updates = WeightUpdates(fleet.trainer, options, self._carrier, self._next_epoch)
         self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
         self._fleet = ElasticFleet(
@@ -101,18 +105,18 @@ class Servers:
     ) -> None:
         await self._stack.aclose()
 
-    def _carrier(self, state: ServerState) -> WeightCarrier:
+    def _carrier(self, state: ServerState, only: WeightCarrier | None) -> WeightCarrier:
         try:
-            return choose_carrier(host(), state, self._asked_carrier).carrier
+            return choose_carrier(host(), state, self._asked_carrier, self._rendezvous, only).carrier
         except ValueError as error:
             raise Refused(str(error)) from error
 
     def _next_epoch(self, above: int) -> int:
         return self._fleet.next_epoch(above)
 
-    async def update(self, version: int) -> None:
+    async def update(self, version: int) -> KnownWeights:
         """Bring the trainer's weights to all servers (`ServerMembers.update`)."""
-        await self._members.update(version)
+        return await self._members.update(version)
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""
@@ -214,6 +218,7 @@ class Servers:
                 result.pause_s,
                 result.num_bytes,
                 result.digest,
+                result.num_bytes_unchanged,
                 sentence=f"{'; '.join([sentence, *left])}." if left else "",
             )
         )
@@ -288,7 +293,7 @@ class RememberedLeases:
         await self._registry.close()
 
 
-def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
+def update_options(config: RLConfig, folder: Path, rendezvous: str) -> UpdateOptions:
     inference = config.inference
     join = inference.join_transport
     return UpdateOptions(
@@ -304,6 +309,7 @@ def update_options(config: RLConfig, folder: Path) -> UpdateOptions:
         probe_timeout_s=inference.probe_timeout_seconds,
         join_carrier=None if join == "auto" else join,
         folder=str((folder / "weights").absolute()),
+        rendezvous=rendezvous,
     )
 
 

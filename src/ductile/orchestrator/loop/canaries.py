@@ -17,7 +17,7 @@ from ductile.core.rollouts.provenance import Diagnosis, Differences, Evidence, K
 from ductile.events.rollouts import CanaryDisagreed
 from ductile.messages.workers import WeightDigests
 from ductile.observe import Recorder
-from ductile.records import GenerateRequest, Generation, Manifest, Sample
+from ductile.records import GenerateRequest, Generation, Sample
 from ductile.roles import Failure
 from ductile.sampling import Sampling
 
@@ -131,16 +131,15 @@ class Canaries:
             "canary_difference": self.largest,
         }
 
-    def check_soon(self, manifest: Manifest) -> None:
+    def check_soon(self, published: KnownWeights) -> None:
         """Check a version that has just gone live. One that is still being checked is checked no further."""
         if self._checking is not None and not self._checking.done():
             self._checking.cancel()
             self.num_skipped += 1
-        tensors = {entry.name: entry.digest for entry in manifest.tensors if entry.digest}
-        self._published[manifest.version] = KnownWeights(manifest.version, manifest.digest, tensors, manifest.adapters)
+        self._published[published.version] = published
         for older in sorted(self._published)[:-2]:
             del self._published[older]
-        self._checking = asyncio.create_task(self._check(manifest.version))
+        self._checking = asyncio.create_task(self._check(published.version))
 
     async def _check(self, version: int) -> None:
         """Have each generator sample, then the reference score all of it at once. Whatever does not reply in time is

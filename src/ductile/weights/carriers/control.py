@@ -275,7 +275,7 @@ def local_address(near: str) -> str:
     if not host:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing: the kernel only looks the route up
+        probe.connect((host, int(port) or 1))  # sends nothing: the kernel only looks the route up
         address = probe.getsockname()[0]
         local = ipaddress.ip_address(address)
     return LOOPBACK if local.is_loopback else address

@@ -63,7 +63,7 @@ class PointToPointSender:
         self._audience = audience
         self._host, self._timeout_s = host, update.bucket_timeout_s
         self._name = f"{update.update_id}/{sender}"
-        if update.rendezvous:
+        if int(update.rendezvous.rpartition(":")[2] or 0):
             self._address = update.rendezvous
             self._store: Store = rendezvous.connect(update.rendezvous, self._timeout_s)
         else:
