@@ -9,6 +9,7 @@ it has, and no more.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Collection
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -89,6 +90,8 @@ class ServerPort:
         self.version: int | None = None
         """Version that is live; None for a server that keeps its own weights."""
         self._model = ""
+        self.heard_at = float("-inf")
+        """When a token last came, by `time.monotonic`."""
         self._own_version = 0
         self._committed: dict[int, Digest] = {}
         self._committing: tuple[int, Digest] | None = None
@@ -278,6 +281,7 @@ class ServerPort:
                 self._check_versions(piece)
                 partial.add(piece, self._own_version, url)
                 self._num_sampled += len(piece.token_ids)
+                self.heard_at = time.monotonic()
                 if piece.finish_reason is not None:
                     with suppress(Failure, TimeoutError):  # to its end, and the connection may be used again
                         async with asyncio.timeout(LAST_WORDS_S):

@@ -3,6 +3,7 @@ and what the run tells of them."""
 
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -11,11 +12,13 @@ from uuid import uuid4
 
 from ductile.concurrency.deadline import Deadline
 from ductile.config.checks.asked_servers import asked_servers
+from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
+from ductile.core.layout.model.parameters import parameters
 from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, ServerNoted, WeightUpdateEnded
 from ductile.fabric.process import host
 from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
@@ -32,7 +35,7 @@ from ductile.generator.server.control_token import token_file
 from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.server_lease import ServerLease
-from ductile.messages.updates import ServerState, WeightCarrier
+from ductile.messages.updates import ServerState, TensorSpec, WeightCarrier, model_fingerprint
 from ductile.observe import Recorder
 from ductile.roles import Late, Refused
 from ductile.transport.deadlines import Deadlines
@@ -54,7 +57,7 @@ class Servers:
         self._deadlines = _deadlines(inference, client.timeout_s)
         self._max_num_seqs, self._record = inference.max_num_seqs, record
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
-        self._probe = HttpProbe(inference.probe_timeout_seconds, lambda address: self._api_key)
+        self._probe = HttpProbe(inference.detection_bound_s, lambda address: self._api_key)
         options = update_options(config, folder)
         updates = WeightUpdates(fleet.trainer, options, self._carrier, self._next_epoch)
         self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
@@ -68,6 +71,7 @@ class Servers:
             Deadlines.of(config.cluster).patience_s,
             self._tell,
         )
+        self._fleet.expect_model(*models_of(config))
         self._members.follow(self._fleet)
         self._fleet.on_change.add(self._on_change)
         self._members.on_updated.add(self._on_updated)
@@ -230,6 +234,20 @@ class Servers:
         files = [token_file(name, parts.port or 0) for name in names]
         leases = [ServerLease(address, "", token_file=str(file)) for file in files]
         return next(filter(None, map(token_of, leases)), None)
+
+
+def models_of(config: RLConfig) -> tuple[str, ...]:
+    """Return the fingerprints of the model that is trained, as a server may hold it: in any dtype, since only the
+    version itself says which one takes its values. () where its folder does not say it."""
+    model = config.trainer.model
+    if (spec := read_spec(model.name)) is None:
+        return ()
+    if model.debug.num_layers is not None:
+        spec = replace(spec, num_layers=model.debug.num_layers)
+    return tuple(
+        model_fingerprint(TensorSpec(each.name, dtype, each.shape) for each in parameters(spec))
+        for dtype in ("bfloat16", "float32", "float16")
+    )
 
 
 class RememberedLeases:
