@@ -218,7 +218,7 @@ class FleetKeeper:
         else:
             for instance in verdict.instances:
                 self.judge(instance, lambda each: each.moved("die", verdict.reason, now))
-        for instance, why in wedged_receivers(living, now, self.rules).items():
+        for instance, why in wedged_receivers(living, self.rules).items():
             self.judge(instance, lambda each, why=why: each.moved("die", why, now))
 
     def _blame_ourselves(self, why: str) -> None:

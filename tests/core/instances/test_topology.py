@@ -48,9 +48,10 @@ def test_who_is_to_blame_for_silence(servers: list[ServerHealth], verdict: str, 
     assert bool(found.reason) == (verdict != "none")
 
 
-def receiver(name: str, num_buckets: int, since: float, update_id: str = "u") -> ServerHealth:
-    one = server(name).sent(2, 0.0)
-    return one.answered(ProbeReply("x", 1, update_id=update_id, num_buckets=num_buckets), since, RULES)
+def receiver(name: str, num_buckets: int, since: float, update_id: str = "u", heard_at: float = 10.0) -> ServerHealth:
+    """One that took its last bucket at `since`, and said so last at `heard_at`."""
+    one, said = server(name).sent(2, 0.0), ProbeReply("x", 1, update_id=update_id, num_buckets=num_buckets)
+    return one.answered(said, since, RULES).answered(said, heard_at, RULES)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +61,12 @@ def receiver(name: str, num_buckets: int, since: float, update_id: str = "u") ->
         ([receiver("a", 3, 1.0), receiver("b", 3, 1.0)], set()),  # the sender is slow
         ([receiver("a", 3, 6.0), receiver("b", 9, 9.0)], set()),
         ([receiver("a", 3, 1.0)], set()),
+        ([receiver("a", 3, 1.0, heard_at=1.0), receiver("b", 9, 9.0)], set()),  # it has not been asked since
         ([receiver("a", 3, 1.0), receiver("b", 9, 9.0, "another")], set()),
     ],
 )
 def test_a_receiver_that_takes_no_bucket_is_wedged_when_another_one_does(receivers, wedged) -> None:
-    assert wedged_receivers(receivers, 10.0, RULES).keys() == wedged
+    assert wedged_receivers(receivers, RULES).keys() == wedged
 
 
 JOINS = {

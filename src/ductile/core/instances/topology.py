@@ -109,14 +109,16 @@ def blame(servers: Iterable[ServerHealth], rules: HealthRules) -> Blame:
     return Blame("self", tuple(server.instance for server in over), why)
 
 
-def wedged_receivers(servers: Iterable[ServerHealth], now: float, rules: HealthRules) -> Mapping[InstanceId, str]:
+def wedged_receivers(servers: Iterable[ServerHealth], rules: HealthRules) -> Mapping[InstanceId, str]:
     """Return the receivers that take no bucket while another one of the same update does, with a sentence each. When
-    none does, the sender is slow, and nobody is to blame."""
+    none does, the sender is slow, and nobody is to blame. Only what a server has said itself counts against it, and not
+    how long ago it was asked."""
     receiving = [server for server in servers if server.is_living and server.offered is not None and server.bucket[0]]
+    idle_s = {server.instance: server.heard_at - server.bucket_at for server in receiving}
     return {
-        server.instance: f"it answers probes, and took no bucket for {now - server.bucket_at:.0f} s while others did"
+        server.instance: f"it answers probes, and took no bucket for {idle_s[server.instance]:.0f} s while others did"
         for server in receiving
-        if now - server.bucket_at >= rules.bucket_timeout_s
+        if idle_s[server.instance] >= rules.bucket_timeout_s
         and any(other.bucket[0] == server.bucket[0] and other.bucket[1] > server.bucket[1] for other in receiving)
     }
 
