@@ -32,7 +32,8 @@ class WeightUpdates:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """choose: the carrier for a server; raises Refused where there is none. next_epoch: an epoch of the fleet's
-        membership that is newer than any before, and than the one that it is given."""
+        membership that is newer than any before; it is given the newest that the members have seen, and raises Late
+        when that is another fleet's."""
         self.version: int | None = None
         """Version that was committed last; None before the first."""
         self.digest: Digest = ""

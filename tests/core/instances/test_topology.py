@@ -94,8 +94,8 @@ def test_one_that_comes_and_goes_keeps_no_other_out() -> None:
     assert due == [(), (), (), ("a", "f")]
 
 
-def member(name: str, incarnation: str = "x", workers: int = 1) -> TopologyMember:
-    return TopologyMember(InstanceId(name), f"http://{name}:1", incarnation, workers, "ready", 1)
+def member(name: str, incarnation: str = "x") -> TopologyMember:
+    return TopologyMember(InstanceId(name), f"http://{name}:1", incarnation, "ready", 1)
 
 
 def test_the_order_of_members_says_nothing() -> None:
@@ -103,13 +103,6 @@ def test_the_order_of_members_says_nothing() -> None:
     assert len({FleetTopology(3, (member("a"), member("b"))), FleetTopology(3, (member("b"), member("a")))}) == 1
     assert FleetTopology(3, (member("a"),)) != FleetTopology(4, (member("a"),))
     assert FleetTopology(3, (member("a"),)) != FleetTopology(3, (member("a", "y"),))
-
-
-def test_ranks_are_those_of_all_workers_one_after_the_other() -> None:
-    topology = FleetTopology(3, (member("b", workers=2), member("a", workers=3)))
-    assert topology.world_size == 6
-    assert [topology.first_rank(InstanceId(name)) for name in "ab"] == [1, 4]
-    assert topology.group_name == "update_weight_group_v3"
 
 
 def test_a_target_outside_the_group_is_an_error() -> None:

@@ -649,7 +649,7 @@ def test_of_two_controllers_one_rules(rig: Rig, tmp_path) -> None:
             assert zombie.prepare().status_code == 409
             newer = HandUpdate.of(rig.servers["a"], rig.truth.tensors[0], 0, epoch + 1000)
             assert newer.pause(lease_s=0.3).status_code == 200, "who has been cut off does not know that it is over"
-            await rig.until(lambda: fleet._keeper.fenced, 3.0, "the older one is fenced")
+            await rig.until(lambda: fleet._shared.fenced, 3.0, "the older one is fenced")
             with pytest.raises(Failure, match="another controller"):
                 await rig.publish()
             assert await other.claim() is None
@@ -666,7 +666,7 @@ def test_when_nobody_answers_nobody_is_taken_out(rig: Rig) -> None:
             rig.servers[name].stop()
         await rig.until(lambda: all(rig.health(name).probe_failures >= 4 for name in "abc"), 5.0)
         assert not {"dead"} & {*rig.left("a"), *rig.left("b"), *rig.left("c")}
-        assert "our side" in rig.fleet._keeper.own_fault
+        assert "our side" in rig.fleet._judge.own_fault
         for name in "abc":
             rig.servers[name].cont()
         await rig.ready(*"abc")

@@ -65,7 +65,6 @@ class FleetState:
             incarnation=reply.incarnation,
             since=now,
             reason="it has been found",
-            workers=reply.workers,
             asked_at=min(reply.asked_at, now),
             heard_at=now,
             num_sampled=reply.num_sampled,

@@ -96,7 +96,6 @@ class ProbeReply:
     digest: str = ""
     model: str = ""
     epoch: int = 0
-    workers: int = 1
     num_running: int = 0
     is_paused: bool = False
     num_sampled: int = 0
@@ -118,7 +117,6 @@ class ServerHealth:
     status: MemberStatus = "joining"
     reason: str = ""
     """Why it is in its state, a sentence."""
-    workers: int = 1
     version: int | None = None
     """Version that it has committed, and that was verified; None before the first."""
     digest: str = ""
@@ -175,7 +173,6 @@ class ServerHealth:
             asked_at=max(self.asked_at, min(reply.asked_at, now)),  # an answer may be late, after the next question
             good_probes=self.good_probes + 1,
             heard_at=now,
-            workers=reply.workers,
         )._progressed(reply, now)
         if (
             self.version is not None

@@ -29,8 +29,10 @@ from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of, 
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
+from ductile.fleet.shared_state import SharedFleetState
+from ductile.fleet.update_attempt import NUM_ASKED
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
-from ductile.fleet.weight_update import NUM_ASKED, WeightUpdates
+from ductile.fleet.weight_update import WeightUpdates
 from ductile.generator.server.control_token import token_file
 from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
@@ -59,7 +61,8 @@ class Servers:
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
         self._probe = HttpProbe(inference.detection_bound_s, lambda address: self._api_key)
         options = update_options(config, folder)
-        updates = WeightUpdates(fleet.trainer, options, self._carrier, self._next_epoch)
+        state = SharedFleetState()
+        updates = WeightUpdates(fleet.trainer, options, self._carrier, state.next_epoch)
         self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
         self._fleet = ElasticFleet(
             inference,
@@ -70,9 +73,9 @@ class Servers:
             self._probe,
             Deadlines.of(config.cluster).patience_s,
             self._tell,
+            state,
         )
         self._fleet.expect_model(*models_of(config))
-        self._members.follow(self._fleet)
         self._fleet.on_change.add(self._on_change)
         self._members.on_updated.add(self._on_updated)
         self._latest: UpdateResult | None = None
@@ -100,12 +103,9 @@ class Servers:
         except ValueError as error:
             raise Refused(str(error)) from error
 
-    def _next_epoch(self, above: int) -> int:
-        return self._fleet.next_epoch(above)
-
     async def update(self, version: int) -> None:
-        """Bring the trainer's weights to all servers (`ServerMembers.update`)."""
-        await self._members.update(version)
+        """Bring the trainer's weights to all servers (`ElasticFleet.update`)."""
+        await self._fleet.update(version)
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""
