@@ -73,9 +73,8 @@ async def case(number: int, version: int | None = 1, watched: bool = False, **ke
         one.fleet.on_change.add(one.note)
         async with one.fleet:
             await one.fleet.settled()
-            if version is not None:  # on a busy machine one may have been late at the first look
-                for _ in range(5):
-                    await one.looks(len(one.serving) < number)
+            while version is not None and len(one.serving) < number:  # on a busy machine one may have been late
+                await one.looks()
             yield one
 
 
