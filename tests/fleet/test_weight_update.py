@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_options
 
 import pytest
 from msgspec.structs import replace
@@ -489,6 +490,20 @@ def test_a_joiner_asks_the_next_source_when_the_first_has_not_got_it_or_dies():
         assert outcomes(await it.updates.warm(joiner.member, 2, [donor, it.ranks])) == {"j": "committed"}
         with pytest.raises(Refused, match="a is gone"):
             await it.updates.warm(Server("k").member, 2, [donor])
+
+    run(story())
+
+
+def test_a_joiner_gets_its_weights_by_no_other_way_than_is_asked_for():
+    async def story():
+        it = scene(Server("a"), options=replace_options(OPTIONS, join_carrier="disk"))
+        await it.publish()
+        joiner = Server("j")
+        it.servers["j"] = joiner
+        donor = Ranks(it.servers, carrier="http")
+        assert outcomes(await it.updates.warm(joiner.member, 2, [donor, it.ranks])) == {"j": "committed"}
+        assert not donor.updates
+        assert [each.carrier for each in it.ranks.updates[-1].receivers] == ["disk"]
 
     run(story())
 

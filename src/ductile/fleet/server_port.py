@@ -224,7 +224,8 @@ class ServerPort:
         return self._decoded(content, "/fleet/state", ServerState)
 
     async def _digest_weights(self) -> WeightDigests:
-        content = await self._http.ask("GET", "/weights/digest", deadline_s=self._http.deadlines.verify_s)
+        limit_s = self._http.deadlines.verify_s
+        content = await self._http.ask("GET", "/weights/digest", deadline_s=limit_s, control=True)
         read = self._decoded(content, "/weights/digest", LiveDigest)
         return WeightDigests(read.version, read.announced, read.digest, read.tensors)
 
@@ -239,7 +240,7 @@ class ServerPort:
             raise Refused(f"{self.url}{route} replied with no {kind.__name__}: {error}") from None
 
     def _begin(self, request: GenerateRequest) -> None:
-        partial = PartialCompletion(request)
+        partial = PartialCompletion(request, goes_on=bool(self.incarnation))
         self._live[request.id] = partial, start(self._generate(partial))
         if self._ticking is None or self._ticking.done():
             self._ticking = start(self._tick())
@@ -273,7 +274,7 @@ class ServerPort:
 
     async def _take_pieces(self, partial: PartialCompletion) -> FinishReason:
         url = self.url + ROUTE
-        body = completion_body(partial.request, self._model, 0 if self.incarnation else 1)
+        body = completion_body(partial.request, self._model, partial.goes_on)
         async with aclosing(self._http.events(ROUTE, body)) as events:
             async for event in events:
                 piece = read_piece(event, url)

@@ -85,8 +85,10 @@ class WeightUpdates:
 
     async def _warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult:
         expected = self.digest if self.version == version else ""
-        failures = list[str]()
+        failures, asked = list[str](), self._options.join_carrier
         for source in sources:
+            if asked is not None and source.carrier not in (None, asked):
+                continue  # another way was asked for
             try:
                 result = await self._transaction(source, version, [member], 1)
             except Refused as error:

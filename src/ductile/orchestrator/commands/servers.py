@@ -2,7 +2,8 @@
 and what the run tells of them."""
 
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.monitor import HttpProbe
 from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of, token_of
+from ductile.fleet.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
@@ -58,6 +60,8 @@ class Servers:
         self._asked_carrier = broadcast.type if broadcast else None
         self._deadlines = _deadlines(inference, client.timeout_s)
         self._max_num_seqs, self._record = inference.max_num_seqs, record
+        is_served = isinstance(inference.registry, HttpRegistry) and inference.registry.serve
+        self._served = inference.registry if is_served else None
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
         self._probe = HttpProbe(inference.detection_bound_s, lambda address: self._api_key)
         options = update_options(config, folder)
@@ -83,6 +87,8 @@ class Servers:
 
     async def __aenter__(self) -> "Servers":
         async with AsyncExitStack() as stack:
+            if isinstance(self._served, HttpRegistry):
+                await stack.enter_async_context(_serving(self._served))
             stack.push_async_callback(self._probe.close)
             stack.push_async_callback(self._members.close)
             try:
@@ -248,6 +254,22 @@ def models_of(config: RLConfig) -> tuple[str, ...]:
         model_fingerprint(TensorSpec(each.name, dtype, each.shape) for each in parameters(spec))
         for dtype in ("bfloat16", "float32", "float16")
     )
+
+
+@asynccontextmanager
+async def _serving(config: HttpRegistry) -> AsyncGenerator[None]:
+    """Serve the registry in this event loop. Raises Refused where its address cannot be had."""
+    address = urlsplit(config.url)
+    app = registry_app(LeaseTable(config.ttl_seconds), secret_of(None, config.token_var))
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(serve_registry(app, address.hostname or "", address.port or 80))
+        except OSError as error:
+            raise Refused(
+                f"inference.registry.url = {config.url} cannot be served here: {error.strerror}; another run may serve "
+                "it (leave inference.registry.serve out then), or take another port"
+            ) from error
+        yield
 
 
 class RememberedLeases:
