@@ -123,7 +123,7 @@ def test_the_pool_is_told_of_suspects_and_when_they_are_well_again() -> None:
             one.fleet.request_failed(one.id(1), "HTTP 500")
             await one.fleet.settled()
             assert one.members.suspects == {one.id(1): "HTTP 500"}
-            one.fleet.generated(one.id(1))
+            one.members.on_ended(one.id(1), None, 0.0)
             await one.looks(2)
             assert one.fleet.state.of(one.id(1)).status == "ready"
             assert one.members.suspects == {one.id(1): ""}
@@ -168,8 +168,8 @@ def test_a_version_that_too_few_servers_take_is_not_live_with_nobody() -> None:
             ids = [one.id(0), one.id(1)]
 
             def refused() -> None:
-                one.fleet.update_began(2, ids)
-                one.fleet.update_ended(2, "", [InstanceOutcome(each, "stale", "it says no") for each in ids])
+                one.fleet._judge.update_began(2, ids)
+                one.fleet._judge.update_ended(2, "", [InstanceOutcome(each, "stale", "it says no") for each in ids])
 
             refused()
             assert not await one.fleet.enough_have(2)
@@ -180,8 +180,8 @@ def test_a_version_that_too_few_servers_take_is_not_live_with_nobody() -> None:
                 Late, match=r"0 of at least 1 servers have taken version 2 in 5 s .*is stale: it says no"
             ):
                 await one.fleet.enough_have(2)
-            one.fleet.update_began(2, ids)
-            one.fleet.update_ended(2, DIGEST, [InstanceOutcome(ids[0], "committed")])
+            one.fleet._judge.update_began(2, ids)
+            one.fleet._judge.update_ended(2, DIGEST, [InstanceOutcome(ids[0], "committed")])
             assert await one.fleet.enough_have(2)
 
     asyncio.run(story())
@@ -191,7 +191,7 @@ def test_one_that_dies_before_it_has_ever_served_is_taken_from_a_version_that_is
     async def story() -> None:
         async with case(2, version=None) as one:
             ids = [one.id(0), one.id(1)]
-            one.fleet.update_began(1, ids)
+            one.fleet._judge.update_began(1, ids)
             await one.servers[1].kill()
             await one.looks()
             assert one.members.story[-1] == f"remove {ids[1]}"
