@@ -68,9 +68,9 @@ class FolderAuthority:
     async def close(self) -> None:
         """Let another one rule at once."""
         with suppress(OSError, TimeoutError):
-            await self._thread.call(self._give_back, ASK_S)
+            await self._thread.call(self._end_rule, ASK_S)
 
-    def _give_back(self) -> None:
+    def _end_rule(self) -> None:
         token, rule = self._newest()
         if rule is not None and rule.owner == self._owner:
             write_whole(self._file(token), _text(_Rule("", rule.beat)))

@@ -232,7 +232,7 @@ class ElasticFleet:
     def expect_model(self, *fingerprints: str) -> None:
         """Servers whose model (`messages.updates.ServerState.model`) is none of these cannot join from now on. None
         given: any may."""
-        self._judge.models = fingerprints
+        self._judge.expect_model(fingerprints)
 
     async def update(self, version: int) -> None:
         """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those

@@ -34,12 +34,16 @@ class Judge:
     ) -> None:
         """is_ruler: nobody else can have these servers (`ductile.fleet.authority`)."""
         self.rules = rules
-        self.models: tuple[str, ...] = ()
-        """Fingerprints of the model that servers must have, one of them; () while it is not known."""
         self.own_fault = ""
         """Why no server can be asked, where the fault is on our side, a sentence."""
         self._state, self._discovery, self._members, self._tell = state, discovery, members, tell
         self._is_sole = is_ruler
+        self._models: tuple[str, ...] = ()
+        """Fingerprints of the model that servers must have, one of them; () while it is not known."""
+
+    def expect_model(self, fingerprints: tuple[str, ...]) -> None:
+        """Servers with another model cannot join from now on."""
+        self._models = fingerprints
 
     # -- Probes -----------------------------------------------------------------------------------------------------
 
@@ -75,9 +79,9 @@ class Judge:
             self._state.fence(f"{address} has seen epoch {reply.epoch}, which another controller has made")
         if server is not None:
             self._state.judge(server.instance, lambda each: each.answered(reply, now, self.rules))
-        elif self.models and reply.model not in ("", *self.models):
+        elif self._models and reply.model not in ("", *self._models):
             why = (
-                f"{address} has another model ({reply.model}) than the run ({self.models[0]}): start it with the run's"
+                f"{address} has another model ({reply.model}) than the run ({self._models[0]}): start it with the run's"
             )
             self._discovery.reject(address, reply.incarnation, why)
             self._tell(why)

@@ -91,6 +91,7 @@ class ServerMembers:
                 return Warmed(version, result.digest)
 
     async def update(self, version: int, servers: Sequence[TopologyMember]) -> UpdateResult:
+        opened: list[UpdateMember[ServerPort] | InstanceOutcome]
         opened = await gather_all(*(self._open_or_not(server) for server in servers))
         members = [member for member in opened if isinstance(member, UpdateMember)]
         unopened = tuple(outcome for outcome in opened if isinstance(outcome, InstanceOutcome))

@@ -91,7 +91,7 @@ class ServerPort:
         """Version that is live; None for a server that keeps its own weights."""
         self._model = ""
         self.heard_at = float("-inf")
-        """When a token last came, by `time.monotonic`."""
+        """Time at which a token last came, by `time.monotonic`."""
         self._own_version = 0
         self._committed: dict[int, Digest] = {}
         self._committing: tuple[int, Digest] | None = None
