@@ -35,6 +35,7 @@ from ductile.messages.updates import (
     PrepareUpdate,
     Receiver,
     ResumeServer,
+    SendReport,
     ServerState,
     UpdateProgress,
     WeightCarrier,
@@ -204,7 +205,7 @@ class UpdateAttempt:
         try:
             while self._left and not sending.done():
                 await self._changed.wait()
-            reports = sending.result() if sending.done() else []
+            reports: Sequence[SendReport] = sending.result() if sending.done() else ()
         finally:
             for task in (sending, *watching):
                 task.cancel()

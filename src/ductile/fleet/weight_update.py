@@ -117,9 +117,12 @@ class WeightUpdates:
         began_s, number = self._clock(), 0
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
         digest, num_bytes, pause_s = "", 0, 0.0
-        left = {member.id: member for member in members}
+        left: dict[InstanceId, AnyMember] = {member.id: member for member in members}
         only = senders.carrier or (self._options.join_carrier if self._warming else None)
-        choose = self._choose if only is None else lambda state: only
+
+        def choose(state: ServerState) -> WeightCarrier:
+            return only or self._choose(state)
+
         while left:
             number += 1
             attempt = UpdateAttempt(senders, version, left, self._options, choose, self._next_epoch, self._clock)
