@@ -21,7 +21,7 @@ from ductile.fleet.fleet_members import FleetMembers, Warmed
 from ductile.fleet.shared_state import SharedFleetState
 from ductile.roles import Failure
 
-FIRST_LOOK_S = 0.2
+AGAIN_S = 0.2
 """Longest time until a joiner whose version was overtaken is looked at again."""
 
 
@@ -163,7 +163,7 @@ class Joining:
 
     async def _next_change(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_LOOK_S):
+            async with asyncio.timeout(AGAIN_S):
                 await self._changed.wait()
 
     def _commit(self, id: InstanceId, warmed: Warmed) -> None:
