@@ -1,6 +1,7 @@
 """A fleet over real sockets: who is taken out and when, who comes back, and who rules."""
 
 import asyncio
+import itertools
 import random
 import threading
 from collections.abc import AsyncGenerator
@@ -546,6 +547,32 @@ def test_a_ruler_that_slept_cannot_bring_its_version_over_the_new_one_s() -> Non
                     with pytest.raises(Late, match="another controller"):
                         await update(old, 2)
                     assert (server.version, old.fenced != "", new.fenced) == (10, True, "")
+
+    asyncio.run(story())
+
+
+def test_a_ruler_adopts_an_epoch_of_others_only_when_it_still_rules_after_that(tmp_path: Path) -> None:
+    """A server that is new to it may have it of a new ruler: then its own epochs must stay below."""
+
+    async def story() -> None:
+        seconds = itertools.count()
+        async with stub_servers(2) as servers:
+            config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
+            authority, state = FolderAuthority(tmp_path, "one", 15.0), SharedFleetState(lambda: float(next(seconds)))
+            urls = [servers[0].url]
+            fleet = ElasticFleet(config, StubMembers(servers), urls, authority=authority, state=state)
+            async with fleet:
+                before = state.now.epoch
+                servers[1].says(epoch=before * 2)
+                fleet.register_server(servers[1].url)
+                for _ in range(2):
+                    await fleet._monitor_servers_once()
+                assert fleet.state.at(servers[1].url) is None
+                assert state.next_epoch() < before + 10
+                await fleet._renew_rule()
+                await fleet._monitor_servers_once()
+                assert fleet.state.at(servers[1].url) is not None
+                assert state.next_epoch() > before * 2
 
     asyncio.run(story())
 

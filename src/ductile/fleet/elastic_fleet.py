@@ -360,6 +360,14 @@ class ElasticFleet:
             await asyncio.sleep(min(1.0, self._patience_s))
         self._shared.change(lambda state: state.above(first_epoch(token) - 1))
 
+    async def _renew_rule(self) -> None:
+        if self._authority is not None:
+            began_at = self._clock()
+            if await self._authority.claim() is None:
+                self._shared.fence("another controller rules the fleet of this registry")
+            else:
+                self._judge.rule_renewed(began_at)
+
     async def _keep_looking(self) -> None:
         """Renew the rule and look at the registry, until another one rules."""
         match self._config.registry:
@@ -370,8 +378,7 @@ class ElasticFleet:
         while not self._shared.fenced:
             await asyncio.sleep(interval_s)
             try:
-                if self._authority is not None and await self._authority.claim() is None:
-                    self._shared.fence("another controller rules the fleet of this registry")
+                await self._renew_rule()
                 await self._poll()
                 self._monitor.look()
                 if not self._config.enable_health_monitor:  # those that are well are not probed then

@@ -29,21 +29,29 @@ class Judge:
         rules: HealthRules,
         discovery: Discovery,
         members: FleetMembers,
-        is_ruler: bool,
+        has_authority: bool,
         tell: Callable[[str], None],
     ) -> None:
-        """is_ruler: nobody else can have these servers (`ductile.fleet.authority`)."""
+        """has_authority: of several fleets one rules (`ductile.fleet.authority`)."""
         self.rules = rules
         self.own_fault = ""
         """Why no server can be asked, where the fault is on our side, a sentence."""
         self._state, self._discovery, self._members, self._tell = state, discovery, members, tell
-        self._is_sole = is_ruler
+        self._warns = not has_authority
+        self._ruled_at = float("-inf" if has_authority else "inf")
+        """Time at which our rule was last renewed."""
+        self._foreign: dict[tuple[str, int], float] = {}
+        """Address and epoch of servers with epochs of others, and when they were first seen."""
         self._models: tuple[str, ...] = ()
         """Fingerprints of the model that servers must have, one of them; () while it is not known."""
 
     def expect_model(self, fingerprints: tuple[str, ...]) -> None:
         """Servers with another model cannot join from now on."""
         self._models = fingerprints
+
+    def rule_renewed(self, at: float) -> None:
+        """We have ruled at this time."""
+        self._ruled_at = at
 
     # -- Probes -----------------------------------------------------------------------------------------------------
 
@@ -86,8 +94,10 @@ class Judge:
             self._discovery.reject(address, reply.incarnation, why)
             self._tell(why)
         elif not self._discovery.why_not(address, reply.incarnation) and not self._state.fenced:
-            if reply.epoch and not self._is_sole:
-                self._is_sole = True  # it is said once
+            if reply.epoch > state.epoch and self._foreign.setdefault((address, reply.epoch), now) >= self._ruled_at:
+                return  # a new ruler's, unless we still rule after that
+            if reply.epoch and self._warns:
+                self._warns = False  # it is said once
                 self._tell(
                     f"{address} has weights of another run: if that one still goes on it ends, as this one has its "
                     "servers from now on (with a registry, the later of two runs waits)"
