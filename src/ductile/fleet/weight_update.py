@@ -64,7 +64,8 @@ class WeightUpdates:
                 result = await self._transaction(self._trainer, version, members, self._options.max_attempts)
             finally:
                 self.under_way = ""
-            self.version, self.digest = version, result.digest
+            known = self.digest if self.version == version else ""  # it may be sent again to those that lack it
+            self.version, self.digest = version, result.digest or known
             return result
 
     async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
