@@ -193,7 +193,7 @@ def test_a_rebuild_that_was_asked_for_is_not_forgotten(rig: Rig) -> None:
         assert fleet.get_last_topology_change_time() > before
         decision = fleet.maybe_rebuild_weight_update_group()
         assert decision.action == "rebuild"
-        assert decision.topology.world_size == 3
+        assert len(decision.topology.members) == 2
         await rig.publish()
         assert not fleet.consume_group_rebuild_request()
         assert fleet.group_version > version
