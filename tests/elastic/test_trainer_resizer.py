@@ -151,7 +151,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def expected(victim: int, command: str, moment: str) -> str:
-    """What the rules of `ductile.core.instances.membership` say, by point: a dumb twin."""
+    """What the rules of `ductile.core.scheduling.resize_rulings` say, by point: a dumb twin."""
     if victim == STAYER:
         return "lost"
     if victim == JOINER:

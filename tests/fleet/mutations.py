@@ -92,18 +92,6 @@ DEFECTS = (
         JOINS,
     ),
     Defect(
-        5,
-        "the group has a place for every server, and not for every worker",
-        (
-            Edit(
-                "core/instances/topology.py",
-                "return 1 + sum(member.workers for member in self.members)",
-                "return 1 + len(self.members)",
-            ),
-        ),
-        f"{SYNTHETIC}test_a_group_has_a_place_for_every_worker",
-    ),
-    Defect(
         6,
         "the object that trainers are given lacks the methods",
         (Edit("fleet/elastic_fleet.py", "def consume_group_rebuild_request(", "def consume_group_rebuild_request_("),),

@@ -7,11 +7,13 @@ from uuid import uuid4
 
 import msgspec
 
+from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet.fleet_members import Warmed
+from ductile.fleet.update_parties import UpdateResult
 from ductile.messages.updates import ServerState
-from ductile.roles import SlotLost
+from ductile.roles import Failure, Refused, SlotLost
 
 DIGEST = "00000000000000d1"
 
@@ -86,6 +88,8 @@ class StubMembers:
 
     def __init__(self, servers: Sequence[StubServer], version: int | None = 1) -> None:
         self.version, self.num_others = version, 0
+        self.on_ended = Listeners[[InstanceId, Failure | None, float]]()
+        self.drain_fails: Failure | None = None
         self.story: list[str] = []
         self.suspects: dict[InstanceId, str] = {}
         self.tokens_at: dict[InstanceId, float] = {}
@@ -122,8 +126,13 @@ class StubMembers:
     def heard_at(self, server: InstanceId) -> float:
         return self.tokens_at.get(server, float("-inf"))
 
-    async def drain(self, server: InstanceId) -> None:
+    async def update(self, version: int, servers: Sequence[TopologyMember]) -> UpdateResult:
+        raise Refused("a stub updates nobody")
+
+    async def drain(self, server: InstanceId, timeout_s: float) -> None:
         self.story.append(f"drain {server}")
+        if self.drain_fails is not None:
+            raise self.drain_fails
         await self.may_drain.wait()
 
     async def remove(self, server: InstanceId, why: str) -> None:

@@ -155,6 +155,49 @@ def test_without_discovery_those_of_the_start_are_all(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_without_discovery_nobody_joins_a_registry_that_was_empty_at_the_start(tmp_path: Path) -> None:
+    async def story() -> None:
+        config = FleetConfig(enable_topology_discovery=False)
+        discovery = Discovery(config, folder_of(tmp_path, Clock()), ["http://127.0.0.1:9000"])
+        await discovery.poll()
+        write(tmp_path, lease())
+        await discovery.poll()
+        assert discovery.wanted == {"http://127.0.0.1:9000"}
+
+    asyncio.run(story())
+
+
+def test_a_folder_that_hangs_holds_one_thread_and_neither_the_loop_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("registry", "authority"):
+        monkeypatch.setattr(f"ductile.fleet.{module}.ASK_S", 0.05)
+
+    async def story() -> None:
+        registry, authority = folder_of(tmp_path, Clock()), FolderAuthority(tmp_path, "one", 15.0)
+        assert await authority.claim() is not None
+        before, goes_on = threading.active_count(), threading.Event()
+        for name, call in (("scandir", os.scandir), ("listdir", os.listdir)):
+
+            def hang(path: Path, call: Callable[[Path], object] = call) -> object:
+                goes_on.wait(10.0)
+                return call(path)
+
+            monkeypatch.setattr(os, name, hang)
+        try:
+            for _ in range(4):
+                for asked in (registry.servers, authority.claim):
+                    with pytest.raises(RegistryDown, match="could not be read within"):
+                        await asked()
+            assert threading.active_count() <= before + 2
+            await authority.close()
+        finally:
+            goes_on.set()
+        assert await registry.servers() == {}
+
+    asyncio.run(story())
+
+
 def test_who_is_kept_out_and_until_when() -> None:
     clock = Clock()
     discovery = Discovery(FleetConfig(flap_limit=1, flap_backoff_seconds=10), StaticServers([URL]), [URL], clock=clock)

@@ -15,6 +15,7 @@ from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fabric.groups import Groups
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.registry import LeaseFolder
+from ductile.fleet.shared_state import SharedFleetState
 from ductile.messages.server_lease import ServerLease, lease_file
 from ductile.weights.pipeline import BucketPipeline, Stage
 from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until
@@ -117,7 +118,7 @@ def test_a_join_is_one_change_for_all_that_come_within_the_cooldown() -> None:
         nonlocal now
         async with stub_servers(4) as (first, second, third, fourth):
             members = StubMembers([first, second, third, fourth])
-            async with fleet_of([first, second], members, config=config, clock=lambda: now) as fleet:
+            async with fleet_of([first, second], members, config=config, state=SharedFleetState(lambda: now)) as fleet:
                 await looked(fleet, 2)  # nobody serves, so nobody waits
                 decision = fleet.maybe_rebuild_weight_update_group()
                 assert decision.action == "rebuild"
@@ -156,7 +157,7 @@ def test_when_none_is_left_a_join_waits_for_nothing() -> None:
     async def story() -> None:
         async with (
             stub_servers(2) as (old, new),
-            fleet_of([old], StubMembers([old, new]), config=config, clock=lambda: 0.0) as fleet,
+            fleet_of([old], StubMembers([old, new]), config=config, state=SharedFleetState(lambda: 0.0)) as fleet,
         ):
             await looked(fleet)
             await old.kill()
@@ -228,13 +229,12 @@ def acts(groups: Groups, members: tuple[int, ...], sent: bytes, heard: list[list
     time.monotonic = lambda: 10_000.0 * groups.slot  # in this process alone
     decision = msgspec.msgpack.decode(sent, type=TopologyDecision)
     assert {*heard[groups.slot]} <= {each.address for each in decision.receivers}
-    story = [f"{decision.action} {decision.topology.group_name} of {decision.topology.world_size}"]
+    story = [f"{decision.action} for epoch {decision.topology.epoch}"]
     group = groups.group(members)
-    for receiver in sorted(decision.receivers, key=lambda each: each.instance):
-        rank = decision.topology.first_rank(receiver.instance)
-        seen = torch.tensor([decision.topology.epoch, rank])
+    for place, receiver in enumerate(decision.receivers):
+        seen = torch.tensor([decision.topology.epoch, place])
         dist.all_reduce(seen, group=group)
-        story.append(f"{receiver.instance} is {rank}: {(seen // len(members)).tolist()}")
+        story.append(f"{receiver.instance} is {place}: {(seen // len(members)).tolist()}")
     return story
 
 
@@ -254,8 +254,9 @@ def test_all_ranks_act_on_one_decision_whatever_their_own_clocks_and_views_are()
     sent, stories = asyncio.run(story())
     decision = msgspec.msgpack.decode(sent, type=TopologyDecision)
     assert stories[0] == stories[1] == stories[2]
-    assert stories[0][0] == f"rebuild update_weight_group_v{decision.topology.epoch} of 4"
-    assert [each.split()[2] for each in stories[0][1:]] == ["1:", "2:", "3:"]
+    epoch = decision.topology.epoch
+    assert stories[0][0] == f"rebuild for epoch {epoch}"
+    assert [each.split(" is ")[1] for each in stories[0][1:]] == [f"{place}: [{epoch}, {place}]" for place in range(3)]
 
 
 def ranks_act(sent: bytes, heard: list[list[str]]) -> list[list[str]]:
@@ -270,7 +271,7 @@ def test_an_update_brings_ready_only_those_that_got_it() -> None:
                 await looked(fleet)
                 ids = [each.instance for each in fleet.maybe_rebuild_weight_update_group().receivers]
                 by_url = {each.address: each.instance for each in fleet.state.living}
-                fleet.update_began(2, ids)
+                fleet._judge.update_began(2, ids)
                 await restarts.restart()
                 members.may_warm.clear()
                 await fleet._monitor_servers_once()
@@ -279,7 +280,7 @@ def test_an_update_brings_ready_only_those_that_got_it() -> None:
                 members.version = 2
                 outcomes = [InstanceOutcome(each, "committed") for each in ids if each != by_url[fails.url]]
                 outcomes.append(InstanceOutcome(by_url[fails.url], "stale", "its digest is another one"))
-                fleet.update_ended(2, DIGEST, outcomes)
+                fleet._judge.update_ended(2, DIGEST, outcomes)
                 assert fleet.get_active_server_addresses() == (stays.url,)
                 statuses = {each.address: each.status for each in fleet.state.living}
                 assert statuses == {stays.url: "ready", fails.url: "stale", restarts.url: "warming"}
@@ -301,10 +302,10 @@ def test_a_joiner_catches_up_with_a_version_that_went_live_meanwhile() -> None:
                 fleet.register_server(new.url)
                 await fleet._monitor_servers_once()
                 await until(lambda: members.story[-1].startswith("warm"))
-                fleet.update_began(2, [InstanceId(f"127.0.0.1:{old.port}")])
+                fleet._judge.update_began(2, [InstanceId(f"127.0.0.1:{old.port}")])
                 old.says(version=2)
                 members.version = 2
-                fleet.update_ended(2, DIGEST, [InstanceOutcome(f"127.0.0.1:{old.port}", "committed")])
+                fleet._judge.update_ended(2, DIGEST, [InstanceOutcome(f"127.0.0.1:{old.port}", "committed")])
                 # It was under way with version 1 when that was the newest.
                 members.may_warm.set()
                 await fleet.settled()

@@ -38,7 +38,7 @@ class Fleet:
         self.servers, self.pool = servers, pool
         self.ports: list[ServerPort] = []
         self.ended: list[tuple[InstanceId, type[Failure] | None]] = []
-        pool.on_ended.add(lambda id, failure: self.ended.append((id, failure and type(failure))))
+        pool.on_ended.add(lambda id, failure, began_at: self.ended.append((id, failure and type(failure))))
 
     async def add(self, server: FakeServer, deadlines: ServerDeadlines = PATIENT, **keys: Any) -> ServerPort:
         port = ServerPort(server.url, deadlines=deadlines, **keys)
@@ -154,15 +154,23 @@ def test_a_request_goes_on_however_many_servers_are_lost_with_it_as_long_as_it_c
     run(story())
 
 
-def test_a_server_that_makes_no_progress_is_put_aside_with_its_requests_on_their_way_elsewhere() -> None:
+def test_requests_of_a_server_that_makes_no_progress_go_elsewhere_and_it_is_asked_last() -> None:
     async def story() -> None:
         hung, good = FakeServer(fault="hang"), FakeServer()
         async with fleet(hung, good, progress_s=1.0) as made:
             tasks = [made.ask(number) for number in range(4)]
             assert all(map(is_whole, await asyncio.gather(*tasks), range(4)))
-            assert [each.id for each in made.pool.instances] == [good.url]
-            assert hung.url in {each.id for each in made.pool.all_instances}
-            assert made.pool.readmit(InstanceId(hung.url))
+            num_bodies = len(hung.bodies)
+            assert is_whole(await made.ask(4), 4)
+            assert len(hung.bodies) == num_bodies
+
+    run(story())
+
+
+def test_the_only_server_is_asked_again_when_it_made_no_progress_for_a_while() -> None:
+    async def story() -> None:
+        async with fleet(FakeServer(fault="hang", times=1), progress_s=0.3) as made:
+            assert is_whole(await made.ask(1), 1)
 
     run(story())
 

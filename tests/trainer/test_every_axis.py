@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from ductile.config.schema.trainer import TrainerConfig
-from ductile.core.instances.membership import describe, judge
 from ductile.core.layout.geometry.layout import Layout, Tensor
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout, ResizeOrder
 from ductile.core.layout.geometry.sharding import Shard, place
 from ductile.core.layout.model.spec import ModelSpec
+from ductile.core.scheduling.resize_rulings import describe, judge
 from ductile.core.transfer.order import stays_put
 from ductile.core.transfer.planning import Planner
 from ductile.elastic.transaction import ResizeOptions, Transaction

@@ -29,6 +29,24 @@ class DaemonThreads(Executor):
         return future
 
 
+class OneThread:
+    """A daemon thread for blocking calls, one at a time: while one hangs, the next ones wait for it, and leave no
+    threads of their own that hang as well."""
+
+    def __init__(self) -> None:
+        self._running: asyncio.Future[Any] | None = None
+
+    async def call(self, work: Callable[[], T], timeout_s: float) -> T:
+        """Raises TimeoutError, and what `work` raises. After a TimeoutError it may still be done."""
+        async with asyncio.timeout(timeout_s):
+            if self._running is not None and not self._running.done():
+                await asyncio.wait([self._running])
+            running = asyncio.get_running_loop().run_in_executor(DaemonThreads(), work)
+            running.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._running = running
+            return await asyncio.shield(running)
+
+
 async def gather_all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """All results, in order. The first failure (or a cancellation) cancels the rest, sees them end, and is raised.
 

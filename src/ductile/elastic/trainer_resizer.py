@@ -11,11 +11,11 @@ import msgspec
 from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
-from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
 from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.choice.requested_layout import LayoutRequest, RequestError, requested_layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.resize_rulings import describe
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.error_text import error_text

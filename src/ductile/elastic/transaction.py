@@ -10,8 +10,8 @@
     Finalize        what taking back would need is let go of   ┘ of slots that left: training goes on
     ReleaseRole     slots that left give the role up           training goes on
 
-Each is a fan-out with a deadline and one outcome a slot. `ductile.core.instances.membership` says what becomes of a bad
-one: `Rollback`, and the old layout goes on, or the end of the trainer. A slot that is late and silent, too, is
+Each is a fan-out with a deadline and one outcome a slot. `ductile.core.scheduling.resize_rulings` says what becomes of
+a bad one: `Rollback`, and the old layout goes on, or the end of the trainer. A slot that is late and silent, too, is
 killed; one that is only slow is not, unless it must give the role up and does not within `patience_s`.
 """
 
@@ -26,7 +26,8 @@ from ductile.concurrency.background import finish, start
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.structured import undisturbed
-from ductile.core.instances.membership import (
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.scheduling.resize_rulings import (
     Phase,
     Ruling,
     describe,
@@ -36,7 +37,6 @@ from ductile.core.instances.membership import (
     violation_in_plans,
     violation_in_progress,
 )
-from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.elastic.participants import LOOK_S, Participants
 from ductile.error_text import error_text
 from ductile.fleet.fleet import Fleet
@@ -82,7 +82,7 @@ class ResizeOptions:
     leave_s: float
     """Seconds at most that a slot which left keeps a published version for slots that still fetch it."""
     keeps_old: bool = True
-    """The old state stays whole until `Finalize`; see `ductile.core.instances.membership.judge`."""
+    """The old state stays whole until `Finalize`; see `ductile.core.scheduling.resize_rulings.judge`."""
     patience_s: float = 600.0
     """Seconds for what a slot must do in any case, behind other work that it is busy with: roll back, give the role
     up."""

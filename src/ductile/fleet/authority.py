@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from ductile.concurrency.deadline import said
-from ductile.concurrency.structured import DaemonThreads
+from ductile.concurrency.structured import OneThread
 from ductile.disk import write_whole
 from ductile.error_text import error_text
 from ductile.fleet.registry import ASK_S, RegistryDown
@@ -52,15 +52,14 @@ class FolderAuthority:
     def __init__(self, folder: Path, owner: str, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """owner: unique to this process."""
         self._folder, self._owner, self._ttl_s, self._clock = folder, owner, ttl_s, clock
+        self._thread = OneThread()
         self._seen: tuple[int, int] = (0, -1)
         self._seen_at = clock()
         self._beat = 0
 
     async def claim(self) -> int | None:
-        claiming = asyncio.get_running_loop().run_in_executor(DaemonThreads(), self._claim)
         try:
-            async with asyncio.timeout(ASK_S):
-                return await claiming
+            return await self._thread.call(self._claim, ASK_S)
         except TimeoutError:
             raise RegistryDown(f"{self._folder} could not be read within {said(ASK_S)}") from None
         except OSError as error:
@@ -68,10 +67,13 @@ class FolderAuthority:
 
     async def close(self) -> None:
         """Let another one rule at once."""
-        with suppress(OSError, msgspec.DecodeError):
-            token, rule = self._newest()
-            if rule is not None and rule.owner == self._owner:
-                write_whole(self._file(token), _text(_Rule("", rule.beat)))
+        with suppress(OSError, TimeoutError):
+            await self._thread.call(self._end_rule, ASK_S)
+
+    def _end_rule(self) -> None:
+        token, rule = self._newest()
+        if rule is not None and rule.owner == self._owner:
+            write_whole(self._file(token), _text(_Rule("", rule.beat)))
 
     def _claim(self) -> int | None:
         token, rule = self._newest()

@@ -30,7 +30,7 @@ class Discovery:
         self._rejected: dict[str, tuple[str, str]] = {}
         """Address, and of it the incarnation that cannot be a member, with a sentence."""
         self._leases: Leases = {}
-        self._is_down = False
+        self._is_down = self._has_answered = False
         rules = FlapRules(
             config.flap_window_seconds, config.flap_limit, config.flap_backoff_seconds, config.max_rejoins
         )
@@ -102,8 +102,9 @@ class Discovery:
             self._is_down = True
             return ()
         self._is_down = False
-        if not self._goes_on and self._leases:  # it found whom it found at the start
+        if not self._goes_on and self._has_answered:  # it found whom it found at the start
             leases = {url: lease for url, lease in leases.items() if url in self._leases}
+        self._has_answered = True
         if leases:
             self._leases = leases
         return tuple(url for url, lease in leases.items() if lease.is_leaving)

@@ -1,32 +1,39 @@
 """The servers of a run as one object: found, watched, given weights, taken out. It has the names of AReaL's engine.
 
-    discovery (where to look) → monitor (who answers) → state (who is what) → members (who gets requests)
+    discovery (where to look) → monitor (who answers) → judge (who is what) → joining (who comes and goes)
+                                     requests, updates ↗                                ↘ members
 
 It is the one authority over its servers: whoever updates weights or routes requests asks it for a decision, and nobody
-else looks at clocks, lists or flags. It moves no bytes: a server that joins is given weights by `FleetMembers.warm`.
+else looks at clocks, lists or flags. It moves no bytes: that is for its members (`ductile.fleet.fleet_members`).
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Literal
 
-from ductile.config.schema.fleet import FleetConfig
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.listeners import Listeners
+from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.core.instances.fleet_state import FleetState
-from ductile.core.instances.health import ServerHealth
+from ductile.core.instances.health import HealthRules, ServerHealth
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import Action, TopologyDecision, TopologyMember, require_members
-from ductile.core.instances.update_outcomes import InstanceOutcome, UpdateOutcome, lacking
-from ductile.fleet.authority import Authority
-from ductile.fleet.fleet_keeper import FleetKeeper
+from ductile.core.instances.update_outcomes import lacking
+from ductile.error_text import error_text
+from ductile.fleet.authority import Authority, first_epoch
+from ductile.fleet.discovery import Discovery
 from ductile.fleet.fleet_members import FleetMembers
-from ductile.fleet.monitor import Probe
-from ductile.fleet.registry import Registry
+from ductile.fleet.joining import Joining
+from ductile.fleet.judge import Judge
+from ductile.fleet.monitor import HttpProbe, Monitor, Probe, ProbeOutcome
+from ductile.fleet.registry import Registry, RegistryDown, StaticServers
+from ductile.fleet.shared_state import SharedFleetState
 from ductile.messages.server_lease import is_server_url
-from ductile.messages.updates import Digest
-from ductile.roles import Late
+from ductile.roles import Failure, Interrupted, Late
 
+POLL_S = 5.0
+"""Longest time between two looks at the registry."""
 SEND_AGAIN_S = 1.0
 """Longest time until a version that too few servers have taken is sent again."""
 
@@ -48,21 +55,42 @@ class ElasticFleet:
         probe: Probe | None = None,
         patience_s: float = 600.0,
         tell: Callable[[str], None] = lambda sentence: None,
-        clock: Callable[[], float] = time.monotonic,
+        state: SharedFleetState | None = None,
     ) -> None:
         """addresses: servers to begin with. registry: where others are found. authority: rule over the registry's
         fleet; None where nobody else can want it. patience_s: longest wait for `min_healthy_servers`. tell: hears
-        sentences for people. clock: seconds that never go back."""
-        roots = [root_of(each) for each in addresses]
-        self._keeper = FleetKeeper(config, members, roots, registry, authority, probe, patience_s, tell, clock)
-        self.on_change = self._keeper.on_change
+        sentences for people. state: an empty one, where others have it as well; its clock is the fleet's."""
+        self.on_change = Listeners[[ServerHealth | None, ServerHealth, int]]()
         """Hears every change of a server's state (`FleetChange`), in order."""
-        self._config, self._members, self._patience_s, self._clock = config, members, patience_s, clock
-        self._state = self._keeper.state
+        self._config, self._members, self._authority = config, members, authority
+        self._patience_s, self._tell = patience_s, tell
+        self._shared = state = state or SharedFleetState()
+        self._clock = state.clock
+        rules = HealthRules(
+            failure_threshold=config.health_check_failure_threshold,
+            progress_timeout_s=config.progress_timeout_seconds,
+            bucket_timeout_s=config.update_bucket_timeout_seconds,
+        )
+        self._changed = ChangeSignal()
+        """Told in the event loop, after each change of the state."""
+        roots = [root_of(each) for each in addresses]
+        self._discovery = Discovery(config, registry or StaticServers(()), roots, tell, state.clock)
+        self._judge = Judge(state, rules, self._discovery, members, authority is not None, tell)
+        self._joining = Joining(config, state, self._discovery, members, self._changed, tell)
+        self._own_probe = HttpProbe(config.detection_bound_s) if probe is None else None
+        self._monitor = Monitor(
+            probe or self._own_probe or _no_probe, self._watched, self._found, config, tell, state.clock
+        )
+        self._loop = asyncio.get_running_loop()
+        self._looking: asyncio.Task[None] | None = None
+        self._changed_at = state.clock()
         self._built_epoch = -1
         self._lacking_since: float | None = None
         self._lacks_version: tuple[int, float] | None = None
         """Version that too few servers have taken, and since when."""
+        state.on_change.add(lambda before, after: self._soon(self._follow, before, after))
+        state.on_fenced.add(lambda why: self._soon(self._fenced, why))
+        members.on_ended.add(self._judge_request)
 
     async def __aenter__(self) -> "ElasticFleet":
         await self.start()
@@ -74,15 +102,30 @@ class ElasticFleet:
     async def start(self) -> None:
         """Rule the fleet, and look at its servers once. Raises Late when another controller rules it for `patience_s`,
         RegistryDown when nobody can say who does. Nothing happens when it has started."""
-        await self._keeper.start()
+        if self._looking is None:
+            await self._begin_rule()
+            await self.look()
+            self._looking = asyncio.create_task(self._keep_looking())
+        if self._config.enable_health_monitor:
+            self._monitor.start()
 
     async def stop(self) -> None:
         """Look at no server any more; `start` goes on. Returns when nothing of the fleet runs."""
-        await self._keeper.stop()
+        await self._monitor.stop()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+            self._looking = None
+        await self._joining.stop()
 
     async def close(self) -> None:
         """Stop, and give the rule back."""
-        await self._keeper.close()
+        await self.stop()
+        await self._discovery.close()
+        if self._own_probe is not None:
+            await self._own_probe.close()
+        if self._authority is not None:
+            await self._authority.close()
 
     # -- AReaL's names ----------------------------------------------------------------------------------------------
 
@@ -92,9 +135,11 @@ class ElasticFleet:
         address = root_of(address)
         if not is_server_url(address):
             raise ValueError(f'{address!r} is no address of a server; write one such as "http://10.0.0.7:8000"')
-        self._keeper.discovery.name(address)
-        self._keeper.look()
-        return self._state.now.epoch
+        self._discovery.name(address)
+        self._soon(self._monitor.look)
+        if not self._config.enable_health_monitor:
+            self._soon(self._monitor.hurry, address)
+        return self.state.epoch
 
     def deregister_server(self, server: str, mode: Literal["drain", "now"] = "drain", force: bool = False) -> int:
         """Take a server out, by its address or its id. Returns the epoch; the same again changes nothing.
@@ -114,23 +159,23 @@ class ElasticFleet:
                 raise ValueError(f"{found.instance} cannot be taken out: {left} would be left, and {least}")
             return state.changed(found.moved(cause, why, self._clock()))
 
-        found = _found_by(self._state.now, server)
-        after = self._state.change(leave)
-        self._keeper.discovery.strike(found.address if found else root_of(server))
+        found = _found_by(self.state, server)
+        after = self._shared.change(leave)
+        self._discovery.strike(found.address if found else root_of(server))
         return after.epoch
 
     def get_active_server_addresses(self) -> tuple[str, ...]:
         """Return the addresses of the servers that take requests; suspects come last."""
-        return tuple(server.address for server in self._state.now.serving)
+        return tuple(server.address for server in self.state.serving)
 
     def consume_group_rebuild_request(self) -> bool:
         """Return whether those that serve are others than the last group was built of (`mark_group_built`). Asking
         changes nothing, so no request is lost."""
-        return self._state.now.membership != self._built_epoch
+        return self.state.membership != self._built_epoch
 
     def get_last_topology_change_time(self) -> float:
         """Return when those that serve last changed, by this fleet's clock."""
-        return self._keeper.changed_at
+        return self._changed_at
 
     @property
     def group_version(self) -> int:
@@ -141,7 +186,7 @@ class ElasticFleet:
         """Return what is to be done before the next update, for everybody who takes part in it."""
         config, now = self._config, self._clock()
         receivers = self._receivers()
-        num_healthy = sum(each.probe_failures < self._keeper.rules.failure_threshold for each in receivers)
+        num_healthy = sum(each.probe_failures < self._judge.rules.failure_threshold for each in receivers)
         num_healthy += self._members.num_others
         if num_healthy >= config.min_healthy_servers:
             self._lacking_since = None
@@ -151,11 +196,8 @@ class ElasticFleet:
         action, reason = self._action(num_healthy, waited_s)
         return TopologyDecision(
             action,
-            self._state.now.topology,
+            self.state.topology,
             tuple(map(TopologyMember.of, receivers)),
-            self._members.version,
-            config.update_bucket_timeout_seconds,
-            config.update_total_timeout_seconds,
             reason,
         )
 
@@ -170,7 +212,7 @@ class ElasticFleet:
     def _get_target_addresses(self, target_server_addresses: Sequence[str] | None = None) -> tuple[str, ...]:
         """Return the addresses of an update's receivers: all that serve for None, nobody for []. Raises ValueError for
         one that does not serve."""
-        members = self._state.now.topology.members
+        members = self.state.topology.members
         if target_server_addresses is None:
             return tuple(member.address for member in members)
         return tuple(member.address for member in require_members(target_server_addresses, members))
@@ -180,21 +222,38 @@ class ElasticFleet:
     @property
     def state(self) -> FleetState:
         """All servers, now. A value: it does not change any more."""
-        return self._state.now
+        return self._shared.now
 
     @property
     def kept_out(self) -> dict[str, str]:
         """Addresses that are known and may not join now, each with a sentence."""
-        return self._keeper.discovery.kept_out
+        return self._discovery.kept_out
 
     def expect_model(self, *fingerprints: str) -> None:
         """Servers whose model (`messages.updates.ServerState.model`) is none of these cannot join from now on. None
         given: any may."""
-        self._keeper.expect_model(fingerprints)
+        self._judge.expect_model(fingerprints)
 
-    def next_epoch(self, above: int = 0) -> int:
-        """Return an epoch that is newer than any before, and than `above`: for one attempt at an update."""
-        return self._state.change(lambda state: state.above(max(above, state.epoch))).epoch
+    async def update(self, version: int) -> None:
+        """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those
+        that do not take it are left behind when it goes live. Waits until `min_healthy_servers` are there, and again
+        until as many have taken it; raises Late when that is not so in time, and what the trainer raises."""
+        await self._update(version)
+        while not await self.enough_have(version):
+            await self._update(version)
+
+    async def _update(self, version: int) -> None:
+        """Bring the version to all that do not have it."""
+        decision = await self.enough_servers()
+        lacking = [each.instance for each in decision.receivers if each.version != version]
+        present = self._judge.update_began(version, lacking)
+        try:
+            result = await self._members.update(version, present)
+        except BaseException:
+            self._judge.update_aborted([each.instance for each in present])
+            raise
+        self._judge.update_ended(version, result.digest, result.outcomes)
+        self.mark_group_built(decision)
 
     async def enough_servers(self) -> TopologyDecision:
         """Return the decision before an update, once there are `min_healthy_servers`. Raises Late when there are not
@@ -202,7 +261,7 @@ class ElasticFleet:
         while (decision := self.maybe_rebuild_weight_update_group()).action == "wait":
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(1.0, self._patience_s)):
-                    await self._keeper.changed.wait()
+                    await self._changed.wait()
         if decision.action == "fail":
             raise Late(decision.reason)
         return decision
@@ -210,7 +269,7 @@ class ElasticFleet:
     async def enough_have(self, version: int) -> bool:
         """Return whether `min_healthy_servers` have the version by now, slots that get it included. When they have not,
         waits a moment for a change first: it may be sent again. Raises Late when that has gone on for `patience_s`."""
-        num = sum(each.version == version for each in self._state.now.serving) + self._members.num_others
+        num = sum(each.version == version for each in self.state.serving) + self._members.num_others
         if self._lacks_version is None or self._lacks_version[0] != version:
             self._lacks_version = version, self._clock()
         waited_s, minimum = self._clock() - self._lacks_version[1], self._config.min_healthy_servers
@@ -220,84 +279,151 @@ class ElasticFleet:
         elif verdict == "wait":
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(SEND_AGAIN_S, self._patience_s)):
-                    await self._keeper.changed.wait()
+                    await self._changed.wait()
         else:
-            why = "; ".join(f"{each.instance} is {each.status}: {each.reason}" for each in self._state.now.living)
+            why = "; ".join(f"{each.instance} is {each.status}: {each.reason}" for each in self.state.living)
             raise Late(
                 f"{num} of at least {minimum} servers have taken version {version} in {waited_s:.0f} s "
                 f"(inference.min_healthy_servers): {why or 'there is none'}"
             )
         return verdict == "go_on"
 
-    def update_began(self, version: int, receivers: Iterable[InstanceId]) -> tuple[TopologyMember, ...]:
-        """The receivers are sent a version. Returns those that are still there. Raises TransitionRefused for a version
-        that is older than what one of them has."""
-        wanted, now = [*receivers], self._clock()
-
-        def send(state: FleetState) -> FleetState:
-            for server in [state.of(each) for each in wanted if each in state.servers]:
-                if server.is_living:
-                    state = state.changed(server.sent(version, now))
-            return state
-
-        servers = self._state.change(send).servers
-        return tuple(TopologyMember.of(servers[each]) for each in wanted if each in servers and servers[each].is_living)
-
-    def update_ended(self, version: int, digest: Digest, outcomes: Iterable[InstanceOutcome]) -> None:
-        """What has become of a version at each of its receivers. Only those that were sent it can have committed it."""
-        now = self._clock()
-        for each in outcomes:
-            outcome, why, id = each.outcome, each.reason, InstanceId(each.instance)
-
-            def judged(server: ServerHealth, outcome: UpdateOutcome = outcome, why: str = why) -> ServerHealth:
-                if outcome == "committed":
-                    return server.committed(version, digest, now)
-                return server.moved("die", why, now) if outcome == "dead" else server.update_failed(why, now, False)
-
-            self._keeper.judge(id, judged)
-
-    def update_aborted(self, receivers: Iterable[InstanceId]) -> None:
-        """An update has ended before any of the receivers changed over: they serve what they had."""
-        for each in receivers:
-            self._keeper.judge(each, lambda server: server.update_failed("", self._clock(), keeps_old=True))
-
-    def generated(self, server: InstanceId) -> None:
-        """A request of ours has come to its end there."""
-        self._keeper.judge(server, lambda each: each.generated(self._clock(), self._keeper.rules))
-
-    def request_failed(self, server: InstanceId, why: str) -> None:
+    def request_failed(self, server: InstanceId, why: str, began_at: float = float("inf")) -> None:
         """A request has failed there by the server's fault: its connection was lost, or it said HTTP 5xx. It is probed
-        at once: if nobody listens any more, it is taken out without waiting for more."""
-        self._keeper.judge(server, lambda each: each.request_failed(why, self._clock(), self._keeper.rules))
-        self._keeper.hurry(server)
+        at once: if nobody listens any more, it is taken out without waiting for more. began_at: when it got it."""
+        self._judge_request(server, Interrupted(why), began_at)
+
+    def _judge_request(self, server: InstanceId, failure: Failure | None, began_at: float) -> None:
+        self._judge.request_ended(server, failure, began_at)
+        if self._looking is None:
+            return
+        if isinstance(failure, Interrupted | Late) and (found := self.state.servers.get(server)) is not None:
+            self._soon(self._monitor.hurry, found.address)
 
     async def look(self) -> None:
         """Look once at the registry and at every server. Returns when what follows has begun."""
-        await self._keeper.look_once()
+        await self._poll()
+        await self._monitor.sweep()
+        await asyncio.sleep(0)
+        self._joining.begin_due()
 
     async def settled(self) -> None:
         """Wait for the joins and removals that are under way now."""
-        await self._keeper.settled()
+        await self._joining.settled()
+
+    # -- What is seen, and what follows -----------------------------------------------------------------------------
+
+    def _soon(self, work: Callable[..., object], *args: object) -> None:
+        """Call `work` in the fleet's event loop, from any thread. Nothing happens when the loop has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work, *args)
+
+    def _watched(self) -> frozenset[str]:
+        if self._shared.fenced:
+            return frozenset()
+        return self._discovery.wanted.union(server.address for server in self.state.living)
+
+    def _found(self, address: str, outcome: ProbeOutcome) -> None:
+        self._judge.probed(address, outcome)
+        self._joining.begin_due()
+
+    def _follow(self, before: FleetState, after: FleetState) -> None:
+        if before.membership != after.membership:
+            self._changed_at = self._clock()
+        for server in after.servers.values():
+            was = before.servers.get(server.instance)
+            if was is None or was.status != server.status:
+                self._act(was, server, after.epoch)
+        for was in before.servers.values():  # another process has its address, and its place
+            if was.is_living and was.instance not in after.servers:
+                self._act(was, was.moved("die", "another process has its address", self._clock()), after.epoch)
+        self._monitor.look()
+        self._changed.notify_all()
+
+    def _act(self, was: ServerHealth | None, server: ServerHealth, epoch: int) -> None:
+        self._joining.follow(was, server)
+        self.on_change(was, server, epoch)
+
+    def _fenced(self, why: str) -> None:
+        self._tell(f"{why}: this one makes no more decisions")
+        self._changed.notify_all()
+
+    # -- Registry and rule ------------------------------------------------------------------------------------------
+
+    async def _begin_rule(self) -> None:
+        if self._authority is None:
+            return
+        until = self._clock() + self._patience_s
+        while (token := await self._authority.claim()) is None:
+            if self._clock() >= until:
+                raise Late(f"another controller has ruled this fleet for {self._patience_s:g} s")
+            await asyncio.sleep(min(1.0, self._patience_s))
+        self._shared.change(lambda state: state.above(first_epoch(token) - 1))
+
+    async def _renew_rule(self) -> None:
+        if self._authority is not None:
+            began_at = self._clock()
+            if await self._authority.claim() is None:
+                self._shared.fence("another controller rules the fleet of this registry")
+            else:
+                self._judge.rule_renewed(began_at)
+
+    async def _keep_looking(self) -> None:
+        """Renew the rule and look at the registry, until another one rules."""
+        match self._config.registry:
+            case FileRegistry(ttl_seconds=ttl_s) | HttpRegistry(ttl_seconds=ttl_s):
+                interval_s = min(ttl_s / 3, POLL_S)
+            case _:
+                interval_s = POLL_S
+        while not self._shared.fenced:
+            await asyncio.sleep(interval_s)
+            try:
+                await self._renew_rule()
+                await self._poll()
+                self._monitor.look()
+                if not self._config.enable_health_monitor:  # those that are well are not probed then
+                    well = {server.address for server in self.state.living if server.status == "ready"}
+                    await self._monitor.sweep(without=well)
+            except RegistryDown:
+                pass  # nobody else can claim it, either
+            except Exception as error:
+                self._tell(f"the registry could not be read: {error_text(error)}")
+
+    async def _poll(self) -> None:
+        for address in await self._discovery.poll():
+            server = self.state.at(address)
+            if (
+                server is not None
+                and server.status != "draining"
+                and self._discovery.why_not(address, server.incarnation)
+            ):
+                self._shared.judge(
+                    server.instance, lambda each: each.moved("drain", "it says that it is leaving", self._clock())
+                )
 
     def _receivers(self) -> list[ServerHealth]:
         """Return the servers that get the next version: those that serve, those whose weights are not trusted and who
         answer, and before the first version those that wait for it."""
         waiting = ("stale", "joining") if self._members.version is None else ("stale",)
-        living = self._state.now.living
+        living = self.state.living
         return [each for each in living if each.is_serving or (each.status in waiting and not each.probe_failures)]
 
     def _action(self, num_healthy: int, waited_s: float) -> tuple[Action, str]:
         minimum = self._config.min_healthy_servers
         lack = f"{num_healthy} of at least {minimum} servers are healthy (inference.min_healthy_servers)"
         verdict = lacking(num_healthy, minimum, waited_s, self._patience_s)
-        if self._keeper.fenced:
-            return "fail", self._keeper.fenced
+        if self._shared.fenced:
+            return "fail", self._shared.fenced
         if verdict == "wait":
             return "wait", f"{lack}; others may join for {self._patience_s - waited_s:.0f} s"
         if verdict == "fail":
-            why = f": {self._keeper.own_fault}" if self._keeper.own_fault else ""
+            why = f": {self._judge.own_fault}" if self._judge.own_fault else ""
             return "fail", f"{lack}, and none joined in {waited_s:.0f} s{why}"
         return ("rebuild" if self.consume_group_rebuild_request() else "keep"), ""
+
+
+async def _no_probe(address: str) -> ProbeOutcome:
+    return ProbeOutcome("unasked", f"nobody asks {address}")
 
 
 def root_of(url: str) -> str:

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
+from ductile.fleet.update_parties import UpdateResult
 from ductile.messages.updates import Digest
+from ductile.roles import Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,11 @@ class Warmed:
 
 
 class FleetMembers(Protocol):
-    """The pool in which servers take requests, and the way in which one that joins gets weights."""
+    """The pool in which servers take requests, and the way in which they get weights. It takes nobody out by itself."""
+
+    on_ended: Listeners[[InstanceId, Failure | None, float]]
+    """Told of each request that has ended at a server: what it failed with there, None where it has not; and when the
+    server got it, by `time.monotonic`. SlotLost is hard evidence that the server is gone."""
 
     @property
     def version(self) -> int | None:
@@ -33,6 +40,11 @@ class FleetMembers(Protocol):
     async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
         """Bring the live version to the server, from a donor that has it, or from the trainer, or from disk. None: a
         newer one is on its way, and this is to be asked again. Raises a Failure."""
+        ...
+
+    async def update(self, version: int, servers: Sequence[TopologyMember]) -> UpdateResult:
+        """Bring the trainer's weights, which are this version, to the servers; one outcome for each. Raises what the
+        trainer raises: then they have what they had."""
         ...
 
     async def add(self, server: TopologyMember) -> None:
@@ -53,8 +65,8 @@ class FleetMembers(Protocol):
         """Return when the server last sent a token, by `time.monotonic`; minus infinity where it never did."""
         ...
 
-    async def drain(self, server: InstanceId) -> None:
-        """The server takes no more requests. Returns when it has finished those that it has."""
+    async def drain(self, server: InstanceId, timeout_s: float) -> None:
+        """The server takes no more requests. Returns when it has finished those that it has. Raises Late."""
         ...
 
     async def remove(self, server: InstanceId, why: str) -> None:

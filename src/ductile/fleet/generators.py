@@ -38,6 +38,10 @@ NOT_TAKEN_S, MOST_NOT_TAKEN_S = 0.1, 1.0
 """Seconds until a request is sent again that no instance has taken, at first and at most."""
 
 
+class _Stuck(Interrupted):
+    """A server has made no progress, and may do so the next time that it is asked."""
+
+
 class RemoteGenerators(WorkerPool):
     """Follows `ductile.roles.Generators`."""
 
@@ -57,9 +61,9 @@ class RemoteGenerators(WorkerPool):
         self.on_restarted = Listeners[[str, InstanceId | None]]()
         """Told with a sentence and the generator when a request begins again, because its generator was lost or did not
         take it; None where it was between two. Of generators in a row that do not take it, the first is told."""
-        self.on_ended = Listeners[[InstanceId, Failure | None]]()
-        """Told of each request that has ended at a generator, and of what it failed with there; None where it has
-        not."""
+        self.on_ended = Listeners[[InstanceId, Failure | None, float]]()
+        """Told of each request that has ended at a generator: what it failed with there, None where it has not; and
+        when the generator got it, by the event loop's clock."""
         super().__init__("generate", slots, instances, deadlines, leases)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
         self._suspects: dict[InstanceId, str] = {}
@@ -95,7 +99,7 @@ class RemoteGenerators(WorkerPool):
                     return await self._wait_for(entry)
                 except Failure as error:
                     if entry.instance is not None:
-                        self.on_ended(entry.instance.id, error)
+                        self.on_ended(entry.instance.id, error, entry.since_s)
                         if isinstance(error, NotTaken | Interrupted):
                             unwilling.add(entry.instance)
                         elif isinstance(error, SlotLost) and entry.where in self._ports:
@@ -139,15 +143,17 @@ class RemoteGenerators(WorkerPool):
             raise Refused(f"{self.describe(instance)} replied to DigestWeights with {type(reply).__name__}")
         return reply
 
-    async def dismiss(self, instance: Instance) -> None:
-        """Have the instance generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""
+    async def dismiss(self, instance: Instance, timeout_s: float | None = None) -> None:
+        """Have the instance generate no more, once what it has has left or ended. timeout_s: for that; None: the run's
+        patience. Raises Late, Refused or SlotLost."""
         self.drain(instance)
+        limit_s = self._deadlines.patience_s if timeout_s is None else timeout_s
         try:
-            await self._in_flight.gone_from(instance, self._deadlines.patience_s)
+            await self._in_flight.gone_from(instance, limit_s)
         except TimeoutError:
             left = len(self._in_flight.at(instance))
             described = self.describe(instance)
-            waited = said(self._deadlines.patience_s)
+            waited = said(limit_s)
             raise Late(f"{described} still had {left} requests after {waited}, and cannot leave") from None
         await self.release(instance)
         self._in_flight.forget(instance)
@@ -195,12 +201,17 @@ class RemoteGenerators(WorkerPool):
 
     def _kill(self, instance: Instance, request: str, limit_s: float) -> NoReturn:
         """Give up a generator that makes no progress. Raises SlotLost; Late for one that cannot be given up, as
-        `leave_behind` has it."""
+        `leave_behind` has it. A server only loses what it has, and is asked last from now on: whether it is at an end,
+        its fleet decides."""
         stuck = f"{self.describe(instance)} made no progress for {said(limit_s)} while it had to generate {request}"
         port = self._ports.get(instance.id)
         if port is not None:
             if port.is_needed:
                 raise Late(stuck)
+            if not instance.slots:
+                self.suspect(instance.id, stuck)
+                port.condemn(stuck)
+                raise _Stuck(stuck)
             self.put_aside(instance.id, stuck)
         raise SlotLost(self.why_lost(instance) or stuck)
 
@@ -209,7 +220,7 @@ class RemoteGenerators(WorkerPool):
         if not error.retryable:
             raise error
         lost, failed = entry.where, not isinstance(error, NotTaken)
-        if isinstance(error, Interrupted) and len(self.instances) < 2:
+        if isinstance(error, Interrupted) and not isinstance(error, _Stuck) and len(self.instances) < 2:
             raise error  # there is no other one, and this one would fail at it again
         if failed:
             if entry.num_lost + 1 == MOST_LOST:
@@ -231,7 +242,7 @@ class RemoteGenerators(WorkerPool):
         match event:
             case Finished(generations):
                 for generation in self._in_flight.note_completions(instance, generations):
-                    self.on_ended(instance.id, None)
+                    self.on_ended(instance.id, None, 0.0)
                     self.on_finished(generation)
             case EngineStats():
                 self._in_flight.note_stats(instance, event)

@@ -93,6 +93,8 @@ class RequestsInFlight:
         elif entry.not_taken_since_s is None:
             entry.not_taken_since_s = self._clock()
         entry.generated = len(entry.request.generated)
+        if entry.completion.done() and not entry.completion.cancelled():
+            entry.completion.exception()  # it has been seen, though perhaps by another way
         entry.completion = asyncio.get_running_loop().create_future()
         self.note_instance(entry, None)
 

@@ -131,13 +131,15 @@ class Monitor:
         self._changed.notify_all()
 
     def hurry(self, address: str) -> None:
-        """Probe the address at once: a request has lost its connection."""
+        """Probe the address at once: a request has lost its connection. Also where nothing runs."""
         if event := self._hurried.get(address):
             event.set()
+        else:
+            self._begin(address)
 
-    async def sweep(self) -> None:
+    async def sweep(self, without: Collection[str] = ()) -> None:
         """Probe everything that is watched once. Returns when all outcomes have been told."""
-        await asyncio.gather(*map(self._once, [*self._watched()]))
+        await asyncio.gather(*(self._once(address) for address in self._watched() if address not in without))
 
     async def _keep(self) -> None:
         """Give each address that is watched a rhythm, and take it from the others."""
@@ -167,11 +169,14 @@ class Monitor:
             hurried.clear()
 
     async def _once(self, address: str) -> None:
+        await asyncio.wait([self._begin(address)])
+
+    def _begin(self, address: str) -> "asyncio.Task[None]":
         """A probe of a server that is being probed is that one."""
         if (task := self._under_way.get(address)) is None:
             task = self._under_way[address] = asyncio.create_task(self._asked(address))
             task.add_done_callback(lambda _: self._under_way.pop(address, None))
-        await asyncio.wait([task])
+        return task
 
     async def _asked(self, address: str) -> None:
         try:

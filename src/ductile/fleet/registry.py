@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from ductile.concurrency.deadline import said
-from ductile.concurrency.structured import DaemonThreads
+from ductile.concurrency.structured import OneThread
 from ductile.config.reading.imports import import_object
 from ductile.config.schema.fleet import FileRegistry, HttpRegistry, RegistryConfig, StaticRegistry
 from ductile.config.schema.secrets import secret_of
@@ -72,16 +72,15 @@ class LeaseFolder:
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._folder, self._ttl_s, self._tell, self._clock, self._unix_time = folder, ttl_s, tell, clock, unix_time
+        self._thread = OneThread()
         self._reported: set[str] = set()
         self._beats: dict[str, tuple[str, int, float]] = {}
         """Incarnation and beat of each server, and when the beat was seen first; minus infinity for a lease that was
         old when it was first seen."""
 
     async def servers(self) -> Leases:
-        reading = asyncio.get_running_loop().run_in_executor(DaemonThreads(), self._read)
         try:
-            async with asyncio.timeout(ASK_S):
-                return await reading
+            return await self._thread.call(self._read, ASK_S)
         except TimeoutError:
             raise RegistryDown(f"{self._folder} could not be read within {said(ASK_S)}") from None
 

@@ -1,6 +1,7 @@
 """HTTP to one server, and what goes wrong with it as a `Failure`. No text that comes out of here has a key in it.
 
-nobody listens, or the connection is reset      SlotLost     hard evidence
+nobody listens                                  SlotLost     hard evidence
+no connection, or a lost one                    Interrupted  it may be our network
 no bytes for longer than a deadline             Late
 429, 503                                        NotTaken     another instance may take it, or this one later
 other 5xx                                       Interrupted
@@ -187,11 +188,14 @@ class _Opened:
             limits = self._request.extensions["timeout"]
             silent_s = limits["connect" if isinstance(error, httpx.ConnectTimeout) else "read"]
             return Late(f"{self._url} did not respond within {said(silent_s)}")
-        if not OUR_FAULTS.isdisjoint(_numbers(error)):
+        numbers = {*_numbers(error)}
+        if numbers & OUR_FAULTS:
             return NotTaken(f"{self._url} could not be asked: {text}")
-        if isinstance(error, httpx.ConnectError):
+        if errno.ECONNREFUSED in numbers:
             return SlotLost(f"{self._url} cannot be reached: {text}")
-        return SlotLost(f"the connection to {self._url} was lost: {text}")
+        if isinstance(error, httpx.ConnectError):
+            return Interrupted(f"{self._url} cannot be reached: {text}")
+        return Interrupted(f"the connection to {self._url} was lost: {text}")
 
 
 def _message(content: bytes) -> str:

@@ -1,30 +1,29 @@
 """Servers of a run in its pool of generators: they come, get weights and leave. Follows `fleet_members.FleetMembers`.
 
-ElasticFleet  decides who is a member             ServerMembers  does it
-                                                      ├ pool     who gets requests
-                                                      └ updates  who gets weights
+ElasticFleet  decides who is a member → ServerMembers  does it, and tells what became of each request
+                                            ├ pool     who gets requests
+                                            └ updates  who gets weights
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.instances.update_outcomes import InstanceOutcome
-from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.donor import Donor
-from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet_members import Warmed
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_port import ServerPort
 from ductile.fleet.update_parties import Senders, UpdateMember, UpdateResult
 from ductile.fleet.weight_update import WeightUpdates
-from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
 
 
 class ServerMembers:
-    """`follow` the fleet before its first server comes."""
+    """Made before the fleet, which listens to it."""
 
     def __init__(
         self,
@@ -35,16 +34,12 @@ class ServerMembers:
     ) -> None:
         """open_port: a server as a member, whose control is a port that is not open yet. Raises Refused where its
         control token is not known."""
+        self.on_ended = Listeners[[InstanceId, Failure | None, float]]()
         self.on_updated = Listeners[[UpdateResult]]()
         """Told of every version that has gone to servers, and of what has become of it at each."""
         self._pool, self._updates, self._trainer, self._open_port = pool, updates, trainer, open_port
         self._servers: dict[InstanceId, UpdateMember[ServerPort]] = {}
-        self._fleet: ElasticFleet | None = None
-
-    def follow(self, fleet: ElasticFleet) -> None:
-        """Tell this fleet what becomes of versions and requests."""
-        self._fleet = fleet
-        self._pool.on_ended.add(self._on_ended)
+        pool.on_ended.add(self._on_ended)
 
     @property
     def under_way(self) -> str:
@@ -54,35 +49,6 @@ class ServerMembers:
     def num_unfinished(self, server: InstanceId) -> int:
         """Requests of the run that the server has."""
         return sum(request.instance == server for request in self._pool.unfinished())
-
-    async def update(self, version: int) -> KnownWeights:
-        """Bring the trainer's weights, which are this version, to all servers that are there or come back by it, and
-        return what was sent. Those that do not take it are left behind when it goes live. Waits until
-        `min_healthy_servers` are there, and again until as many have taken it; raises Late when that is not so in time,
-        and what the trainer raises."""
-        fleet = self._fleet
-        assert fleet is not None, "the fleet is followed before its first version"
-        await self._update(fleet, version)
-        while not await fleet.enough_have(version):
-            await self._update(fleet, version)
-        return self._updates.known or KnownWeights(version)
-
-    async def _update(self, fleet: ElasticFleet, version: int) -> None:
-        """Bring the version to all that do not have it."""
-        decision = await fleet.enough_servers()
-        lacking = [server for server in decision.receivers if server.version != version]
-        opened = await gather_all(*(self._open_or_not(server) for server in lacking))
-        present = fleet.update_began(version, [member.id for member in opened if isinstance(member, UpdateMember)])
-        unopened = [each for each in opened if isinstance(each, InstanceOutcome)]
-        names = [server.instance for server in present]
-        try:
-            result = await self._updates.update(version, [self._servers[name] for name in names])
-        except BaseException:
-            fleet.update_aborted(names)
-            raise
-        fleet.update_ended(version, result.digest, (*result.outcomes, *unopened))
-        fleet.mark_group_built(decision)
-        self.on_updated(result)
 
     async def close(self) -> None:
         """Let go of all servers, which go on without the run."""
@@ -124,6 +90,16 @@ class ServerMembers:
             case "committed":
                 return Warmed(version, result.digest)
 
+    async def update(self, version: int, servers: Sequence[TopologyMember]) -> UpdateResult:
+        opened: list[UpdateMember[ServerPort] | InstanceOutcome]
+        opened = await gather_all(*(self._open_or_not(server) for server in servers))
+        members = [member for member in opened if isinstance(member, UpdateMember)]
+        unopened = tuple(outcome for outcome in opened if isinstance(outcome, InstanceOutcome))
+        result = await self._updates.update(version, members)
+        result = replace(result, outcomes=(*result.outcomes, *unopened))
+        self.on_updated(result)
+        return result
+
     async def add(self, server: TopologyMember) -> None:
         await self._pool.add_server(self._servers[server.instance].control)
 
@@ -140,8 +116,8 @@ class ServerMembers:
         member = self._servers.get(server)
         return member.control.heard_at if member else float("-inf")
 
-    async def drain(self, server: InstanceId) -> None:
-        await self._pool.dismiss(self._servers[server].control.instance)
+    async def drain(self, server: InstanceId, timeout_s: float) -> None:
+        await self._pool.dismiss(self._servers[server].control.instance, timeout_s)
 
     async def remove(self, server: InstanceId, why: str) -> None:
         self._updates.leave_out(server, why)
@@ -171,10 +147,6 @@ class ServerMembers:
         self._servers[server.instance] = member
         return member
 
-    def _on_ended(self, instance: InstanceId, failure: Failure | None) -> None:
-        if self._fleet is None or instance not in self._servers:
-            return
-        if failure is None:
-            self._fleet.generated(instance)
-        elif isinstance(failure, SlotLost | Interrupted | Late):
-            self._fleet.request_failed(instance, str(failure))
+    def _on_ended(self, instance: InstanceId, failure: Failure | None, began_at: float) -> None:
+        if instance in self._servers:
+            self.on_ended(instance, failure, began_at)

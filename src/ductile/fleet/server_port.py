@@ -264,13 +264,13 @@ class ServerPort:
     async def _stream(self, partial: PartialCompletion) -> FinishReason:
         try:
             return await self._take_pieces(partial)
-        except Barred as error:
+        except (Barred, SlotLost) as error:
             self._lose(str(error))
-            failure = SlotLost(str(error))
-        except SlotLost as error:
+            failure = SlotLost(self.why_lost)
+        except Interrupted as error:
             if not self.why_lost and await self._is_gone():
                 self._lose(str(error))
-            failure = SlotLost(self.why_lost) if self.why_lost else Interrupted(str(error))
+            failure = SlotLost(self.why_lost) if self.why_lost else error
         except Late as error:
             failure = Interrupted(str(error))
         if reason := partial.reason_to_end:
@@ -324,8 +324,8 @@ class ServerPort:
         return any(each == version and wanted in ("", digest) for each, wanted in known)
 
     async def _is_gone(self) -> bool:
-        """True when the server is hard evidence of its end: a connection was lost, and there is none to be had, or to
-        another process. All requests that lose theirs at the same time share one look."""
+        """True when there is hard evidence of the server's end: nobody listens any more, or another process does. All
+        requests that lose their connection at the same time share one look."""
         if self._looking is None or self._looking.done():
             self._looking = start(self._look())
         return await asyncio.shield(self._looking)

@@ -172,7 +172,6 @@ class UpdateAttempt:
             Receiver(name, carrier, members[name].url, members[name].token if carrier == "http" else "")
             for name, carrier in self.carriers.items()
         )
-        # A server may have been in the fleet of a run that has ended.
         epoch = self._next_epoch(max((state.epoch for state in self._states.values()), default=0))
         return WeightUpdate(
             update_id=uuid4().hex,
@@ -298,7 +297,7 @@ class UpdateAttempt:
             if isinstance(paused, Failure):
                 return self._note(name, paused)
             reply = await self._reply(name, control.commit(self._ends(update)))
-            if isinstance(reply, SlotLost | Late):
+            if isinstance(reply, SlotLost | Late | Interrupted):
                 reply = await self._reply(name, self._what_came_of(update, name, reply))
             self._note(name, reply)
             if name not in self.short:

@@ -38,8 +38,8 @@ class WeightUpdates:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """choose: the carrier for a server, the second argument where only one is possible; raises Refused where there
-        is none. next_epoch: an epoch of the fleet's membership that is newer than any before, and than the one that it
-        is given."""
+        is none. next_epoch: an epoch of the fleet's membership that is newer than any before; it is given the newest
+        that the members have seen, and raises Late when that is another fleet's."""
         self.known: KnownWeights | None = None
         """Version that was committed last; None before the first."""
         self.under_way = ""

@@ -181,7 +181,6 @@ class ServerState(msgspec.Struct, frozen=True):
     num_waiting: int = 0
     max_num_seqs: int = 0
     max_model_len: int = 0
-    workers: int = 1
     carriers: tuple[WeightCarrier, ...] = ("shared_memory", "point_to_point", "http", "disk")
     host: str = ""
     """Identity of the machine (its boot id): equal to the trainer's where memory can be shared."""

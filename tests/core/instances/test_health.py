@@ -104,10 +104,22 @@ def test_an_answered_probe_ends_no_row_of_failed_requests() -> None:
     one = server()
     for number in range(2):
         one = one.request_failed("no tokens", float(number), RULES)
+        assert one.answered(reply(), number + 0.5, RULES).status == "suspect"
         one = one.answered(reply(), number + 0.5, RULES).answered(reply(), number + 0.6, RULES)
-        assert one.status == "suspect"
+        assert one.status == "ready"  # it may try again
     one = one.request_failed("no tokens", 3.0, RULES)
     assert (one.status, one.reason) == ("dead", "3 requests in a row failed, the last: no tokens")
+
+
+def test_requests_that_fail_side_by_side_are_one_failure() -> None:
+    """A moment without a network resets all of a server's streams."""
+    one = server()
+    for _ in range(9):
+        one = one.request_failed("reset", 5.0, RULES, began_at=4.0)
+    assert (one.status, one.request_failures) == ("suspect", 1)
+    for number in (6, 7):
+        one = one.request_failed("reset", number + 0.5, RULES, began_at=number)
+    assert one.status == "dead"
 
 
 def test_a_completion_ends_it_and_ends_no_row_of_failed_probes() -> None:

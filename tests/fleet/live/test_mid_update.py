@@ -20,6 +20,7 @@ from ductile.fleet.registry import registry_of, token_of
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
+from ductile.fleet.shared_state import SharedFleetState
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
 from ductile.fleet.weight_update import WeightUpdates
 from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
@@ -107,8 +108,9 @@ class Fleet:
         self.pool = RemoteGenerators(None, (), 8, 0, Deadlines(10, 20, 5, 60))
         self.rank = Rank(servers.model)
         self.fleet: ElasticFleet
+        self.state = SharedFleetState()
         options = UpdateOptions(bucket_bytes=30_000, bucket_timeout_s=10.0, probe_timeout_s=0.4)
-        updates = WeightUpdates(self.rank, options, lambda state, only: carrier, self._next_epoch)
+        updates = WeightUpdates(self.rank, options, lambda state, only: carrier, self.state.next_epoch)
         self.members = ServerMembers(self.pool, updates, self.rank, self._member)
         self.results: list[UpdateResult] = []
         self.members.on_updated.add(self.results.append)
@@ -121,15 +123,12 @@ class Fleet:
         port = ServerPort(server.address, None, token, deadlines, id=server.instance)
         return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
 
-    def _next_epoch(self, above: int) -> int:
-        return self.fleet.next_epoch(above)
-
     async def look(self) -> None:
         self.leases = await self.registry.servers()
 
     async def publish(self) -> None:
         self.version += 1
-        await self.members.update(self.version)
+        await self.fleet.update(self.version)
         await self.pool.receive(Manifest(self.version, "disk", "", 0, 0, ()))
 
     async def until_serving(self, urls: set[str]) -> None:
@@ -189,8 +188,7 @@ def test_the_other_one_has_the_version_soon(servers: ServerProcesses, carrier: W
         it = Fleet(servers, tmp_path, carrier)
         await it.look()
         config = FleetConfig.model_validate(KEYS)
-        async with ElasticFleet(config, it.members, registry=it.registry) as it.fleet:
-            it.members.follow(it.fleet)
+        async with ElasticFleet(config, it.members, registry=it.registry, state=it.state) as it.fleet:
             (victim,) = await asyncio.to_thread(servers.start, DUCTILE_FAULTS=str(tmp_path))
             await it.look()
             await it.fleet.look()

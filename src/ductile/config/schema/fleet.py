@@ -53,8 +53,9 @@ class FleetConfig(Section):
     """How servers are found. `ductile inference` announces itself there, and `ductile rl` looks there for generators
     besides its slots."""
     enable_health_monitor: bool = True
-    """Probe every server in the background and take out those that do not answer. Without it a server is lost when a
-    request finds its port closed, or runs into its deadline."""
+    """Probe every server in the background and take out those that do not answer. Without it only those are probed that
+    are about to join or have failed, and a server is lost when a request finds its port closed, or runs into its
+    deadline."""
     health_check_interval_seconds: float = Field(default=5.0, gt=0)
     """Seconds from the beginning of a server's probe to that of its next one; all servers are probed side by side. One
     that falls silent is found after at most `health_check_failure_threshold` times this, plus `probe_timeout_seconds`;
@@ -67,7 +68,8 @@ class FleetConfig(Section):
     progress_timeout_seconds: float = Field(default=120.0, gt=0)
     """A server that answers probes, has requests running and samples no token for so long is taken out."""
     enable_topology_discovery: bool = True
-    """Join the servers that `registry` finds while the run goes on. Otherwise only those that are named join."""
+    """Join the servers that `registry` finds while the run goes on. Otherwise those that it lists at the start are all,
+    and later ones join only when they are named (`ductile fleet join`)."""
     topology_change_cooldown_seconds: float = Field(default=30.0, ge=0)
     """A server that comes waits for others, at most so long, and all that have come then join in one change. Removals
     never wait, and nor do joins when no server is left. 0: each joins at once."""

@@ -21,7 +21,7 @@ class FleetState:
     servers: Mapping[InstanceId, ServerHealth] = field(default_factory=dict[InstanceId, ServerHealth])
     """The living, and of those that are lost the last one at each address."""
     births: Mapping[str, int] = field(default_factory=dict[str, int])
-    """FleetMembers that there have been at each address."""
+    """Members that there have been at each address."""
 
     @property
     def living(self) -> tuple[ServerHealth, ...]:
@@ -65,7 +65,6 @@ class FleetState:
             incarnation=reply.incarnation,
             since=now,
             reason="it has been found",
-            workers=reply.workers,
             asked_at=min(reply.asked_at, now),
             heard_at=now,
             num_sampled=reply.num_sampled,

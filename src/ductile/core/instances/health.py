@@ -10,6 +10,7 @@ reason comes out.
 3. A server is condemned by silence, never for being slow: an answer that comes late ends a row of failed probes, and so
    do tokens that come in the meantime.
 4. Probes and requests are counted apart: a wedged engine answers probes, and a probe ends no row of failed requests.
+   Good probes only let a suspect try again. Requests that fail side by side are one failure.
 5. An incarnation is one process. Another incarnation at the same address is another member, without a history.
 """
 
@@ -95,7 +96,6 @@ class ProbeReply:
     digest: str = ""
     model: str = ""
     epoch: int = 0
-    workers: int = 1
     num_running: int = 0
     is_paused: bool = False
     num_sampled: int = 0
@@ -117,7 +117,6 @@ class ServerHealth:
     status: MemberStatus = "joining"
     reason: str = ""
     """Why it is in its state, a sentence."""
-    workers: int = 1
     version: int | None = None
     """Version that it has committed, and that was verified; None before the first."""
     digest: str = ""
@@ -127,6 +126,8 @@ class ServerHealth:
     probe_failures: int = 0
     good_probes: int = 0
     request_failures: int = 0
+    failed_at: float = float("-inf")
+    """Time of the latest failure of a request that was counted."""
     is_alone: bool = False
     """Whether something was heard of another server, or of this one itself, between its last probes, the latest of
     which failed: so it is not the network."""
@@ -172,7 +173,6 @@ class ServerHealth:
             asked_at=max(self.asked_at, min(reply.asked_at, now)),  # an answer may be late, after the next question
             good_probes=self.good_probes + 1,
             heard_at=now,
-            workers=reply.workers,
         )._progressed(reply, now)
         if (
             self.version is not None
@@ -212,11 +212,19 @@ class ServerHealth:
         )
         return failed.moved("doubt", why, now) if self.is_serving else failed
 
-    def request_failed(self, why: str, now: float, rules: HealthRules) -> "ServerHealth":
-        """A request of ours has failed by the server's fault. (A refusal, such as a wrong key, is none.)"""
+    def request_failed(
+        self, why: str, now: float, rules: HealthRules, began_at: float = float("inf")
+    ) -> "ServerHealth":
+        """A request of ours has failed by the server's fault. (A refusal, such as a wrong key, is none.)
+
+        began_at: when the server got it. One that was there already as the failure before it came is of the same
+        incident, which counts once.
+        """
         if not self.is_living:
             return self
-        failed = replace(self, request_failures=self.request_failures + 1)
+        failed = replace(self, good_probes=0)
+        if began_at > self.failed_at:
+            failed = replace(failed, request_failures=self.request_failures + 1, failed_at=now)
         if failed.request_failures >= rules.failure_threshold:
             return failed.moved("die", f"{failed.request_failures} requests in a row failed, the last: {why}", now)
         return failed.moved("doubt", why, now) if self.is_serving else failed
@@ -245,7 +253,7 @@ class ServerHealth:
             raise TransitionRefused(f"{self.instance} was not sent version {version}, so it cannot have committed it")
         live = self.moved("commit", f"it has committed version {version}", now)
         live = replace(live, version=version, digest=digest, committed_at=now, offered=None)
-        if live.status == "ready" and (live.request_failures or live.probe_failures):
+        if live.status == "ready" and (self.status == "suspect" or live.probe_failures):
             return live.moved("doubt", self.reason if self.status == "suspect" else "it has failed lately", now)
         return live
 
@@ -281,7 +289,7 @@ class ServerHealth:
         return ""
 
     def _recovered(self, now: float, rules: HealthRules) -> "ServerHealth":
-        good = not self.probe_failures and not self.request_failures and self.good_probes >= rules.good_probes
+        good = not self.probe_failures and self.good_probes >= rules.good_probes
         return self.moved("recover", "it answers again", now) if good and self.status == "suspect" else self
 
     def _require_no_older(self, version: int) -> None:

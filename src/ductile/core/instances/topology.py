@@ -16,15 +16,12 @@ class TopologyMember:
     instance: InstanceId
     address: str
     incarnation: str
-    workers: int
     status: MemberStatus = field(compare=False)
     version: int | None = field(compare=False)
 
     @staticmethod
     def of(server: ServerHealth) -> "TopologyMember":
-        return TopologyMember(
-            server.instance, server.address, server.incarnation, server.workers, server.status, server.version
-        )
+        return TopologyMember(server.instance, server.address, server.incarnation, server.status, server.version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,24 +30,6 @@ class FleetTopology:
 
     epoch: int
     members: tuple[TopologyMember, ...]
-
-    @property
-    def world_size(self) -> int:
-        """Processes of a group of one sender and all workers."""
-        return 1 + sum(member.workers for member in self.members)
-
-    @property
-    def group_name(self) -> str:
-        return f"update_weight_group_v{self.epoch}"
-
-    def first_rank(self, instance: InstanceId) -> int:
-        """Return the rank of the instance's first worker; the sender has rank 0. Raises KeyError."""
-        rank = 1
-        for member in sorted(self.members, key=lambda each: each.instance):
-            if member.instance == instance:
-                return rank
-            rank += member.workers
-        raise KeyError(instance)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FleetTopology) and (self.epoch, {*self.members}) == (other.epoch, {*other.members})
@@ -74,10 +53,6 @@ class TopologyDecision:
     """Servers that serve."""
     receivers: tuple[TopologyMember, ...]
     """Servers that get the next version: those that serve, and those that it may bring back."""
-    version: int | None
-    """Version that is live."""
-    bucket_timeout_s: float
-    total_timeout_s: float
     reason: str = ""
 
 
@@ -109,14 +84,16 @@ def blame(servers: Iterable[ServerHealth], rules: HealthRules) -> Blame:
     return Blame("self", tuple(server.instance for server in over), why)
 
 
-def wedged_receivers(servers: Iterable[ServerHealth], now: float, rules: HealthRules) -> Mapping[InstanceId, str]:
+def wedged_receivers(servers: Iterable[ServerHealth], rules: HealthRules) -> Mapping[InstanceId, str]:
     """Return the receivers that take no bucket while another one of the same update does, with a sentence each. When
-    none does, the sender is slow, and nobody is to blame."""
+    none does, the sender is slow, and nobody is to blame. Only what a server has said itself counts against it, and not
+    how long ago it was asked."""
     receiving = [server for server in servers if server.is_living and server.offered is not None and server.bucket[0]]
+    idle_s = {server.instance: server.heard_at - server.bucket_at for server in receiving}
     return {
-        server.instance: f"it answers probes, and took no bucket for {now - server.bucket_at:.0f} s while others did"
+        server.instance: f"it answers probes, and took no bucket for {idle_s[server.instance]:.0f} s while others did"
         for server in receiving
-        if now - server.bucket_at >= rules.bucket_timeout_s
+        if idle_s[server.instance] >= rules.bucket_timeout_s
         and any(other.bucket[0] == server.bucket[0] and other.bucket[1] > server.bucket[1] for other in receiving)
     }
 

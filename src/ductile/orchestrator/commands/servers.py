@@ -33,6 +33,7 @@ from ductile.fleet.registry_server import LeaseTable, registry_app, serve_regist
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
+from ductile.fleet.shared_state import SharedFleetState
 from ductile.fleet.update_attempt import NUM_ASKED
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
 from ductile.fleet.weight_update import WeightUpdates
@@ -68,7 +69,8 @@ class Servers:
         # Each sender has a store of its own, at a free port.
         self._rendezvous = f"{broadcast.host}:0" if isinstance(broadcast, NcclBroadcast) else ""
         options = update_options(config, folder, self._rendezvous)
-        updates = WeightUpdates(fleet.trainer, options, self._carrier, self._next_epoch)
+        state = SharedFleetState()
+        updates = self._updates = WeightUpdates(fleet.trainer, options, self._carrier, state.next_epoch)
         self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
         self._fleet = ElasticFleet(
             inference,
@@ -79,9 +81,9 @@ class Servers:
             self._probe,
             Deadlines.of(config.cluster).patience_s,
             self._tell,
+            state,
         )
         self._fleet.expect_model(*models_of(config))
-        self._members.follow(self._fleet)
         self._fleet.on_change.add(self._on_change)
         self._members.on_updated.add(self._on_updated)
         self._latest: UpdateResult | None = None
@@ -111,12 +113,10 @@ class Servers:
         except ValueError as error:
             raise Refused(str(error)) from error
 
-    def _next_epoch(self, above: int) -> int:
-        return self._fleet.next_epoch(above)
-
     async def update(self, version: int) -> KnownWeights:
-        """Bring the trainer's weights to all servers (`ServerMembers.update`)."""
-        return await self._members.update(version)
+        """Bring the trainer's weights to all servers (`ElasticFleet.update`), and return what was sent."""
+        await self._fleet.update(version)
+        return self._updates.known or KnownWeights(version)
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""

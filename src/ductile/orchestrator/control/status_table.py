@@ -3,8 +3,8 @@
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from ductile.core.instances.membership import describe
 from ductile.core.layout.geometry.parallel_layout import AXES, ONE_SLOT_RANK, ParallelLayout
+from ductile.core.scheduling.resize_rulings import describe
 from ductile.messages.control import FleetStatus, RunStatus
 
 ACTIVITIES = ("train", "generate", "score", "publish", "switch", "idle")

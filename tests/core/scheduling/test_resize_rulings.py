@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.instances.membership import (
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.scheduling.resize_rulings import (
     Phase,
     describe,
     judge,
@@ -13,7 +14,6 @@ from ductile.core.instances.membership import (
     violation_in_plans,
     violation_in_progress,
 )
-from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.records import TrainProgress
 
 GROW = ResizeOrder(5, ParallelLayout.of((0, 1)), ParallelLayout.of((1, 2, 3)))

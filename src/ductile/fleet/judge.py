@@ -1,0 +1,199 @@
+"""Judges servers: the only one that takes any out. Probes, requests and updates bring evidence.
+
+nobody listens; another process has the address; another key is wanted     hard: out at once
+no answer, no token, a lost connection                                     counted, in rows; silence with a quorum
+an update that failed                                                      its weights are not trusted
+"""
+
+from collections.abc import Callable, Iterable
+
+from ductile.core.instances.fleet_state import FleetState
+from ductile.core.instances.health import HealthRules, ProbeReply, ServerHealth
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.topology import TopologyMember, blame, wedged_receivers
+from ductile.core.instances.update_outcomes import InstanceOutcome
+from ductile.fleet.discovery import Discovery
+from ductile.fleet.fleet_members import FleetMembers
+from ductile.fleet.monitor import ProbeOutcome
+from ductile.fleet.shared_state import SharedFleetState
+from ductile.messages.updates import Digest, ServerState
+from ductile.roles import Failure, Interrupted, Late, SlotLost
+
+
+class Judge:
+    """Changes the state, and nothing else; what follows is for those that hear of its changes."""
+
+    def __init__(
+        self,
+        state: SharedFleetState,
+        rules: HealthRules,
+        discovery: Discovery,
+        members: FleetMembers,
+        has_authority: bool,
+        tell: Callable[[str], None],
+    ) -> None:
+        """has_authority: of several fleets one rules (`ductile.fleet.authority`)."""
+        self.rules = rules
+        self.own_fault = ""
+        """Why no server can be asked, where the fault is on our side, a sentence."""
+        self._state, self._discovery, self._members, self._tell = state, discovery, members, tell
+        self._warns = not has_authority
+        self._ruled_at = float("-inf" if has_authority else "inf")
+        """Time at which our rule was last renewed."""
+        self._foreign: dict[tuple[str, int], float] = {}
+        """Address and epoch of servers with epochs of others, and when they were first seen."""
+        self._models: tuple[str, ...] = ()
+        """Fingerprints of the model that servers must have, one of them; () while it is not known."""
+
+    def expect_model(self, fingerprints: tuple[str, ...]) -> None:
+        """Servers with another model cannot join from now on."""
+        self._models = fingerprints
+
+    def rule_renewed(self, at: float) -> None:
+        """We have ruled at this time."""
+        self._ruled_at = at
+
+    # -- Probes -----------------------------------------------------------------------------------------------------
+
+    def probed(self, address: str, outcome: ProbeOutcome) -> None:
+        """A probe of the address has found this."""
+        now, server = self._state.clock(), self._state.now.at(address)
+        if outcome.kind == "answered" and outcome.state is not None:
+            self._answered(address, _reply_of(outcome.state, outcome.asked_at), now)
+        elif outcome.kind == "unasked":
+            self._blame_ourselves(outcome.reason)
+        elif outcome.kind == "denied":
+            self._discovery.reject(address, "", outcome.reason)
+            self._tell(f"{outcome.reason}; it is not asked again")
+        if server is not None:
+            match outcome.kind:
+                case "closed" if server.status == "draining":
+                    self._state.judge(server.instance, lambda each: each.moved("remove", "it has left", now))
+                case "closed" | "denied":
+                    self.lost(server.instance, outcome.reason)
+                case "silent" | "odd":
+                    self._unanswered(server, outcome, now)
+                case _:
+                    pass
+        self._condemn(now)
+
+    def _answered(self, address: str, reply: ProbeReply, now: float) -> None:
+        self.own_fault = ""
+        state = self._state.now
+        server = state.at(address)
+        if server is not None and server.incarnation != reply.incarnation and reply.asked_at < server.asked_at:
+            return  # said late, by the process before
+        if reply.epoch > state.epoch and any(each.incarnation == reply.incarnation for each in state.servers.values()):
+            self._state.fence(f"{address} has seen epoch {reply.epoch}, which another controller has made")
+        if server is not None:
+            self._state.judge(server.instance, lambda each: each.answered(reply, now, self.rules))
+        elif self._models and reply.model not in ("", *self._models):
+            why = (
+                f"{address} has another model ({reply.model}) than the run ({self._models[0]}): start it with the run's"
+            )
+            self._discovery.reject(address, reply.incarnation, why)
+            self._tell(why)
+        elif not self._discovery.why_not(address, reply.incarnation) and not self._state.fenced:
+            if reply.epoch > state.epoch and self._foreign.setdefault((address, reply.epoch), now) >= self._ruled_at:
+                return  # a new ruler's, unless we still rule after that
+            if reply.epoch and self._warns:
+                self._warns = False  # it is said once
+                self._tell(
+                    f"{address} has weights of another run: if that one still goes on it ends, as this one has its "
+                    "servers from now on (with a registry, the later of two runs waits)"
+                )
+            self._state.change(lambda state: state.above(reply.epoch).joined(address, reply, now))
+
+    def _unanswered(self, server: ServerHealth, outcome: ProbeOutcome, now: float) -> None:
+        others = [each.heard_at for each in self._state.now.living if each.instance != server.instance]
+        others_at, replied = max(others, default=float("-inf")), outcome.kind == "odd"
+        token_at = self._members.heard_at(server.instance)
+        self._state.judge(
+            server.instance,
+            lambda each: each.unanswered(outcome.reason, now, outcome.asked_at, others_at, replied, token_at),
+        )
+
+    def _condemn(self, now: float) -> None:
+        """Take out the servers that are to blame for what was found."""
+        living = self._state.now.living
+        verdict = blame(living, self.rules)
+        if verdict.verdict == "self":
+            self._blame_ourselves(verdict.reason)
+        else:
+            for instance in verdict.instances:
+                self.lost(instance, verdict.reason)
+        for instance, why in wedged_receivers(living, self.rules).items():
+            self.lost(instance, why)
+
+    def _blame_ourselves(self, why: str) -> None:
+        if not self.own_fault:
+            self._tell(why)
+        self.own_fault = why
+
+    # -- Requests ---------------------------------------------------------------------------------------------------
+
+    def request_ended(self, server: InstanceId, failure: Failure | None, began_at: float) -> None:
+        """A request that the server has had since `began_at` has ended there. What it refused says nothing of it."""
+        now = self._state.clock()
+        if failure is None:
+            self._state.judge(server, lambda each: each.generated(now, self.rules))
+        elif isinstance(failure, SlotLost):
+            self.lost(server, str(failure))
+        elif isinstance(failure, Interrupted | Late):
+            self._state.judge(server, lambda each: each.request_failed(str(failure), now, self.rules, began_at))
+
+    def lost(self, server: InstanceId, why: str) -> None:
+        """There is no doubt that it cannot be used any more."""
+        self._state.judge(server, lambda each: each.moved("die", why, self._state.clock()))
+
+    # -- Updates ----------------------------------------------------------------------------------------------------
+
+    def update_began(self, version: int, receivers: Iterable[InstanceId]) -> tuple[TopologyMember, ...]:
+        """The receivers are sent a version. Returns those that are still there. Raises TransitionRefused for a version
+        that is older than what one of them has."""
+        wanted, now = [*receivers], self._state.clock()
+
+        def send(state: FleetState) -> FleetState:
+            for server in [state.of(each) for each in wanted if each in state.servers]:
+                if server.is_living:
+                    state = state.changed(server.sent(version, now))
+            return state
+
+        servers = self._state.change(send).servers
+        return tuple(TopologyMember.of(servers[each]) for each in wanted if each in servers and servers[each].is_living)
+
+    def update_ended(self, version: int, digest: Digest, outcomes: Iterable[InstanceOutcome]) -> None:
+        """What has become of a version at each of its receivers. Only those that were sent it can have committed it."""
+        now = self._state.clock()
+        for each in outcomes:
+            id, why = InstanceId(each.instance), each.reason
+            match each.outcome:
+                case "committed":
+                    self._state.judge(id, lambda server: server.committed(version, digest, now))
+                case "dead":
+                    self.lost(id, why)
+                case "stale":
+                    self._state.judge(id, lambda server, why=why: server.update_failed(why, now, keeps_old=False))
+
+    def update_aborted(self, receivers: Iterable[InstanceId]) -> None:
+        """An update has ended before any of the receivers changed over: they serve what they had."""
+        for each in receivers:
+            self._state.judge(each, lambda server: server.update_failed("", self._state.clock(), keeps_old=True))
+
+
+def _reply_of(state: ServerState, asked_at: float) -> ProbeReply:
+    update = state.update
+    is_receiving = update is not None and update.phase in ("prepared", "receiving")
+    return ProbeReply(
+        incarnation=state.incarnation,
+        version=state.version,
+        asked_at=asked_at,
+        digest=state.digest,
+        model=state.model,
+        epoch=state.epoch,
+        num_running=state.num_running,
+        is_paused=state.paused,
+        num_sampled=state.num_sampled,
+        update_id=update.update_id if update is not None and is_receiving else "",
+        num_buckets=update.num_buckets if update is not None else 0,
+    )
