@@ -12,6 +12,7 @@ import pytest
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.scheduling.orders import Migration
+from ductile.fleet.completion_stream import SampledSpan, StreamedPiece, strange_token
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_port import ServerPort
@@ -19,7 +20,7 @@ from ductile.messages.updates import EndUpdate, PauseServer, UpdateProgress
 from ductile.records import GenerateRequest, Generation, Manifest, Sampling
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
-from tests.fleet.fake_server import DIGEST, FakeServer, token
+from tests.fleet.fake_server import DIGEST, VOCABULARY, FakeServer, token
 
 LENGTH = 8
 PATIENT = ServerDeadlines(connect_s=2, state_s=2, control_s=2, verify_s=2, silence_s=10)
@@ -41,7 +42,7 @@ class Fleet:
         pool.on_ended.add(lambda id, failure: self.ended.append((id, failure and type(failure))))
 
     async def add(self, server: FakeServer, deadlines: ServerDeadlines = PATIENT, **keys: Any) -> ServerPort:
-        port = ServerPort(server.url, deadlines=deadlines, **keys)
+        port = ServerPort(server.url, deadlines=deadlines, vocab_size=VOCABULARY, **keys)
         await port.open()
         await self.pool.add_server(port)
         self.ports.append(port)
@@ -85,9 +86,11 @@ def is_whole(generation: Generation, number: int, length: int = LENGTH) -> bool:
     return generation.token_ids == tuple(token(number, place) for place in range(1, 1 + length))
 
 
-LOST = {"die", "restart", "commit", "401", "403"}
+NONSENSE = {"garbage", "more", "beyond", "negative", "nan", "minus_inf", "positive"}
+"""What would end the trainer, or be trained on."""
+LOST = {"die", "restart", "commit", "401", "403", *NONSENSE}
 """Faults after which the server is none of the fleet any more."""
-BEGUN = {"die", "reset", "hang", "error", "garbage", "restart", "commit", "abort", "more"}
+BEGUN = {"die", "reset", "hang", "error", "restart", "commit", "abort", *NONSENSE}
 """Faults in the middle of a stream."""
 
 
@@ -107,6 +110,27 @@ def test_whatever_a_server_does_each_request_ends_once_and_goes_on_with_what_it_
             assert (InstanceId(bad.url), None) not in made.ended
 
     run(story())
+
+
+@pytest.mark.parametrize(
+    ("token_id", "logprob", "version", "said"),
+    [
+        (9, 1e-6, 3, ""),
+        (0, 0.0, 0, ""),
+        (10, -1.0, 3, "the token id 10, and the model's are from 0 to 9"),
+        (-1, -1.0, 3, "the token id -1, and the model's are from 0 to 9"),
+        (1, 0.01, 3, "the log-prob 0.01, and the logarithm of a probability is finite and at most 0"),
+        (1, float("nan"), 3, "the log-prob nan, and the logarithm of a probability is finite and at most 0"),
+        (1, float("-inf"), 3, "the log-prob -inf, and the logarithm of a probability is finite and at most 0"),
+        (1, -1.0, -1, "tokens of version -1, which no weights have"),
+        (1, -1.0, 1 << 40, "tokens of version 1099511627776, which no weights have"),
+    ],
+)
+def test_tokens_that_no_model_samples_are_told_from_others(
+    token_id: int, logprob: float, version: int, said: str
+) -> None:
+    piece = StreamedPiece([1, token_id], [-2.0, logprob], [SampledSpan(version, DIGEST, 2)], None, "")
+    assert strange_token(piece, 10) == said
 
 
 def test_of_a_server_that_another_process_took_the_place_of_no_token_is_taken() -> None:

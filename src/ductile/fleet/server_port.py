@@ -18,7 +18,14 @@ import msgspec
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.fleet.completion_stream import ROUTE, PartialCompletion, StreamedPiece, completion_body, read_piece
+from ductile.fleet.completion_stream import (
+    ROUTE,
+    NoTokens,
+    PartialCompletion,
+    StreamedPiece,
+    completion_body,
+    read_piece,
+)
 from ductile.fleet.instance_port import InstanceEvent, Returned
 from ductile.fleet.server_http import Barred, ServerDeadlines, ServerHttp
 from ductile.messages.updates import (
@@ -76,13 +83,15 @@ class ServerPort:
         attempts: int = 1,
         transport: httpx.AsyncBaseTransport | None = None,
         id: InstanceId | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """url, api_key, control_token, attempts: as `ServerHttp` has them. max_num_seqs: of a server that does not say
-        it. id: of the instance; None: its address."""
+        it. id: of the instance; None: its address. vocab_size: of the run's model, which bounds the tokens that are
+        taken; None: it is not known."""
         self._http = ServerHttp(url, api_key, control_token, deadlines or ServerDeadlines(), attempts, transport)
         self.url = self._http.root
         self.instance = Instance(id or InstanceId(self.url), "generate", ())
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self._vocab_size = max_num_seqs, vocab_size
         self.why_lost = ""
         self.incarnation = ""
         """Incarnation of the process that was adopted; "" for a server that does not say it."""
@@ -255,7 +264,7 @@ class ServerPort:
     async def _stream(self, partial: PartialCompletion) -> FinishReason:
         try:
             return await self._take_pieces(partial)
-        except Barred as error:
+        except (Barred, NoTokens) as error:
             self._lose(str(error))
             failure = SlotLost(str(error))
         except SlotLost as error:
@@ -276,7 +285,7 @@ class ServerPort:
                 piece = read_piece(event, url)
                 self._check(piece.incarnation)
                 self._check_versions(piece)
-                partial.add(piece, self._own_version, url)
+                partial.add(piece, self._own_version, url, self._vocab_size)
                 self._num_sampled += len(piece.token_ids)
                 if piece.finish_reason is not None:
                     with suppress(Failure, TimeoutError):  # to its end, and the connection may be used again

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from ductile.concurrency.deadline import Deadline
 from ductile.config.checks.asked_servers import asked_servers
+from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
@@ -53,6 +54,8 @@ class Servers:
         self._asked_carrier = broadcast.type if broadcast else None
         self._deadlines = _deadlines(inference, client.timeout_s)
         self._max_num_seqs, self._record = inference.max_num_seqs, record
+        spec = read_spec(config.trainer.model.name)
+        self._vocab_size = spec.vocab_size if spec else None
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
         self._probe = HttpProbe(inference.probe_timeout_seconds, lambda address: self._api_key)
         options = update_options(config, folder)
@@ -217,6 +220,7 @@ class Servers:
             self._deadlines,
             self._max_num_seqs,
             id=server.instance,
+            vocab_size=self._vocab_size,
         )
         return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
 
