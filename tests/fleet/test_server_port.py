@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.scheduling.orders import Migration
@@ -16,7 +17,8 @@ from ductile.fleet.completion_stream import SampledSpan, StreamedPiece, strange_
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_port import ServerPort
-from ductile.messages.updates import EndUpdate, PauseServer, UpdateProgress
+from ductile.messages.updates import EndUpdate, LiveDigest, PauseServer, UpdateProgress
+from ductile.messages.workers import DigestWeights
 from ductile.records import GenerateRequest, Generation, Manifest, Sampling
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
@@ -257,6 +259,86 @@ def test_tokens_of_a_version_that_is_being_committed_are_taken_before_its_reply_
             assert (made.ports[0].version, made.ports[0].digest) == (1, NEXT.digest)
             await made.pool.receive(Manifest(1, "disk", "", 0, 0, ()))
             assert (made.pool.version, len(made.pool.instances)) == (1, 1)
+
+    run(story())
+
+
+def test_a_commit_of_which_nothing_is_heard_makes_none_of_its_tokens_trusted_until_the_server_says_so() -> None:
+    """Neither the reply nor the state that is asked for then comes."""
+
+    async def story() -> None:
+        server = FakeServer(replies={"/weights/commit": never})
+        async with fleet(server, deadlines=HASTY) as made:
+            port = made.ports[0]
+            server.replies["/fleet/state"] = never
+            with pytest.raises(Late, match="/fleet/state did not respond"):
+                await port.commit(NEXT)
+            assert not port._is_trusted(NEXT.version, NEXT.digest)
+            del server.replies["/fleet/state"]
+            server.version, server.digest = NEXT.version, NEXT.digest
+            await port.state()
+            assert (port.version, port._is_trusted(NEXT.version, NEXT.digest)) == (NEXT.version, True)
+
+    run(story())
+
+
+@pytest.mark.parametrize(("mode", "drained"), [("keep", True), ("drain", True), ("drain", False)])
+def test_a_server_may_drain_for_all_of_the_lease_and_keeps_what_has_not_ended_then(mode: Any, drained: bool) -> None:
+    async def story() -> None:
+        server = FakeServer()
+
+        async def reply() -> tuple[int, Any]:
+            told = server.control[-1][1]
+            if told["mode"] == "drain":
+                await asyncio.sleep(told["lease_s"] + 0.1)
+            return 200, msgspec.to_builtins(replace(server.state, paused=drained or told["mode"] == "keep"))
+
+        server.replies["/pause"] = reply
+        async with fleet(server) as made:
+            assert (await made.ports[0].pause(PauseServer(1, mode, lease_s=0.2))).paused
+        assert [told["mode"] for _, told in server.control] == [mode] if drained else ["drain", "keep"]
+
+    run(story())
+
+
+def test_a_server_that_does_not_pause_is_not_taken_for_paused() -> None:
+    async def story() -> None:
+        server = FakeServer()
+        server.replies["/pause"] = (200, msgspec.to_builtins(server.state))
+        async with fleet(server) as made:
+            with pytest.raises(Interrupted, match="says that it is not paused"):
+                await made.ports[0].pause(PauseServer(1))
+
+    run(story())
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_canary_that_nobody_waits_for_is_aborted_at_the_server(is_late: bool) -> None:
+    async def story() -> None:
+        server = FakeServer(token_s=0.02, length=1000)
+        async with fleet(server) as made:
+            made.pool._deadlines = Deadlines(0.1 if is_late else 5, 10, 5, 20)
+            canary = asyncio.create_task(made.pool.canary(made.pool.instances[0], request(1, 2000)))
+            await until(lambda: bool(made.ports[0]._live))
+            if not is_late:
+                canary.cancel()
+            with pytest.raises(Late if is_late else asyncio.CancelledError):
+                await canary
+            await until(lambda: not made.ports[0]._live and server.num_aborted == 1)
+
+    run(story())
+
+
+def test_weights_are_read_with_the_control_token() -> None:
+    async def story() -> None:
+        server = FakeServer(key="t0ken")
+        server.replies["/weights/digest"] = (200, msgspec.to_builtins(LiveDigest(1, "d", "d", {"w": "d"})))
+        async with server.serving():
+            port = ServerPort(server.url, "t0ken", control_token="t0ken")
+            await port.open()
+            port._http._client.headers.pop("Authorization")
+            await port.ask(DigestWeights())
+            await port.release()
 
     run(story())
 

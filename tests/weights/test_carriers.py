@@ -1,5 +1,6 @@
 """Every way that buckets travel, with receivers (and senders) that are processes, which die, hang and refuse."""
 
+import errno
 import mmap
 import os
 import signal
@@ -358,6 +359,31 @@ def test_a_token_that_is_refused_is_shown_nowhere_and_not_tried_again(
     assert "HTTP 401" in report.failed[name]  # the server's reply has the token in it
     assert "a-wrong-secret" not in repr(report) + repr(update)
     assert update.secret not in repr(update)
+
+
+@pytest.mark.parametrize(("crowded", "fails"), [(2, False), (1000, True)])
+def test_a_bucket_for_which_a_server_has_no_room_yet_is_sent_again_for_a_while(
+    fleet: Callable[[WeightCarrier], Fleet], crowded: int, fails: bool
+) -> None:
+    made = fleet("http")
+    name = made.receiver("a", crowded=crowded)
+    update = made.update(bucket_timeout_s=0.5 if fails else 30.0)
+    made.prepare(update, made.send(update, SIZES))
+    report = made.report()
+    assert report.failed == ({name: f"{name} {report.failed[name][len(name) + 1 :]}"} if fails else {})
+    if fails:
+        assert "HTTP 503" in report.failed[name] or "did not acknowledge" in report.failed[name]
+
+
+def test_memory_that_cannot_be_mapped_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    before = _open_files()
+    monkeypatch.setattr(mmap, "mmap", none)
+    with pytest.raises(OSError, match="no memory"):
+        SlotRing("test", 1, 10)
+    assert _open_files() == before
 
 
 def test_a_full_disk_fails_its_carrier_and_no_other(fleet: Callable[[WeightCarrier], Fleet], tmp_path: Path) -> None:

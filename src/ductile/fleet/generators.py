@@ -127,8 +127,12 @@ class RemoteGenerators(WorkerPool):
             aborted = False
             return generation
         except TimeoutError:
+            self._dispatch.abort(entry)
             waited = said(self._deadlines.command_s)
             raise Late(f"{self.describe(instance)} did not generate {request.id} within {waited}") from None
+        except asyncio.CancelledError:
+            self._dispatch.abort(entry)
+            raise
         finally:
             self._in_flight.close(entry, aborted)
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
+from msgspec.structs import replace
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, InstanceId
@@ -100,8 +101,10 @@ class ServerPort:
         self._model = ""
         self._own_version = 0
         self._committed: dict[int, Digest] = {}
-        self._committing: tuple[int, Digest] | None = None
-        """Version and digest that the server was told to commit, and may have before its reply is here."""
+        self._told: tuple[int, Digest] | None = None
+        """Version and digest that the server was told last to commit."""
+        self._is_committing = False
+        """It may have committed that, and its reply is not here yet."""
         self._live: dict[str, tuple[PartialCompletion, asyncio.Task[None]]] = {}
         self._num_sampled = 0
         self._deliver: Callable[[InstanceEvent], None] = lambda event: None
@@ -185,6 +188,8 @@ class ServerPort:
         """Raises SlotLost, Late or Refused, as all of these do; SlotLost where another process has its place."""
         state = await self._state()
         self._check(state.incarnation)
+        if self._has_committed(state):  # whatever has become of the reply
+            self._note_committed(state.version, state.digest)
         return state
 
     async def prepare(self, message: PrepareUpdate, deadline_s: float | None = None) -> UpdateProgress:
@@ -196,27 +201,33 @@ class ServerPort:
 
     async def commit(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
         """A reply that is lost is no failure: then the server is asked which version it has."""
-        self._committing = message.version, message.digest
+        self._told, self._is_committing = (message.version, message.digest), True
         try:
             progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
         except (Late, SlotLost, Interrupted) as error:
             state = await self.state()
-            if state.version != message.version or message.digest not in ("", state.digest):
+            if not self._has_committed(state):
                 raise error from None
             progress = UpdateProgress(message.update_id, "committed", digest=state.digest)
+        finally:
+            self._is_committing = False
         if progress.phase == "committed":
-            self.version = message.version
-            self._committed[message.version] = progress.digest or message.digest
-            while len(self._committed) > REMEMBERED:
-                del self._committed[min(self._committed)]
-        self._committing = None
+            self._note_committed(message.version, progress.digest or message.digest)
         return progress
 
     async def abort(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
         return await self._tell("/weights/abort", message, UpdateProgress, deadline_s)
 
     async def pause(self, message: PauseServer) -> ServerState:
-        return await self._tell("/pause", message, ServerState, message.lease_s)
+        """A server that has not let everything end by `lease_s` keeps what still runs. Raises Interrupted where it is
+        not paused."""
+        limit_s = message.lease_s + self._http.deadlines.control_s  # it may reply no sooner than its lease is over
+        state = await self._tell("/pause", message, ServerState, limit_s)
+        if not state.paused and message.mode == "drain":
+            state = await self._tell("/pause", replace(message, mode="keep"), ServerState)
+        if not state.paused:
+            raise Interrupted(f"{self.describe()} was told to pause, and says that it is not paused")
+        return state
 
     async def resume(self, message: ResumeServer) -> ServerState:
         return await self._tell("/resume", message, ServerState)
@@ -225,12 +236,22 @@ class ServerPort:
         """Have the server keep its live version, for one that joins."""
         return await self._tell("/weights/lease", message, VersionLease)
 
+    def _has_committed(self, state: ServerState) -> bool:
+        return self._told in ((state.version, state.digest), (state.version, ""))
+
+    def _note_committed(self, version: int, digest: Digest) -> None:
+        self.version = version
+        self._committed[version] = digest
+        while len(self._committed) > REMEMBERED:
+            del self._committed[min(self._committed)]
+
     async def _state(self) -> ServerState:
         content = await self._http.ask("GET", "/fleet/state", deadline_s=self._http.deadlines.state_s)
         return self._decoded(content, "/fleet/state", ServerState)
 
     async def _digest_weights(self) -> WeightDigests:
-        content = await self._http.ask("GET", "/weights/digest", deadline_s=self._http.deadlines.verify_s)
+        limit_s = self._http.deadlines.verify_s
+        content = await self._http.ask("GET", "/weights/digest", deadline_s=limit_s, control=True)
         read = self._decoded(content, "/weights/digest", LiveDigest)
         return WeightDigests(read.version, read.announced, read.digest, read.tensors)
 
@@ -319,7 +340,7 @@ class ServerPort:
                 raise SlotLost(self.why_lost)
 
     def _is_trusted(self, version: int, digest: Digest) -> bool:
-        known = [*self._committed.items(), *([self._committing] if self._committing else [])]
+        known = [*self._committed.items(), *([self._told] if self._told and self._is_committing else [])]
         return any(each == version and wanted in ("", digest) for each, wanted in known)
 
     async def _is_gone(self) -> bool:

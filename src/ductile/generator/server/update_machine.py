@@ -44,6 +44,8 @@ class Update:
     bucket_timeout_s: float
     buckets: Mapping[tuple[str, int], Bucket]
     """What is expected, by sender and index."""
+    most_bucket_bytes: int
+    """The largest of them."""
     phase: UpdatePhase = "prepared"
     loaded: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     digest: Digest = ""
@@ -94,7 +96,13 @@ class UpdateMachine:
             self.end("aborted", f"update {update.update_id} of epoch {update.epoch} came in its place")
         self._remember()
         self.last = Update(
-            update.update_id, update.epoch, update.version, update.verify, update.bucket_timeout_s, buckets
+            update.update_id,
+            update.epoch,
+            update.version,
+            update.verify,
+            update.bucket_timeout_s,
+            buckets,
+            max((bucket.num_bytes for bucket in buckets.values()), default=0),
         )
         if not buckets:
             self.last.phase = "staged"

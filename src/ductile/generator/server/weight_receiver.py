@@ -64,8 +64,7 @@ class WeightReceiver:
     @property
     def most_bucket_bytes(self) -> int:
         """The largest bucket of the last update; 0 before any."""
-        last = self._machine.last
-        return max((bucket.num_bytes for bucket in last.buckets.values()), default=0) if last else 0
+        return self._machine.last.most_bucket_bytes if self._machine.last else 0
 
     async def prepare(self, message: PrepareUpdate) -> UpdateProgress:
         async with self._ending:
@@ -277,8 +276,15 @@ def pull(
         for bucket in offer.buckets:
             if stopped.is_set():
                 return
-            reply = client.get(f"{offer.location}/{bucket.index}").raise_for_status()
-            content = bytearray(reply.content)
+            content = bytearray()
+            with client.stream("GET", f"{offer.location}/{bucket.index}") as reply:
+                reply.raise_for_status()
+                for piece in reply.iter_raw():
+                    if stopped.is_set():
+                        return
+                    content += piece
+                    if len(content) > bucket.num_bytes:
+                        raise Unusable(f"bucket {bucket.index} has {bucket.num_bytes} bytes, and more of them came")
             check_content(bucket, content, reply.headers.get("X-Ductile-Checksum", ""))
             sink(offer, bucket, as_tensor(content))
 

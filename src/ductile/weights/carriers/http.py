@@ -24,7 +24,9 @@ from ductile.messages.updates import Bucket, Receiver, ServerState, WeightUpdate
 from ductile.weights.carriers.carrier import UpdateFailed
 from ductile.weights.carriers.control import TICK_S
 
-ASK_AGAIN_S = 0.02
+ASK_AGAIN_S, MOST_PAUSE_S = 0.02, 1.0
+CROWDED = 503
+"""Status of a server that has no room for a bucket, and soon has."""
 _LOST = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, http.client.CannotSendRequest)
 
 
@@ -132,9 +134,14 @@ class _Poster:
         headers = {**self._headers, "Content-Length": str(bucket.num_bytes)}
         if checksum:
             headers["X-Ductile-Checksum"] = checksum
-        status, reply = self._ask("POST", f"{self._path}/{bucket.index}", content.numpy().data, headers)
-        if status != 200:
-            raise UpdateFailed(f"refused bucket {bucket.index}: HTTP {status}: {self._shown(reply)}")
+        pause_s, until = ASK_AGAIN_S, time.monotonic() + self._timeout_s
+        while True:
+            status, reply = self._ask("POST", f"{self._path}/{bucket.index}", content.numpy().data, headers)
+            if status == 200:
+                return
+            if status != CROWDED or time.monotonic() + pause_s > until or self._ended.wait(pause_s):
+                raise UpdateFailed(f"refused bucket {bucket.index}: HTTP {status}: {self._shown(reply)}")
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     def _wait_until_prepared(self) -> None:
         while not self._prepared:
