@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ductile.config.schema.inference import ServerConfig
 from ductile.generator.engine.engine import Engine
-from ductile.generator.server.control_token import ControlToken
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app
 from ductile.generator.server.weight_donor import content_of
+from ductile.messages.control_token import ControlToken
 from ductile.messages.updates import (
     Bucket,
     EndUpdate,
