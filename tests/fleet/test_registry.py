@@ -11,13 +11,14 @@ import msgspec
 import pytest
 
 from ductile.config.schema.fleet import CustomRegistry, FileRegistry, FleetConfig, HttpRegistry, RegistryConfig
+from ductile.config.server_address import is_root
 from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority, first_epoch
 from ductile.fleet.discovery import Discovery
 from ductile.fleet.registry import LeaseFolder, RegistryClient, RegistryDown, StaticServers, registry_of
 from ductile.fleet.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.generator.server.registrar import Registrar
 from ductile.messages.control_token import token_of
-from ductile.messages.server_lease import LeaseError, ServerLease, is_server_url, lease_file, lease_from
+from ductile.messages.server_lease import LeaseError, ServerLease, lease_file, lease_from
 
 URL = "http://127.0.0.1:8001"
 
@@ -190,7 +191,7 @@ def test_who_is_kept_out_and_until_when() -> None:
     ],
 )
 def test_what_is_an_address_of_a_server(url: str, is_one: bool) -> None:
-    assert is_server_url(url) == is_one
+    assert is_root(url) == is_one
 
 
 def test_a_token_is_read_from_no_file_but_the_server_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

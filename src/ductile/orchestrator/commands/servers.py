@@ -13,6 +13,7 @@ from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
+from ductile.config.server_address import root_of
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
 from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, ServerNoted, WeightUpdateEnded
@@ -146,7 +147,7 @@ class Servers:
         self._fleet.register_server(address)
         await self._fleet.look()
         await self._fleet.settled()
-        found = self._fleet.state.at(address.rstrip("/").removesuffix("/v1"))
+        found = self._fleet.state.at(root_of(address))
         if found is None:
             why = next((why for url, why in self._fleet.kept_out.items() if url in address), "nobody answers there yet")
             raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for from now on")
@@ -156,7 +157,7 @@ class Servers:
 
     async def _leave(self, server: str, mode: Literal["drain", "now"]) -> str:
         known = {name for each in self._fleet.state.living for name in (each.instance, each.address)}
-        if server.rstrip("/").removesuffix("/v1") not in known:
+        if root_of(server) not in known:
             raise Unfit(f"{server} is none of the run's servers: {', '.join(sorted(known)) or 'it has none'}")
         self._fleet.deregister_server(server, mode)
         await self._fleet.settled()
