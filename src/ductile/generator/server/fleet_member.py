@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 from ductile.fabric.process import host
 from ductile.generator.engine.limits import Overloaded
-from ductile.generator.server.faults import Faults
 from ductile.generator.server.pause_gate import PauseGate
 from ductile.generator.server.runner import EngineRunner
 from ductile.generator.server.update_machine import UpdateMachine
@@ -22,13 +21,12 @@ class FleetMember:
 
     def __init__(self, runner: EngineRunner, live: LiveWeights, stage_weights: bool) -> None:
         self.incarnation = secrets.token_hex(8)
-        self.faults = Faults.of_environment()
         self.gate = PauseGate(runner)
         self._runner = runner
         self._live = live
         self._model = model_fingerprint(live.current.specs())
         self._machine = UpdateMachine()
-        self.receiver = WeightReceiver(runner, live, self._machine, self.faults, self.gate, not stage_weights)
+        self.receiver = WeightReceiver(runner, live, self._machine, self.gate, not stage_weights)
         self.donor = WeightDonor(live, can_keep=stage_weights)
 
     def state(self) -> ServerState:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ductile.error_text import error_text
-from ductile.generator.server.faults import Dropped, Faults, bucket_point
 from ductile.generator.server.pause_gate import PauseGate
 from ductile.generator.server.runner import EngineRunner
 from ductile.generator.server.update_machine import Fenced, Unusable, Update, UpdateMachine
@@ -39,12 +38,11 @@ class WeightReceiver:
         runner: EngineRunner,
         live: LiveWeights,
         machine: UpdateMachine,
-        faults: Faults,
         gate: PauseGate,
         in_place: bool,
     ) -> None:
         """in_place: as `StagedWeights` has it."""
-        self._runner, self._live, self._machine, self._faults = runner, live, machine, faults
+        self._runner, self._live, self._machine = runner, live, machine
         self._in_place, self._gate = in_place, gate
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
@@ -211,13 +209,7 @@ class WeightReceiver:
             if self._machine.expects(update.update_id, update.epoch, sender, bucket.index) is None:
                 return
             self._busy.add(place)
-            point = bucket_point(len(update.loaded), len(update.buckets))
-        dropped: Dropped | None = None
         try:
-            try:
-                self._faults.meet(point)
-            except Dropped as fault:
-                dropped = fault
             staged.load(bucket, buffer)
             with self._changed:
                 self._machine.loaded(update, sender, bucket.index)
@@ -226,8 +218,6 @@ class WeightReceiver:
                 self._busy.discard(place)
                 self._changed.notify_all()
             self._tell(self._moved.set)
-        if dropped:
-            raise dropped
 
     def _start_threads(self, message: PrepareUpdate, update: Update, staged: StagedWeights) -> None:
         """Start what fetches the buckets that nobody posts."""
