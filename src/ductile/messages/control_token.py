@@ -6,7 +6,7 @@ $XDG_RUNTIME_DIR/ductile/servers/<host>-<port>.json, or below ~/.cache
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,7 @@ def token_file(host: str, port: int) -> Path:
 
 
 @contextmanager
-def control_token(host: str, port: int) -> Iterator[ControlToken]:
+def control_token(host: str, port: int) -> Generator[ControlToken]:
     """A new token, which is in the file until the end. Where no file can be written the server goes on, and nobody can
     give it weights. Raises `UnsafeFolder`."""
     file = token_file(host, port)

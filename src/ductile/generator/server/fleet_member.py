@@ -12,7 +12,6 @@ from ductile.generator.server.update_machine import UpdateMachine
 from ductile.generator.server.weight_donor import WeightDonor
 from ductile.generator.server.weight_receiver import WeightReceiver
 from ductile.messages.updates import LiveDigest, PauseServer, ResumeServer, ServerState, model_fingerprint
-from ductile.weights.digest import to_text
 from ductile.weights.live_weights import LiveWeights, VersionTensors
 
 
@@ -76,9 +75,7 @@ class FleetMember:
                 return VersionTensors(engine.version, tensors, held.dtypes)
 
             found = await self._runner.between_steps(look)
-            digest = await asyncio.to_thread(found.digest)
-            parts = {name: to_text(part) for name, part in found.parts.items()}
-            return LiveDigest(found.version, digest, self._runner.digest, parts)
+            return await asyncio.to_thread(found.read, self._runner.digest)
 
     def close(self) -> None:
         self.receiver.close()
