@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
-from ductile.fleet.update_parties import UpdateMember, UpdateOptions, summed
+from ductile.fleet.update_parties import UpdateMember, UpdateOptions
 from ductile.fleet.weight_update import WeightUpdates
-from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress
+from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, total_of
 from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
 
@@ -21,8 +21,8 @@ OPTIONS = UpdateOptions(bucket_timeout_s=2.0, total_timeout_s=20.0, probe_timeou
 
 
 def test_parts_add_up_modulo_2_to_the_64():
-    assert summed(PARTS) == DIGEST
-    assert summed([]) == "0" * 16
+    assert total_of(PARTS) == DIGEST
+    assert total_of([]) == "0" * 16
 
 
 @dataclass

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ductile.config.schema.inference import ServerConfig
-from ductile.generator.server.control_token import ControlToken, UnsafeFolder, control_token, read_token
 from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
 from ductile.generator.server.server import create_app
+from ductile.messages.control_token import ControlToken, UnsafeFolder, control_token, token_of
 from tests.generator.conftest import Family
 from tests.generator.test_server import Client, local
 
@@ -94,9 +94,9 @@ def test_a_token_is_kept_in_a_folder_of_its_owner_alone(tmp_path: Path, monkeypa
     with control_token("::1", 8000) as token:
         assert token.file is not None
         assert stat.S_IMODE(token.file.stat().st_mode) == 0o600
-        assert read_token("::1", 8000) == token.text
+        assert token_of("http://[::1]:8000") == token.text
         assert token.text not in repr(token)
-    assert read_token("::1", 8000) is None
+    assert token_of("http://[::1]:8000") is None
     token.file.parent.chmod(0o777)
     with pytest.raises(UnsafeFolder, match="can be written by others"), control_token("::1", 8000):
         pass

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Literal
 
 from ductile.config.schema.fleet import FleetConfig
+from ductile.config.server_address import is_root, root_of
 from ductile.core.instances.fleet_state import FleetState
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.instances import InstanceId
@@ -23,7 +24,6 @@ from ductile.fleet.fleet_keeper import FleetKeeper
 from ductile.fleet.fleet_members import FleetMembers
 from ductile.fleet.monitor import Probe
 from ductile.fleet.registry import Registry
-from ductile.messages.server_lease import is_server_url
 from ductile.messages.updates import Digest
 from ductile.roles import Late
 
@@ -85,7 +85,7 @@ class ElasticFleet:
         """Look for a server at the address from now on, also one that was taken out before. Returns the epoch. Raises
         ValueError for what is no address."""
         address = root_of(address)
-        if not is_server_url(address):
+        if not is_root(address):
             raise ValueError(f'{address!r} is no address of a server; write one such as "http://10.0.0.7:8000"')
         self._keeper.discovery.name(address)
         self._keeper.look()
@@ -270,11 +270,6 @@ class ElasticFleet:
             why = f": {self._keeper.own_fault}" if self._keeper.own_fault else ""
             return "fail", f"{lack}, and none joined in {waited_s:.0f} s{why}"
         return ("rebuild" if self.consume_group_rebuild_request() else "keep"), ""
-
-
-def root_of(url: str) -> str:
-    """Return the root of a server's routes: "http://10.0.0.7:8000" of "http://10.0.0.7:8000/v1/"."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _found_by(state: FleetState, server: str) -> ServerHealth | None:

@@ -7,13 +7,11 @@ counts as long as its `beat` goes on, by the reader's clock.
 
 import asyncio
 import os
-import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -25,6 +23,7 @@ from ductile.config.schema.fleet import FileRegistry, HttpRegistry, RegistryConf
 from ductile.config.schema.secrets import secret_of
 from ductile.error_text import error_text
 from ductile.messages.server_lease import MOST_BYTES, LeaseError, ServerLease, lease_from
+from ductile.user_files import NotOwn, read_own
 
 ASK_S = 5.0
 """Longest time that a registry may take to list its servers."""
@@ -100,10 +99,10 @@ class LeaseFolder:
                 continue
             with suppress(FileNotFoundError):  # it left a moment ago
                 try:
-                    lease = lease_from(_own_content(self._folder / name))
+                    lease = lease_from(read_own(self._folder / name, MOST_BYTES))
                     if self._is_renewed(lease):
                         leases[lease.url] = lease
-                except (LeaseError, OSError) as error:
+                except (LeaseError, NotOwn, OSError) as error:
                     if isinstance(error, FileNotFoundError):
                         raise
                     self._tell_once(f"{self._folder / name} is skipped: it {_reason(error)}")
@@ -172,36 +171,5 @@ def registry_of(config: RegistryConfig | None, tell: Callable[[str], None] = lam
     return cast(Registry, import_object(config.import_path)(**config.kwargs))
 
 
-def token_of(lease: ServerLease) -> str | None:
-    """Return the token of the server's control routes, from the file that its lease names; None where that is no token
-    file of this user's alone, made by the server at the lease's port. A lease may come from anywhere: nothing else is
-    read and sent to it."""
-    try:
-        content = _own_content(Path(lease.token_file), private=True)
-        found = msgspec.json.decode(content, type=_TokenFile)
-    except (LeaseError, OSError, msgspec.DecodeError):
-        return None
-    return found.token if found.port == urlsplit(lease.url).port else None
-
-
-class _TokenFile(msgspec.Struct):
-    port: int
-    token: str
-
-
-def _own_content(file: Path, private: bool = False) -> bytes:
-    """Raises LeaseError for what no server of this user has written: whoever may write a lease gets our prompts."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise LeaseError("is no file")
-        if status.st_uid != os.geteuid():
-            raise LeaseError(f"belongs to user {status.st_uid}, and not to {os.geteuid()}, who runs this")
-        if private and status.st_mode & 0o077:
-            raise LeaseError("can be read by others")
-        return stream.read(MOST_BYTES + 1)
-
-
-def _reason(error: LeaseError | OSError) -> str:
-    return str(error) if isinstance(error, LeaseError) else f"cannot be read: {error.strerror}"
+def _reason(error: ValueError | OSError) -> str:
+    return str(error) if isinstance(error, ValueError) else f"cannot be read: {error.strerror}"

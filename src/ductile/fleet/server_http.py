@@ -19,6 +19,7 @@ from typing import Any, cast
 import httpx
 
 from ductile.concurrency.deadline import said
+from ductile.config.server_address import is_address, root_of
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 
 MOST_BYTES = 64 << 20
@@ -63,12 +64,12 @@ class ServerHttp:
     ) -> None:
         """url: root of the server's routes, or that of /v1. control_token: for the control routes, where it is another
         one than the API key. attempts: to connect. Raises ValueError for a URL that is none, or has a key in it."""
-        parsed = httpx.URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
+        if not is_address(url):
             raise ValueError(f"{url!r} is no address of a server; write http://host:port")
+        parsed = httpx.URL(url)
         if parsed.userinfo or parsed.query or parsed.fragment:
             raise ValueError(f"the address of {parsed.host} has more than host, port and path; a key goes into api_key")
-        self.root = str(parsed).rstrip("/").removesuffix("/v1")
+        self.root = root_of(str(parsed))
         self.deadlines, self._attempts = deadlines, attempts
         self._secrets = [each.encode() for each in (api_key, control_token) if each]
         self._control = {"Authorization": f"Bearer {control_token}"} if control_token else {}

@@ -252,8 +252,7 @@ class ServerPort:
     async def _digest_weights(self) -> WeightDigests:
         limit_s = self._http.deadlines.verify_s
         content = await self._http.ask("GET", "/weights/digest", deadline_s=limit_s, control=True)
-        read = self._decoded(content, "/weights/digest", LiveDigest)
-        return WeightDigests(read.version, read.announced, read.digest, read.tensors)
+        return WeightDigests(self._decoded(content, "/weights/digest", LiveDigest))
 
     async def _tell(self, route: str, message: msgspec.Struct, kind: type[M], deadline_s: float | None = None) -> M:
         content = await self._http.ask("POST", route, msgspec.json.encode(message), deadline_s, control=True)

@@ -1,7 +1,7 @@
 """Those who take part in a weight update (`ductile.fleet.weight_update`): who sends it and who is sent it; and what has
 come of it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
@@ -136,8 +136,3 @@ def shortfall(error: Failure | str) -> Shortfall:
             return Shortfall("refused", str(error))
         case _:
             return Shortfall("undone", str(error))
-
-
-def summed(parts: Iterable[Digest]) -> Digest:
-    """Return the digest of a version of which each part is one sender's."""
-    return f"{sum(int(part or '0', 16) for part in parts) % 2**64:016x}"

@@ -27,7 +27,7 @@ from ductile.concurrency.background import finish
 from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import InstanceOutcome, Shortfall, next_attempt
-from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, UpdateResult, shortfall, summed
+from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, UpdateResult, shortfall
 from ductile.messages.updates import (
     Digest,
     EndUpdate,
@@ -40,6 +40,7 @@ from ductile.messages.updates import (
     UpdateProgress,
     WeightCarrier,
     WeightUpdate,
+    total_of,
 )
 from ductile.roles import Failure, Late, Refused, SlotLost
 
@@ -309,7 +310,7 @@ class WeightUpdates:
             for name, why in report.failed.items():
                 attempt.fail(InstanceId(name), f"{report.sender}: {why}")
         if attempt.update.verify != "none":
-            attempt.digest = summed(report.digest for report in reports)
+            attempt.digest = total_of(report.digest for report in reports)
 
     def _break(self, attempt: _Attempt) -> None:
         """One is missing that the others cannot do without: they are not at fault."""

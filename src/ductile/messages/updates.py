@@ -25,6 +25,12 @@ Digest = str
 """16 hexadecimal digits: the fingerprint of a whole version (`ductile.weights.digest`). It does not depend on how the
 tensors were cut, so ranks sum their parts up, and anybody who has all tensors finds the same."""
 
+
+def total_of(parts: Iterable[Digest]) -> Digest:
+    """Return the digest of what several senders, or tensors, have between them. "" counts as nothing."""
+    return f"{sum(int(part or '0', 16) for part in parts) % 2**64:016x}"
+
+
 UpdateProof = Literal["none", "sum", "crc"]
 """Proof that is asked of a staged version: none; its digest; its digest and each bucket's checksum on arrival."""
 
@@ -250,7 +256,8 @@ class LiveDigest(msgspec.Struct, frozen=True):
 
     version: int
     digest: Digest
+    """ "" where they are rounded, and so not those that were published."""
     announced: Digest = ""
-    """Digest that its tokens carry."""
+    """Digest that the version came with, which its tokens carry; "" where none did."""
     tensors: dict[str, Digest] = {}
     """Parts of `digest`, by the tensors' names."""

@@ -14,6 +14,7 @@ from ductile.config.checks.asked_placement import placement_of
 from ductile.config.finding import Finding
 from ductile.config.schema.fleet import CustomRegistry, FileRegistry, HttpRegistry, StaticRegistry
 from ductile.config.schema.run import RLConfig
+from ductile.config.server_address import is_address, root_of
 from ductile.core.instances.placement import PlacementError
 
 EXAMPLE = "http://127.0.0.1:8000/v1"
@@ -37,11 +38,6 @@ def asked_servers(config: RLConfig) -> AskedServers:
     named = [root_of(url) for url in config.orchestrator.client.urls]
     own = [url for url in named if has_slots and _is_at(url, config.inference.server.port)]
     return AskedServers(tuple(url for url in named if url not in own), tuple(own))
-
-
-def root_of(url: str) -> str:
-    """ "http://host:8000/v1/" as "http://host:8000"."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def servers_in_words(config: RLConfig) -> list[str]:
@@ -93,14 +89,6 @@ def server_notes(config: RLConfig) -> Iterator[str]:
             "trainer.weight_broadcast has no effect here: it is for servers, and this run has none "
             f"({KEY}, inference.registry). Its slots read new weights from shared memory"
         )
-
-
-def is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        return False
 
 
 def _is_at(url: str, port: int) -> bool:

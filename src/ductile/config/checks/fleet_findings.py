@@ -8,6 +8,7 @@ from ductile.config.checks.on_disk import import_findings
 from ductile.config.finding import Finding
 from ductile.config.schema.fleet import CustomRegistry, FleetConfig, HttpRegistry, RegistryConfig, StaticRegistry
 from ductile.config.schema.secrets import has_userinfo, secret_of
+from ductile.config.server_address import is_address
 
 
 def fleet_findings(config: FleetConfig, at: str) -> Iterator[Finding]:
@@ -52,12 +53,7 @@ def registry_findings(config: RegistryConfig | None, at: str) -> Iterator[Findin
 
 
 def _url_findings(url: str, key: str) -> Iterator[Finding]:
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) >= 0
-    except ValueError:
-        is_address = False
     if has_userinfo(url):
         yield Finding((key,), "holds a user or a password, which would be written into files. Leave them out")
-    elif not is_address:
+    elif not is_address(url):
         yield Finding((key,), f'has {url!r}; write an address with http:// or https://, such as "http://10.0.0.7:8000"')

@@ -10,7 +10,7 @@ from pathlib import Path
 from ductile.config.checks.access import client_findings, server_findings
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import scheduling_findings
-from ductile.config.checks.asked_servers import EXAMPLE, is_address
+from ductile.config.checks.asked_servers import EXAMPLE
 from ductile.config.checks.asked_servers import server_findings as named_server_findings
 from ductile.config.checks.asked_servers import server_notes as named_server_notes
 from ductile.config.checks.fleet_findings import fleet_findings, registry_findings
@@ -58,6 +58,7 @@ from ductile.config.schema.trainer import (
     in_steps,
     needs_reference,
 )
+from ductile.config.server_address import is_address
 
 SCORELESS = frozenset({"default", "ipo"})
 """Losses that look at the scorer's log-probs only for their KL term."""

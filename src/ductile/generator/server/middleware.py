@@ -27,8 +27,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ductile.config.checks.access import is_loopback
 from ductile.config.schema.inference import ServerConfig
-from ductile.generator.server.control_token import ControlToken
 from ductile.generator.server.responses import error
+from ductile.messages.control_token import ControlToken
 
 PROBES = frozenset({"/health", "/liveness"})
 

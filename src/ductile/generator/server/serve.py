@@ -28,12 +28,12 @@ from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.generator.generate_role import load_engine
 from ductile.generator.server.connection import Crowd, crowded
-from ductile.generator.server.control_token import ControlToken, control_token
 from ductile.generator.server.log_limit import LogLimit
 from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app
 from ductile.lifeline import signal_on_parent_death
+from ductile.messages.control_token import ControlToken, control_token
 from ductile.messages.server_lease import ServerLease
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 

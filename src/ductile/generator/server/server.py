@@ -29,7 +29,6 @@ from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import Overloaded, RequestRefused
 from ductile.generator.server.chat_prompt import render_prompt
 from ductile.generator.server.choice import Asked
-from ductile.generator.server.control_token import ControlToken
 from ductile.generator.server.fleet_routes import fleet_routes, translate_fleet_errors
 from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
 from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TokenRequest
@@ -37,6 +36,7 @@ from ductile.generator.server.request_body import BadBody, read_body
 from ductile.generator.server.responses import Chat, Json, TextCompletion, error
 from ductile.generator.server.runner import EngineFailed, RequestFailed
 from ductile.generator.server.service import TOKEN_MAX_TOKENS, ClientGone, Service, UnknownModel
+from ductile.messages.control_token import ControlToken
 from ductile.tasks.tokenizer import ChatRefused, Tokenizer, TokenizerError
 
 

@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 from ductile.concurrency.deadline import Deadline
@@ -15,6 +14,7 @@ from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
+from ductile.config.server_address import root_of
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
 from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, ServerNoted, WeightUpdateEnded
@@ -23,16 +23,15 @@ from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.monitor import HttpProbe
-from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of, token_of
+from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
 from ductile.fleet.weight_update import NUM_ASKED, WeightUpdates
-from ductile.generator.server.control_token import token_file
 from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
-from ductile.messages.server_lease import ServerLease
+from ductile.messages.control_token import token_of
 from ductile.messages.updates import ServerState, WeightCarrier
 from ductile.observe import Recorder
 from ductile.roles import Late, Refused
@@ -151,7 +150,7 @@ class Servers:
         self._fleet.register_server(address)
         await self._fleet.look()
         await self._fleet.settled()
-        found = self._fleet.state.at(address.rstrip("/").removesuffix("/v1"))
+        found = self._fleet.state.at(root_of(address))
         if found is None:
             why = next((why for url, why in self._fleet.kept_out.items() if url in address), "nobody answers there yet")
             raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for from now on")
@@ -161,7 +160,7 @@ class Servers:
 
     async def _leave(self, server: str, mode: Literal["drain", "now"]) -> str:
         known = {name for each in self._fleet.state.living for name in (each.instance, each.address)}
-        if server.rstrip("/").removesuffix("/v1") not in known:
+        if root_of(server) not in known:
             raise Unfit(f"{server} is none of the run's servers: {', '.join(sorted(known)) or 'it has none'}")
         self._fleet.deregister_server(server, mode)
         await self._fleet.settled()
@@ -212,7 +211,8 @@ class Servers:
 
     def _member(self, server: TopologyMember) -> UpdateMember[ServerPort]:
         """Raises ValueError where the address is none."""
-        token = self._api_key or self._token(server.address)
+        lease = self._registry.leases.get(server.address)
+        token = self._api_key or token_of(server.address, lease.token_file if lease else "")
         port = ServerPort(
             server.address,
             self._api_key,
@@ -223,17 +223,6 @@ class Servers:
             vocab_size=self._vocab_size,
         )
         return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
-
-    def _token(self, address: str) -> str | None:
-        """The token of a server's control routes: from the file that its lease names, or that this user's servers on
-        this machine have."""
-        if (lease := self._registry.leases.get(address)) and (token := token_of(lease)):
-            return token
-        parts = urlsplit(address)
-        names = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname or "",)
-        files = [token_file(name, parts.port or 0) for name in names]
-        leases = [ServerLease(address, "", token_file=str(file)) for file in files]
-        return next(filter(None, map(token_of, leases)), None)
 
 
 class RememberedLeases:

@@ -15,7 +15,7 @@ from ductile.columns import Floats, Mask, TokenIds
 from ductile.core.instances.instances import Instance
 from ductile.core.rollouts.provenance import Diagnosis, Differences, Evidence, KnownWeights, diagnose
 from ductile.events.rollouts import CanaryDisagreed
-from ductile.messages.workers import WeightDigests
+from ductile.messages.updates import LiveDigest
 from ductile.observe import Recorder
 from ductile.records import GenerateRequest, Generation, Manifest, Sample
 from ductile.roles import Failure
@@ -35,7 +35,7 @@ class CheckedGenerators(Protocol):
 
     async def canary(self, instance: Instance, request: GenerateRequest) -> Generation: ...
 
-    async def digest_weights(self, instance: Instance) -> WeightDigests: ...
+    async def digest_weights(self, instance: Instance) -> LiveDigest: ...
 
 
 class Reference(Protocol):
@@ -206,7 +206,7 @@ class Canaries:
         try:
             read = await self._generators.digest_weights(instance)
             if evidence.published.tensors and read.tensors and read.version == version:
-                evidence = replace(evidence, found=KnownWeights(version, read.found, read.tensors, read.adapters))
+                evidence = replace(evidence, found=KnownWeights(version, read.digest, read.tensors))
             if not evidence.plain.within(evidence.limits):
                 anew = await self._sample(instance, version, salt=f"anew-{version}-")
                 if (scores := await self._reference.score(anew.samples, version)) is not None:

@@ -4,30 +4,73 @@ acknowledgement.
     POST /weights/buckets/{update_id}/{sender}/{index}      X-Ductile-Epoch, X-Ductile-Checksum; the bucket's bytes
 
 A sender is told by nobody when a server has been prepared, so it asks for the server's state first.
+
+A server that joins has nobody who posts to it: it asks for the buckets of another server's lease.
+
+    GET <location of the offer>/{index}
 """
 
 import http.client
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from socket import SHUT_RDWR
 from threading import Event
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 from torch import Tensor
 
 from ductile.error_text import error_text
-from ductile.messages.updates import Bucket, Receiver, ServerState, WeightUpdate
-from ductile.weights.carriers.carrier import UpdateFailed
+from ductile.messages.updates import Bucket, Offer, Receiver, ServerState, WeightUpdate
+from ductile.weights.carriers.carrier import UpdateFailed, bytes_of
 from ductile.weights.carriers.control import TICK_S
 
 ASK_AGAIN_S, MOST_PAUSE_S = 0.02, 1.0
 CROWDED = 503
 """Status of a server that has no room for a bucket, and soon has."""
+SHOWN_BYTES, PIECE_BYTES = 300, 1 << 20
 _LOST = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, http.client.CannotSendRequest)
+
+
+def is_lease(offer: Offer) -> bool:
+    """Return whether the sender is a server that is asked for its buckets; a rank posts them."""
+    return "://" in offer.location
+
+
+def receive(update: WeightUpdate, offer: Offer, load: Callable[[Bucket, Tensor, str], None], stopped: Event) -> None:
+    """Ask for the buckets of a lease, one after the other. Raises `UpdateFailed`."""
+    root = urlsplit(offer.location)
+    connection = _connection(root, update.bucket_timeout_s)
+    try:
+        for bucket in offer.buckets:
+            if stopped.is_set():
+                raise UpdateFailed("the update was stopped")
+            connection.request("GET", f"{root.path}/{bucket.index}")
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    text = response.read(SHOWN_BYTES).decode("utf-8", "replace").strip()
+                    raise UpdateFailed(f"{offer.sender} gave no bucket {bucket.index}: HTTP {response.status}: {text}")
+                content = _read(response, bucket, stopped)
+                load(bucket, bytes_of(content), response.headers.get("X-Ductile-Checksum", ""))
+    except (OSError, http.client.HTTPException) as error:
+        raise UpdateFailed(f"{offer.sender} cannot be reached: {error_text(error)}") from error
+    finally:
+        connection.close()
+
+
+def _read(response: http.client.HTTPResponse, bucket: Bucket, stopped: Event) -> bytearray:
+    """As many bytes as the bucket has, and no more, whatever the sender says. Raises `UpdateFailed`."""
+    content = bytearray()
+    while piece := response.read(min(PIECE_BYTES, bucket.num_bytes + 1 - len(content))):
+        if stopped.is_set():
+            raise UpdateFailed("the update was stopped")
+        content += piece
+        if len(content) > bucket.num_bytes:
+            raise UpdateFailed(f"bucket {bucket.index} has {bucket.num_bytes} bytes, and more of them came")
+    return content
 
 
 class HttpSender:
@@ -76,8 +119,7 @@ class _Poster:
         if receiver.token:
             self._headers["Authorization"] = f"Bearer {receiver.token}"
         root = urlsplit(receiver.url)
-        connect = http.client.HTTPSConnection if root.scheme == "https" else http.client.HTTPConnection
-        self._connection = connect(root.netloc, timeout=update.bucket_timeout_s)
+        self._connection = _connection(root, update.bucket_timeout_s)
         self._state_path = f"{root.path.rstrip('/')}/fleet/state"
         self._path = f"{root.path.rstrip('/')}/weights/buckets/{quote(update.update_id, '')}/{quote(sender, '')}"
         self._ended = Event()
@@ -176,5 +218,10 @@ class _Poster:
         raise UpdateFailed("was left out")
 
     def _shown(self, reply: bytes) -> str:
-        text = reply[:300].decode("utf-8", "replace").strip()
+        text = reply[:SHOWN_BYTES].decode("utf-8", "replace").strip()
         return text.replace(self._token, "***") if self._token else text
+
+
+def _connection(root: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
+    connect = http.client.HTTPSConnection if root.scheme == "https" else http.client.HTTPConnection
+    return connect(root.netloc, timeout=timeout_s)
