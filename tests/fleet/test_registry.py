@@ -117,6 +117,16 @@ def test_a_lease_of_another_user_is_skipped(tmp_path: Path) -> None:
     assert "belongs to user 4321" in told[0]
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o757, 0o777])
+def test_a_folder_that_others_may_write_to_is_no_registry(tmp_path: Path, mode: int) -> None:
+    write(tmp_path, lease())
+    tmp_path.chmod(mode)
+    with pytest.raises(RegistryDown, match="nobody else may write to it.*Write chmod 700"):
+        urls(folder_of(tmp_path, Clock()))
+    tmp_path.chmod(0o755)
+    assert urls(folder_of(tmp_path, Clock())) == {URL}
+
+
 def test_a_folder_that_is_deleted_keeps_whom_it_listed(tmp_path: Path) -> None:
     told: list[str] = []
     folder = tmp_path / "registry"
@@ -201,7 +211,9 @@ def test_a_token_is_read_from_no_file_but_the_server_s_own(tmp_path: Path, monke
     file.write_text('{"host": "127.0.0.1", "port": 8001, "pid": 1, "token": "secret"}')
     file.chmod(0o600)
     assert token_of(URL, str(file)) == "secret"
+    assert token_of("http://localhost:8001", str(file)) == "secret"
     assert token_of("http://127.0.0.1:8002", str(file)) is None
+    assert token_of("http://10.0.0.9:8001", str(file)) is None, "a lease of somebody else names our file"
     file.chmod(0o644)
     assert token_of(URL, str(file)) is None
     other = tmp_path / "id_rsa"

@@ -59,8 +59,8 @@ class StaticServers:
 
 
 class LeaseFolder:
-    """A folder with a file for each server. Files of other users, other content and half-written ones are skipped, and
-    told once."""
+    """A folder with a file for each server, of the user who runs this, and that nobody else may write to: what it lists
+    is sent prompts and keys. Files of other users, other content and half-written ones are skipped, and told once."""
 
     def __init__(
         self,
@@ -90,6 +90,12 @@ class LeaseFolder:
     def _read(self) -> Leases:
         leases: dict[str, ServerLease] = {}
         try:
+            status = self._folder.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise RegistryDown(
+                    f"the registry {self._folder} must belong to the user who runs this, and nobody else may write to "
+                    f"it: what it lists is sent prompts and keys. Write chmod 700 {self._folder}, or name another folder"
+                )
             with os.scandir(self._folder) as entries:
                 names = sorted(entry.name for entry in entries if entry.name.endswith(".json"))[:MOST_SERVERS]
         except OSError as error:

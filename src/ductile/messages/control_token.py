@@ -77,12 +77,15 @@ def control_token(host: str, port: int) -> Generator[ControlToken]:
 
 def token_of(url: str, file: str = "") -> str | None:
     """Return the token of the server at `url`: from the file that its lease names, else from where this user's servers
-    on this machine keep theirs. None where there is no token file of this user's alone, made by a server at that port:
-    a lease may come from anywhere, and nothing else is read and sent to it."""
+    on this machine keep theirs. None where there is no token file of this user's alone, made by a server at that very
+    host and port: a lease may come from anywhere, and nothing else is read and sent to it."""
     parts = urlsplit(url)
     names = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname or "",)
     files = [*([Path(file)] if file else []), *(token_file(name, parts.port or 0) for name in names)]
-    return next((found.token for each in files if (found := _read(each)) and found.port == parts.port), None)
+    return next(
+        (found.token for each in files if (found := _read(each)) and found.host in names and found.port == parts.port),
+        None,
+    )
 
 
 def _read(file: Path) -> _TokenFile | None:
