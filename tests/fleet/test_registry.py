@@ -121,7 +121,7 @@ def test_a_lease_of_another_user_is_skipped(tmp_path: Path) -> None:
 def test_a_folder_that_others_may_write_to_is_no_registry(tmp_path: Path, mode: int) -> None:
     write(tmp_path, lease())
     tmp_path.chmod(mode)
-    with pytest.raises(RegistryDown, match="nobody else may write to it.*Write chmod 700"):
+    with pytest.raises(RegistryDown, match=r"nobody else may write to it.*Write chmod 700"):
         urls(folder_of(tmp_path, Clock()))
     tmp_path.chmod(0o755)
     assert urls(folder_of(tmp_path, Clock())) == {URL}

@@ -94,7 +94,7 @@ class LeaseFolder:
             if status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 raise RegistryDown(
                     f"the registry {self._folder} must belong to the user who runs this, and nobody else may write to "
-                    f"it: what it lists is sent prompts and keys. Write chmod 700 {self._folder}, or name another folder"
+                    f"it: what it lists is sent prompts and keys. Write chmod 700 {self._folder}"
                 )
             with os.scandir(self._folder) as entries:
                 names = sorted(entry.name for entry in entries if entry.name.endswith(".json"))[:MOST_SERVERS]
