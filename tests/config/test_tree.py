@@ -146,6 +146,7 @@ OTHER_VALUES = {
     "registry.urls": '["http://127.0.0.1:8000"]',
     "registry.import_path": "json.loads",
     "registry.kwargs": '{"a": 1}',
+    "registry.serve": "true",
 }
 _FILES, _GROUP = ["--trainer.weight-broadcast.type", "filesystem"], ["--trainer.weight-broadcast.type", "nccl"]
 OF_VARIANT = {
@@ -154,6 +155,7 @@ OF_VARIANT = {
     "registry.urls": ["--registry.type", "static"],
     "registry.import_path": ["--registry.type", "custom"],
     "registry.kwargs": ["--registry.type", "custom", "--registry.import-path", "json.loads"],
+    "registry.serve": ["--registry.type", "http", "--registry.url", "http://127.0.0.1:8500"],
 }
 """What makes the table have the key."""
 GOOD_FLAGS = {

@@ -41,7 +41,7 @@ class ServerProcesses:
     def start(self, *flags: str, number: int = 1, **environment: str) -> list[ServerProcess]:
         """Start so many at once, and wait until they are announced."""
         self.registry.mkdir(parents=True, exist_ok=True)
-        begun = [self._begin(flags, environment) for _ in range(number)]
+        begun = [self.begin(*flags, **environment) for _ in range(number)]
         deadline_s = time.monotonic() + START_S
         while not all(each.url for each in begun):
             leases = self._leases()
@@ -65,10 +65,12 @@ class ServerProcesses:
                 each.process.wait(10)
             each.kill()
 
-    def _begin(self, flags: tuple[str, ...], environment: dict[str, str]) -> ServerProcess:
+    def begin(self, *flags: str, **environment: str) -> ServerProcess:
+        """Start one, and do not wait. It announces itself in the folder, unless the flags say another place."""
         words = [sys.executable, "-m", "ductile", "inference", "--model.name", str(self.model), "--server.port", "0"]
-        words += ["--cluster.device", "cpu", "--registry.type", "file", "--registry.folder", str(self.registry)]
-        words += ["--registry.ttl-seconds", "3", *flags]
+        words += ["--cluster.device", "cpu", "--registry.ttl-seconds", "3", *flags]
+        if "--registry.type" not in flags:
+            words += ["--registry.type", "file", "--registry.folder", str(self.registry)]
         with (self.folder / f"server-{len(self.all)}.log").open("wb") as log:
             process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment})
         self.all.append(ServerProcess(process))

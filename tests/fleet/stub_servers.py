@@ -87,6 +87,8 @@ class StubMembers:
     def __init__(self, servers: Sequence[StubServer], version: int | None = 1) -> None:
         self.version, self.num_others = version, 0
         self.story: list[str] = []
+        self.suspects: dict[InstanceId, str] = {}
+        self.tokens_at: dict[InstanceId, float] = {}
         self.donors: dict[InstanceId, list[InstanceId]] = {}
         self.may_warm, self.may_drain = asyncio.Event(), asyncio.Event()
         self.may_warm.set()
@@ -113,6 +115,12 @@ class StubMembers:
 
     def readmit(self, server: InstanceId) -> None:
         self.story.append(f"readmit {server}")
+
+    def suspect(self, server: InstanceId, why: str) -> None:
+        self.suspects = {**self.suspects, server: why}
+
+    def heard_at(self, server: InstanceId) -> float:
+        return self.tokens_at.get(server, float("-inf"))
 
     async def drain(self, server: InstanceId) -> None:
         self.story.append(f"drain {server}")

@@ -112,6 +112,88 @@ def test_a_suspect_is_asked_last() -> None:
     asyncio.run(story())
 
 
+def test_the_pool_is_told_of_suspects_and_when_they_are_well_again() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            one.fleet.request_failed(one.id(1), "HTTP 500")
+            await one.fleet.settled()
+            assert one.members.suspects == {one.id(1): "HTTP 500"}
+            one.fleet.generated(one.id(1))
+            await one.looks(2)
+            assert one.fleet.state.of(one.id(1)).status == "ready"
+            assert one.members.suspects == {one.id(1): ""}
+
+    asyncio.run(story())
+
+
+def test_a_server_that_sends_tokens_is_slow_and_stays_and_one_that_says_nothing_is_out() -> None:
+    async def story() -> None:
+        async with case(3, health_check_failure_threshold=2, probe_timeout_seconds=0.05) as one:
+            id = one.id(1)
+            for silent in one.servers[1:]:
+                silent.delay_s = 30.0
+            for now in range(1, 4):
+                one.now = float(now)
+                one.members.tokens_at[id] = now + 0.01  # since it was asked
+                await one.looks()
+            assert one.serving == [0, 1]
+            assert one.fleet.state.of(id).status == "suspect", "it is asked last"
+
+    asyncio.run(story())
+
+
+def test_an_answer_that_comes_late_is_an_answer() -> None:
+    """Each takes longer than the deadline, and none is as late as silence would have to be."""
+
+    async def story() -> None:
+        keys = {"health_check_interval_seconds": 0.2, "health_check_failure_threshold": 3}
+        async with case(2, watched=True, probe_timeout_seconds=0.1, **keys) as one:
+            one.servers[1].delay_s = 0.3
+            await asyncio.sleep(1.2)
+            assert one.serving == [0, 1]
+            one.servers[1].delay_s = 30.0
+            await until(lambda: one.serving == [0])
+
+    asyncio.run(story())
+
+
+def test_a_version_that_too_few_servers_take_is_not_live_with_nobody() -> None:
+    async def story() -> None:
+        async with case(2, min_healthy_servers=1, enable_health_monitor=False) as one:
+            ids = [one.id(0), one.id(1)]
+
+            def refused() -> None:
+                one.fleet.update_began(2, ids)
+                one.fleet.update_ended(2, "", [InstanceOutcome(each, "stale", "it says no") for each in ids])
+
+            refused()
+            assert not await one.fleet.enough_have(2)
+            one.now = 4.0
+            assert not await one.fleet.enough_have(2)
+            one.now = 5.0
+            with pytest.raises(
+                Late, match=r"0 of at least 1 servers have taken version 2 in 5 s .*is stale: it says no"
+            ):
+                await one.fleet.enough_have(2)
+            one.fleet.update_began(2, ids)
+            one.fleet.update_ended(2, DIGEST, [InstanceOutcome(ids[0], "committed")])
+            assert await one.fleet.enough_have(2)
+
+    asyncio.run(story())
+
+
+def test_one_that_dies_before_it_has_ever_served_is_taken_from_a_version_that_is_under_way() -> None:
+    async def story() -> None:
+        async with case(2, version=None) as one:
+            ids = [one.id(0), one.id(1)]
+            one.fleet.update_began(1, ids)
+            await one.servers[1].kill()
+            await one.looks()
+            assert one.members.story[-1] == f"remove {ids[1]}"
+
+    asyncio.run(story())
+
+
 def test_a_wedged_server_whose_probes_are_answered_is_taken_out_by_its_requests() -> None:
     async def story() -> None:
         async with case(2) as one:

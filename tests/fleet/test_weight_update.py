@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_options
 
 import pytest
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from ductile.core.instances.instances import InstanceId
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions
 from ductile.fleet.weight_update import WeightUpdates
 from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, total_of
+from ductile.messages.workers import BeginUpdate
 from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
 
@@ -141,8 +143,9 @@ class Ranks:
     takes_s: float = 0.5
     begin: BaseException | None = None
     reported: list[dict[str, str]] = field(default_factory=list)
-    breaks: bool = False
-    """A receiver that is gone keeps them until the operation's deadline."""
+    awaited: set[str] = field(default_factory=set)
+    """Receivers that they wait for, until these are left out."""
+    left_out: dict[str, str] = field(default_factory=dict)
     carrier: str | None = None
     updates: list = field(default_factory=list)
     finished: list = field(default_factory=list)
@@ -166,10 +169,13 @@ class Ranks:
         names = [each.instance for each in self.updates[-1].receivers]
         gone = [name for name in names if not self.servers[name].alive]
         failed = self.reported.pop(0) if self.reported else dict.fromkeys(gone, "closed the connection")
-        if self.breaks and gone:
-            await asyncio.sleep(OPTIONS.bucket_timeout_s)
-            failed = dict.fromkeys(names, "the group is broken")
+        while not self.left_out.keys() >= self.awaited:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         return [SendReport(update_id, f"slot-{rank}", part, 8, 0.1, failed) for rank, part in enumerate(PARTS)]
+
+    async def leave_out(self, update_id, instance, reason):
+        assert update_id == self.updates[-1].update_id
+        self.left_out[instance] = reason
 
     async def finish_update(self, update_id, aborted):
         self.finished.append((update_id, aborted))
@@ -238,7 +244,7 @@ FAULTS = [
     ("prepare", "hang", "stale", 1),
     ("prepare", "refuse", "stale", 1),
     ("prepare", "fail", "stale", 3),
-    ("prepare", "restart", "dead", 2),
+    ("prepare", "restart", "dead", 1),
     ("prepare", "drop", "stale", 1),
     ("verify", "exit", "dead", 1),
     ("verify", "hang", "stale", 1),
@@ -269,8 +275,7 @@ def test_a_server_that_fails_does_not_stop_the_version(point, fault, outcome, at
         if outcome != "committed":
             assert next(each.reason for each in result.outcomes if each.instance == "victim")
             assert victim.version != 2
-        if carrier == "shared_memory":
-            assert result.attempts == attempts
+        assert result.attempts == attempts
         assert victim.said.count("commit") <= 1, "a commit was sent again although it was done, or nobody knew"
         assert clock() < 15
         it.check()
@@ -289,44 +294,68 @@ def test_a_commit_that_did_not_arrive_is_sent_again_once_the_server_has_said_so(
     run(story())
 
 
-@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point"])
-def test_death_in_the_middle_of_the_transfer_leaves_the_others_consistent(carrier):
+@pytest.mark.parametrize("fault", ["exit", "refuse", "fail", "restart", "condemned"])
+def test_ranks_are_told_at_once_of_who_is_out_and_the_others_get_it_in_the_same_attempt(fault):
+    """Before its first bucket or in the middle of them; also one that hangs, once the fleet knows that it is gone."""
+
     async def story():
-        victim, other = Server("victim"), Server("other")
-        it = scene(victim, other, carrier=carrier, takes_s=1.0, breaks=carrier == "point_to_point")
-        for server in (victim, other):
-            asyncio.get_running_loop().call_later(0.2, server.take_bucket)
-        asyncio.get_running_loop().call_later(0.5, lambda: setattr(victim, "alive", False))
-        began_s = clock()
+        victim, other = Server("victim", {} if fault == "condemned" else {"prepare": fault}), Server("other")
+        it = scene(victim, other, takes_s=0.3, awaited={"victim"})
+        if fault == "condemned":
+            it.updates.leave_out(victim.member.id, "there is no update yet: nothing happens")
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.2, lambda: setattr(victim, "hangs", True))
+            loop.call_later(0.5, it.updates.leave_out, victim.member.id, "it did not answer 2 probes in a row")
         result = await it.publish()
-        assert outcomes(result) == {"victim": "dead", "other": "committed"}
-        assert clock() - began_s < 2.5, "it waited for the operation's deadline"
-        assert result.attempts == (2 if carrier == "point_to_point" else 1)
-        assert [len(update.receivers) for update in it.ranks.updates][-1] == (1 if result.attempts == 2 else 2)
+        expected = {"exit": "dead", "restart": "dead", "condemned": "dead"}.get(fault, "stale")
+        assert outcomes(result) == {"victim": expected, "other": "committed"}
+        assert len(it.ranks.updates[0].receivers) == 2
+        assert it.ranks.left_out["victim"] in result.outcomes[-1].reason
+        assert other.said.count("prepare") == 1
+        assert clock() < 1.5
         it.check()
 
     run(story())
 
 
-@pytest.mark.parametrize("dies_at", ["prepare", "bucket"])
-def test_ranks_do_not_wait_for_a_server_that_dies_before_its_first_bucket(dies_at):
-    """They would wait for it to connect, and the others with them."""
-
+@pytest.mark.parametrize("point", ["prepare", "verify", "pause", "commit"])
+def test_nobody_waits_for_the_reply_of_one_that_is_known_to_be_gone(point):
     async def story():
-        victim, other = Server("victim", {"prepare": "exit"} if dies_at == "prepare" else {}), Server("other")
-        it = scene(victim, other, takes_s=OPTIONS.bucket_timeout_s)
-        if dies_at == "bucket":
-            asyncio.get_running_loop().call_later(0.2, lambda: setattr(victim, "alive", False))
-        began_s = clock()
-        updating = asyncio.create_task(it.publish())
-        await asyncio.sleep(0.8)
-        it.ranks.takes_s = 0.3
-        assert [len(update.receivers) for update in it.ranks.updates] == [2, 1], "the first attempt goes on"
-        result = await updating
-        assert outcomes(result) == {"victim": "dead", "other": "committed"}
-        assert result.attempts == (1 if dies_at == "prepare" else 2)
-        assert clock() - began_s < 4
+        victim, other = Server("victim"), Server("other")
+        it = scene(victim, other)
+
+        async def never(message):
+            it.updates.leave_out(victim.member.id, "it did not answer 2 probes in a row")
+            await asyncio.sleep(1e6)
+
+        setattr(victim, point, never)
+        assert outcomes(await it.publish()) == {"victim": "dead", "other": "committed"}
+        assert clock() < 2
         it.check()
+
+    run(story())
+
+
+def test_each_server_is_sent_its_own_token_alone_and_none_is_shown():
+    async def story():
+        a, b = Server("a"), Server("b")
+        it = scene(a, b, carrier="http")
+        prepared = {}
+        for server in (a, b):
+            do = server.prepare
+
+            async def prepare(message, do=do):
+                prepared[message.instance] = message
+                return await do(message)
+
+            server.prepare = prepare
+        members = [UpdateMember(InstanceId(each.name), each, "http://x", f"key of {each.name}") for each in (a, b)]
+        await it.updates.update(2, members)
+        for name, message in prepared.items():
+            tokens = {each.instance: each.token for each in message.update.receivers}
+            assert tokens == {"a": "", "b": "", name: f"key of {name}"}
+        assert {each.token for each in it.ranks.updates[0].receivers} == {"key of a", "key of b"}
+        assert "key of" not in f"{it.ranks.updates[0]!r} {members!r} {BeginUpdate(it.ranks.updates[0])!r}"
 
     run(story())
 
@@ -461,6 +490,20 @@ def test_a_joiner_asks_the_next_source_when_the_first_has_not_got_it_or_dies():
         assert outcomes(await it.updates.warm(joiner.member, 2, [donor, it.ranks])) == {"j": "committed"}
         with pytest.raises(Refused, match="a is gone"):
             await it.updates.warm(Server("k").member, 2, [donor])
+
+    run(story())
+
+
+def test_a_joiner_gets_its_weights_by_no_other_way_than_is_asked_for():
+    async def story():
+        it = scene(Server("a"), options=replace_options(OPTIONS, join_carrier="disk"))
+        await it.publish()
+        joiner = Server("j")
+        it.servers["j"] = joiner
+        donor = Ranks(it.servers, carrier="http")
+        assert outcomes(await it.updates.warm(joiner.member, 2, [donor, it.ranks])) == {"j": "committed"}
+        assert not donor.updates
+        assert [each.carrier for each in it.ranks.updates[-1].receivers] == ["disk"]
 
     run(story())
 

@@ -119,6 +119,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
         'response_format = {"type": "json_object"} is not offered',
     ),
+    (
+        "completions",
+        {"prompt": "hello", "num_generated": 2},
+        "num_generated is 2, which goes with one prompt of token ids",
+    ),
+    (
+        "completions",
+        {"prompt": [5, 6], "num_generated": 2},
+        "num_generated is 2, and the prompt has 2 tokens; it must be fewer",
+    ),
 ]
 
 
@@ -224,6 +234,33 @@ def test_choices_of_one_seed_differ_and_come_again(client: Client) -> None:
     first, second = (client.post("/v1/completions", json=body).json()["choices"] for _ in range(2))
     assert [choice["text"] for choice in first] == [choice["text"] for choice in second]
     assert len({choice["text"] for choice in first}) == 3
+
+
+def test_a_completion_that_another_server_has_begun_goes_on_as_if_it_were_one(client: Client) -> None:
+    """With the random numbers that it would have got, and through a stop string that has begun."""
+    prompt = [5, 6, 7]
+    body = {"prompt": prompt, "seed": 5, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+
+    def completed(**changed: Any) -> Any:
+        response = client.post("/v1/completions", json=body | changed)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]
+
+    whole = completed()
+    for known in (1, 5, 11):
+        begun = whole["token_ids"][:known]
+        rest = completed(prompt=[*prompt, *begun], num_generated=known, max_tokens=12 - known)
+        assert [*begun, *rest["token_ids"]] == whole["token_ids"]
+        assert rest["logprobs"]["token_logprobs"] == pytest.approx(
+            whole["logprobs"]["token_logprobs"][known:], abs=1e-4
+        )
+        assert rest["finish_reason"] == "length"
+    stopped = completed(stop=[whole["text"][3:6]])
+    known = next(n for n in range(1, 12) if len(completed(max_tokens=n)["text"]) >= 4)
+    begun = whole["token_ids"][:known]
+    rest = completed(prompt=[*prompt, *begun], num_generated=known, max_tokens=12 - known, stop=[whole["text"][3:6]])
+    assert [*begun, *rest["token_ids"]] == stopped["token_ids"]
+    assert rest["finish_reason"] == "stop"
 
 
 def test_stop_strings_are_not_shown(client: Client) -> None:

@@ -5,6 +5,7 @@ Its makers may be of different runs and meet only here, so nothing is asked of t
 """
 
 from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -26,16 +27,23 @@ class BroadcastGroup:
 
     def broadcast(self, content: torch.Tensor) -> "Broadcast":
         """Begin to send, or to receive, a tensor on the CPU. Raises RuntimeError in a group that has failed."""
-        return Broadcast(self._group.broadcast(content, ROOT, self._timeout))  # pyright: ignore[reportAttributeAccessIssue]
+        work = self._group.broadcast(content, ROOT, self._timeout)  # pyright: ignore[reportAttributeAccessIssue]
+        return Broadcast(work, (self._group, content))
 
 
 class Broadcast:
     """One that is under way. It must be waited for before the last reference to its group goes: the group's end waits
     for it, and keeps all other threads of the process waiting with it. Until then it keeps the group's sockets open."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work, kept: object) -> None:
+        """kept: lives until it is over."""
         self._work: dist.Work | None = work
+        self._kept: object = kept
         self._error = ""
+
+    def abandon(self) -> None:
+        """Have a thread of its own wait for it: a member that was stopped keeps it until the group's timeout."""
+        Thread(target=self.wait, name="abandoned broadcast", daemon=True).start()
 
     def is_over(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -47,5 +55,5 @@ class Broadcast:
                 self._work.wait()
             except RuntimeError as error:
                 self._error = str(error) or type(error).__name__
-            self._work = None
+            self._work = self._kept = None
         return self._error

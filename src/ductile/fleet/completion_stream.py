@@ -27,8 +27,9 @@ class NoTokens(Refused):
 
 
 def as_prompt(request: GenerateRequest) -> GenerateRequest:
-    """The request as a server can go on with it, which sees a prompt in what was generated, and no stop string there:
-    one that has begun in the last tokens would be missed, so these are sampled again."""
+    """The request as a server can go on with it that does not know `num_generated`: it sees a prompt in what was
+    generated, and no stop string there. One that has begun in the last tokens would be missed, so these are sampled
+    again."""
     longest = max((len(stop.encode()) for stop in request.sampling.stop), default=1)
     kept = max(0, len(request.generated) - (longest - 1))  # a token has a byte at least
     return replace(
@@ -39,9 +40,10 @@ def as_prompt(request: GenerateRequest) -> GenerateRequest:
     )
 
 
-def completion_body(request: GenerateRequest, model: str, num_likeliest: int) -> dict[str, Any]:
-    """All of sampling is said, or a server may take what the model's generation_config.json says. num_likeliest: 0, or
-    1 for a server that gives no log-probs otherwise."""
+def completion_body(request: GenerateRequest, model: str, goes_on: bool) -> dict[str, Any]:
+    """All of sampling is said, or a server may take what the model's generation_config.json says. goes_on: the server
+    understands `num_generated`, so that seed and stop strings go on; another one gives no log-probs for 0 likely
+    tokens, either."""
     sampling, num_generated = request.sampling, len(request.generated)
     body: dict[str, Any] = {
         "model": model,
@@ -58,13 +60,17 @@ def completion_body(request: GenerateRequest, model: str, num_likeliest: int) ->
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": sampling.skip_special_tokens,
-        "logprobs": num_likeliest,
+        "logprobs": 0 if goes_on else 1,
         "return_token_ids": True,
     }
     if request.cache_salt:
         body["cache_salt"] = request.cache_salt
-    if sampling.seed is not None:  # the stream begins anew with each prompt: the same numbers may not come twice
-        body["seed"] = sampling.seed if not num_generated else (sampling.seed * 1_000_003 + num_generated) % SEEDS
+    if num_generated and goes_on:
+        body["num_generated"] = num_generated
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+        if num_generated and not goes_on:  # its stream begins anew: the same numbers may not come twice
+            body["seed"] = (sampling.seed * 1_000_003 + num_generated) % SEEDS
     if request.priority:
         body["priority"] = -request.priority  # vLLM's: the lower goes first
     return body
@@ -152,15 +158,17 @@ class PartialCompletion:
     """A request, and what has come of its completion."""
 
     asked: GenerateRequest
+    goes_on: bool
+    """The server understands `num_generated`."""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     digests: dict[int, Digest] = field(default_factory=dict[int, Digest])
     request: GenerateRequest = field(init=False)
-    """The request as the server gets it (`as_prompt`)."""
+    """The request as the server gets it."""
 
     def __post_init__(self) -> None:
-        self.request = as_prompt(self.asked)
+        self.request = self.asked if self.goes_on else as_prompt(self.asked)
 
     def __len__(self) -> int:
         """Tokens of the completion, those that the request began with included."""

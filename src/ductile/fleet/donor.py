@@ -31,5 +31,8 @@ class Donor:
         num_bytes = sum(bucket.num_bytes for bucket in self._lease.offer.buckets)
         return (SendReport(update_id, self._lease.offer.sender, self._lease.digest, num_bytes, 0.0),)
 
+    async def leave_out(self, update_id: str, instance: str, reason: str) -> None:
+        """Nobody waits for it here."""
+
     async def finish_update(self, update_id: str, aborted: bool) -> None:
         """The lease ends by itself."""

@@ -27,6 +27,9 @@ from ductile.fleet.registry import Registry
 from ductile.messages.updates import Digest
 from ductile.roles import Late
 
+SEND_AGAIN_S = 1.0
+"""Longest time until a version that too few servers have taken is sent again."""
+
 FleetChange = Callable[[ServerHealth | None, ServerHealth, int], None]
 """Called with a server before (None: it was none) and after a change of its state, and the epoch."""
 
@@ -58,6 +61,8 @@ class ElasticFleet:
         self._state = self._keeper.state
         self._built_epoch = -1
         self._lacking_since: float | None = None
+        self._lacks_version: tuple[int, float] | None = None
+        """Version that too few servers have taken, and since when."""
 
     async def __aenter__(self) -> "ElasticFleet":
         await self.start()
@@ -182,9 +187,10 @@ class ElasticFleet:
         """Addresses that are known and may not join now, each with a sentence."""
         return self._keeper.discovery.kept_out
 
-    def expect_model(self, fingerprint: str) -> None:
-        """Servers with another model (`messages.updates.ServerState.model`) cannot join from now on."""
-        self._keeper.expect_model(fingerprint)
+    def expect_model(self, *fingerprints: str) -> None:
+        """Servers whose model (`messages.updates.ServerState.model`) is none of these cannot join from now on. None
+        given: any may."""
+        self._keeper.expect_model(fingerprints)
 
     def next_epoch(self, above: int = 0) -> int:
         """Return an epoch that is newer than any before, and than `above`: for one attempt at an update."""
@@ -200,6 +206,28 @@ class ElasticFleet:
         if decision.action == "fail":
             raise Late(decision.reason)
         return decision
+
+    async def enough_have(self, version: int) -> bool:
+        """Return whether `min_healthy_servers` have the version by now, slots that get it included. When they have not,
+        waits a moment for a change first: it may be sent again. Raises Late when that has gone on for `patience_s`."""
+        num = sum(each.version == version for each in self._state.now.serving) + self._members.num_others
+        if self._lacks_version is None or self._lacks_version[0] != version:
+            self._lacks_version = version, self._clock()
+        waited_s, minimum = self._clock() - self._lacks_version[1], self._config.min_healthy_servers
+        verdict = lacking(num, minimum, waited_s, self._patience_s)
+        if verdict == "go_on":
+            self._lacks_version = None
+        elif verdict == "wait":
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(SEND_AGAIN_S, self._patience_s)):
+                    await self._keeper.changed.wait()
+        else:
+            why = "; ".join(f"{each.instance} is {each.status}: {each.reason}" for each in self._state.now.living)
+            raise Late(
+                f"{num} of at least {minimum} servers have taken version {version} in {waited_s:.0f} s "
+                f"(inference.min_healthy_servers): {why or 'there is none'}"
+            )
+        return verdict == "go_on"
 
     def update_began(self, version: int, receivers: Iterable[InstanceId]) -> tuple[TopologyMember, ...]:
         """The receivers are sent a version. Returns those that are still there. Raises TransitionRefused for a version

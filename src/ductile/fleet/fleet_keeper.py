@@ -58,8 +58,8 @@ class FleetKeeper:
             progress_timeout_s=config.progress_timeout_seconds,
             bucket_timeout_s=config.update_bucket_timeout_seconds,
         )
-        self.model = ""
-        """Fingerprint of the model that servers must have; "" while it is not known."""
+        self.models: tuple[str, ...] = ()
+        """Fingerprints of the model that servers must have, one of them; () while it is not known."""
         self.changed = ChangeSignal()
         """Told in the event loop, after each change of the state."""
         self.changed_at = clock()
@@ -71,7 +71,7 @@ class FleetKeeper:
         self._config, self._members, self._authority = config, members, authority
         self._patience_s, self._tell, self._clock = patience_s, tell, clock
         self._loop = asyncio.get_running_loop()
-        self._own_probe = HttpProbe(config.probe_timeout_seconds) if probe is None else None
+        self._own_probe = HttpProbe(config.detection_bound_s) if probe is None else None
         self._monitor = Monitor(probe or self._own_probe or _no_probe, self._watched, self._found, config, tell, clock)
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
         """Join, drain or removal of a server that is under way."""
@@ -135,9 +135,9 @@ class FleetKeeper:
         if (found := self.state.now.servers.get(server)) is not None:
             self.soon(self._monitor.hurry, found.address)
 
-    def expect_model(self, fingerprint: str) -> None:
+    def expect_model(self, fingerprints: tuple[str, ...]) -> None:
         """Servers with another model cannot join from now on."""
-        self.model = fingerprint
+        self.models = fingerprints
 
     def judge(self, server: InstanceId, change: Callable[[ServerHealth], ServerHealth]) -> bool:
         """Change what is known of one server. False: the change is refused, such as of one that is gone."""
@@ -178,10 +178,13 @@ class FleetKeeper:
                     self.judge(server.instance, lambda each: each.moved("die", outcome.reason, now))
                 case "silent" | "odd":
                     others = [each.heard_at for each in self.state.now.living if each.instance != server.instance]
-                    heard_at, replied = max(others, default=float("-inf")), outcome.kind == "odd"
+                    others_at, replied = max(others, default=float("-inf")), outcome.kind == "odd"
+                    token_at = self._members.heard_at(server.instance)
                     self.judge(
                         server.instance,
-                        lambda each: each.unanswered(outcome.reason, now, outcome.asked_at, heard_at, replied),
+                        lambda each: each.unanswered(
+                            outcome.reason, now, outcome.asked_at, others_at, replied, token_at
+                        ),
                     )
                 case _:
                     pass
@@ -192,11 +195,15 @@ class FleetKeeper:
         self.own_fault = ""
         server = self.state.now.at(address)
         if server is not None:
+            if server.incarnation != reply.incarnation and reply.asked_at < server.asked_at:
+                return  # said late, by the process before
             if server.is_serving and server.incarnation == reply.incarnation and reply.epoch > self.state.now.epoch:
                 self._fence(f"{server.instance} has seen epoch {reply.epoch}, which another controller has made")
             self.judge(server.instance, lambda each: each.answered(reply, now, self.rules))
-        elif self.model and reply.model not in ("", self.model):
-            why = f"{address} has another model ({reply.model}) than the run ({self.model})"
+        elif self.models and reply.model not in ("", *self.models):
+            why = (
+                f"{address} has another model ({reply.model}) than the run ({self.models[0]}): start it with the run's"
+            )
             self.discovery.reject(address, reply.incarnation, why)
             self._tell(why)
         elif not self.discovery.why_not(address, reply.incarnation) and not self.fenced:
@@ -256,6 +263,8 @@ class FleetKeeper:
                 self._members.readmit(id)
             case _:
                 pass
+        if server.status == "suspect" or (was is not None and was.status == "suspect"):
+            self._members.suspect(id, server.reason if server.status == "suspect" else "")
 
     def _reconcile(self) -> None:
         """Begin the joins that are due. What is not due is seen again: nothing is noted down and forgotten."""
@@ -355,9 +364,8 @@ class FleetKeeper:
         self.judge(id, lambda each: each.moved("remove", "it has left as it was told", self._clock()))
 
     async def _remove(self, id: InstanceId, why: str) -> None:
-        if id in self._added:
-            self._added.discard(id)
-            await self._members.remove(id, why)
+        self._added.discard(id)
+        await self._members.remove(id, why)
 
     # -- Registry and rule ------------------------------------------------------------------------------------------
 

@@ -45,10 +45,19 @@ class FleetMembers(Protocol):
 
     def readmit(self, server: InstanceId) -> None: ...
 
+    def suspect(self, server: InstanceId, why: str) -> None:
+        """The server gets only what no other one can take; with "" for a reason, what it can, again."""
+        ...
+
+    def heard_at(self, server: InstanceId) -> float:
+        """Return when the server last sent a token, by `time.monotonic`; minus infinity where it never did."""
+        ...
+
     async def drain(self, server: InstanceId) -> None:
         """The server takes no more requests. Returns when it has finished those that it has."""
         ...
 
     async def remove(self, server: InstanceId, why: str) -> None:
-        """The server has left. Requests that it still has go to others, with the tokens that they have."""
+        """The server has left, or is lost, also one that was never added. Requests that it still has go to others, with
+        the tokens that they have, and a version that is under way goes on without it."""
         ...

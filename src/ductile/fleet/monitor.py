@@ -1,7 +1,8 @@
 """Probes of all servers, side by side: each has its own rhythm, so one that is slow delays no other.
 
 A probe asks for `/fleet/state` and has one deadline for all of it: a stopped process still takes connections. What
-comes of it is one of six outcomes, since only some of them speak against the server.
+comes of it is one of six outcomes, since only some of them speak against the server. One that has not answered by the
+deadline is told of as silent, and is listened to for a while longer: an answer that comes late is told, too.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ class HttpProbe:
     """Asks a server for its state. One for an event loop; `close` it there."""
 
     def __init__(self, timeout_s: float, key_of: Callable[[str], str | None] = lambda address: None) -> None:
-        """timeout_s: for a whole probe. key_of: the server's API key, by address."""
+        """timeout_s: longest that an answer is listened for. key_of: the server's API key, by address."""
         self._timeout_s, self._key_of = timeout_s, key_of
         self._client = httpx.AsyncClient(
             timeout=timeout_s, limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S), trust_env=False
@@ -98,10 +99,12 @@ class Monitor:
         monitor goes on."""
         self._probe, self._watched, self._tell, self._on_error = probe, watched, tell, on_error
         self._clock = clock
-        self._interval_s = config.health_check_interval_seconds
+        self._interval_s, self._timeout_s = config.health_check_interval_seconds, config.probe_timeout_seconds
         self._room = asyncio.Semaphore(MOST_PROBES)
         self._rhythms: dict[str, asyncio.Task[None]] = {}
         self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._late: set[asyncio.Task[ProbeOutcome]] = set()
+        """Probes that have not been answered in time, and still may be."""
         self._hurried: dict[str, asyncio.Event] = {}
         self._changed = ChangeSignal()
         self._keeper: asyncio.Task[None] | None = None
@@ -113,7 +116,8 @@ class Monitor:
 
     async def stop(self) -> None:
         """Returns when nothing runs any more."""
-        tasks = [*self._rhythms.values(), *self._under_way.values(), *([self._keeper] if self._keeper else [])]
+        tasks = [*self._rhythms.values(), *self._under_way.values(), *self._late]
+        tasks += [self._keeper] if self._keeper else []
         self._keeper = None
         for task in tasks:
             task.cancel()
@@ -173,10 +177,25 @@ class Monitor:
         try:
             async with self._room:
                 asked_at = self._clock()
-                outcome = await self._probe(address)
-            self._tell(address, replace(outcome, asked_at=asked_at))
+                probing = asyncio.create_task(self._outcome(address))
+                self._late.add(probing)
+                probing.add_done_callback(self._late.discard)
+                await asyncio.wait([probing], timeout=self._timeout_s)
+            if probing.done():
+                self._tell(address, replace(probing.result(), asked_at=asked_at))
+                return
+            probing.add_done_callback(lambda task: self._tell_late(address, task, asked_at))
+            why = f"{address} did not answer within {said(self._timeout_s)}"
+            self._tell(address, ProbeOutcome("silent", why, asked_at=asked_at))
         except Exception as error:
             self._on_error(f"the probe of {address} failed: {error_text(error)}")
+
+    async def _outcome(self, address: str) -> ProbeOutcome:
+        return await self._probe(address)
+
+    def _tell_late(self, address: str, probing: "asyncio.Task[ProbeOutcome]", asked_at: float) -> None:
+        if not probing.cancelled() and not probing.exception() and probing.result().kind == "answered":
+            self._tell(address, replace(probing.result(), asked_at=asked_at))
 
 
 async def _read(url: str, response: httpx.Response) -> ProbeOutcome:

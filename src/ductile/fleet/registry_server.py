@@ -1,4 +1,5 @@
-"""A registry over HTTP, small enough to be served by the process that rules the fleet.
+"""A registry over HTTP, small enough to be served by the process that rules the fleet: `ductile rl` does so with
+`inference.registry.serve`.
 
 | route | what it is |
 |---|---|

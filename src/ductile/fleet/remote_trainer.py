@@ -12,7 +12,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Literal
 
 from ductile.columns import Floats
@@ -24,6 +23,7 @@ from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
+from ductile.fleet.kept_versions import KeptVersions
 from ductile.fleet.micro_steps import AHEAD_S, IN_FLIGHT, MicroStep, MicroStepDone, PendingSamples, in_steps, tokens_of
 from ductile.fleet.sending import Sending
 from ductile.messages.updates import Offer, SendReport, WeightCarrier, WeightUpdate
@@ -35,6 +35,7 @@ from ductile.messages.workers import (
     FinishUpdate,
     ForwardBackward,
     ForwardBackwardDone,
+    LeaveOut,
     LoadState,
     OptimStep,
     Publish,
@@ -47,24 +48,14 @@ from ductile.messages.workers import (
     Withdraw,
 )
 from ductile.records import AS_IN_SOURCE, ChatFormat, Manifest, Sample, StepReport
-from ductile.roles import Failure, Late, Refused, SlotLost, StateKept, TrainerLost
+from ductile.roles import Failure, Late, Refused, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import R, ask_each, raise_worst
+from ductile.transport.fanout import R, ask_each
 from ductile.transport.mailbox import Mailbox
 
 VersionReceivers = Literal["slots", "servers", "both"]
 """Those who get each version: slots of the run, for which the ranks make a snapshot that is read while training goes
 on, or servers, to which they send it, so that the next optimizer step waits until it is withdrawn."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A published version, and the slot that keeps it."""
-
-    slot: int
-    manifest: Manifest
-    num_users: int = 0
-    """Calls of `publish` and `lease` that got the version and have not withdrawn it yet; each withdraws it once."""
 
 
 class RemoteTrainer:
@@ -108,8 +99,7 @@ class RemoteTrainer:
         self.on_micro_step = Listeners[[MicroStepDone]]()
         self._latest: MicroStepDone | None = None
         """The latest micro-step in this layout, which says how long the next one takes."""
-        self._kept: dict[int, _Kept] = {}
-        """Published versions that are not withdrawn yet, by number."""
+        self._kept = KeptVersions(mailbox)
         self._changed = ChangeSignal()
         self._end: TrainerLost | None = None
 
@@ -165,13 +155,8 @@ class RemoteTrainer:
                         packed = pack(left, self.num_ranks, seq_len, pipeline=pipeline)
                         steps = deque(in_steps(packed, pipeline.messages(len(packed[0]))))
                     await self._micro_steps(steps, given)
-                left = [
-                    sample
-                    for step in steps
-                    for of_rank in step
-                    for micro_batch in of_rank
-                    for sample in micro_batch.samples
-                ]
+                batches = [micro_batch for step in steps for of_rank in step for micro_batch in of_rank]
+                left = [sample for micro_batch in batches for sample in micro_batch.samples]
         finally:
             self._given.remove(given)
 
@@ -215,20 +200,23 @@ class RemoteTrainer:
             raise Refused(f"no weight update {update_id} is under way at the trainer")
         return await self._sending.reports()
 
+    async def leave_out(self, update_id: str, instance: str, reason: str) -> None:
+        """Have no rank wait for a server which is out of an update. Nothing happens where it is not under way. Raises
+        Refused or Late for a rank that lives and cannot."""
+        if self._sending is not None and self._sending.update.update_id == update_id:
+            await self._sending.tell(LeaveOut(update_id, instance, reason), self._deadlines.command_s)
+
     async def finish_update(self, update_id: str, aborted: bool) -> None:
         """Have the ranks free what they hold for an update, and stop sending where it is aborted. Nothing happens where
         it is not under way. Raises Refused or Late for a rank that lives and cannot; it is over all the same."""
         sending = self._sending
         if sending is None or sending.update.update_id != update_id:
             return
-        live = [slot for slot in sending.slots if slot not in self._mailbox.lost]
-        command = FinishUpdate(update_id, aborted)
         try:
-            outcomes = await self._mailbox.ask_all(dict.fromkeys(live, command), self._deadlines.command_s)
+            await sending.tell(FinishUpdate(update_id, aborted), self._deadlines.command_s)
         finally:
             sending.end()
             self._sending = None if self._sending is sending else self._sending
-        raise_worst({slot: outcome for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)})
 
     async def score(self, samples: Sequence[Sample], version: int) -> Sequence[Floats] | None:
         """Log-probs of a few samples under a published version, one column each, between two micro-steps. None once the
@@ -244,14 +232,12 @@ class RemoteTrainer:
 
     def can_lease(self, version: int) -> bool:
         """The weights still are this version, or it is still published."""
-        return version == self.version or self._keeper(version) is not None
+        return version == self.version or self._kept.has(version)
 
     async def lease(self, version: int) -> Manifest:
         """`publish`, for slots that join. Raises Refused when training has gone on from this version."""
-        keeper = self._keeper(version)
-        if keeper is not None:
-            keeper.num_users += 1
-            return keeper.manifest
+        if manifest := self._kept.use(version):
+            return manifest
         self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
         async with self.boundary():
             self._still(version)
@@ -261,23 +247,19 @@ class RemoteTrainer:
         """Publish the weights as they are now under the number of the live version, which no slot has any more. None
         when a later version is on its way."""
         async with self.boundary():
-            if any(later > version for later in (*self._kept, self.version or 0)):
+            if max(self._kept.newest, self.version or 0) > version:
                 return None
             self._weights_are(version)
             return await self._keep(version)
 
     async def withdraw(self, version: int) -> None:
         async with self.boundary():
-            if version in self._kept:
-                self._kept[version].num_users -= 1
-                if self._kept[version].num_users:
-                    return
-            kept = {old: keeper.slot for old, keeper in self._kept.items() if old <= version}
+            if not self._kept.end_use(version):
+                return
             # A slot that has left the trainer may be gone by now, and with it what it kept.
-            asked = set(kept.values()).difference(set(self._mailbox.lost).difference(self.layout.slots))
+            asked = self._kept.slots_until(version).difference(set(self._mailbox.lost).difference(self.layout.slots))
             await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._deadlines.command_s, Done)
-            for old in kept:
-                del self._kept[old]
+            self._kept.forget_until(version)
             self._changed.notify_all()
 
     async def save(self, path: str) -> None:
@@ -320,8 +302,8 @@ class RemoteTrainer:
 
     @contextmanager
     def keeping(self, version: int) -> Generator[None]:
-        """No optimizer step begins meanwhile, as others are sent the weights. Raises Refused when training has gone on
-        from this version."""
+        """No optimizer step begins meanwhile, as others are sent the weights. Raises Refused once training has gone
+        on."""
         self._still(version)
         self._num_keeping += 1
         try:
@@ -349,7 +331,7 @@ class RemoteTrainer:
     @property
     def publishers(self) -> frozenset[int]:
         """Slots that keep a version which is not withdrawn yet. A slot that has left the trainer may be among them."""
-        return frozenset(keeper.slot for keeper in self._kept.values())
+        return self._kept.slots
 
     def needs(self, slot: int) -> bool:
         """True when a part of the state, or a version that others fetch, would be lost with the slot."""
@@ -376,7 +358,7 @@ class RemoteTrainer:
         """Updates of servers have deadlines of their own: past them, training goes on all the same."""
 
         def may_change() -> bool:
-            is_published = self._receivers != "slots" and self.version in self._kept
+            is_published = self._receivers != "slots" and self.version in self._kept.versions
             return not (self._num_keeping or is_published) or self._end is not None
 
         with suppress(TimeoutError):
@@ -391,23 +373,16 @@ class RemoteTrainer:
                 f"{given.num_samples} samples waiting"
             ) from None
 
-    def _keeper(self, version: int) -> _Kept | None:
-        """The keeper of a version; None when it is not published, is just being withdrawn, or its slot is lost."""
-        kept = self._kept.get(version)
-        return kept if kept is not None and kept.num_users and kept.slot not in self._mailbox.lost else None
-
     async def _keep(self, version: int) -> Manifest:
-        kept = self._keeper(version)
-        if kept is None and self._receivers == "servers":
-            kept = self._kept[version] = _Kept(self.layout.first, Manifest(version, "shared_memory", "", 0, 0, ()))
-        elif kept is None:
-            first = self.layout.first
-            manifest = (await self._all(Publish(version), Published))[first].manifest
-            if manifest is None:
+        if manifest := self._kept.use(version):
+            return manifest
+        first, manifest = self.layout.first, Manifest(version, "shared_memory", "", 0, 0, ())
+        if self._receivers != "servers":
+            published = (await self._all(Publish(version), Published))[first].manifest
+            if published is None:
                 raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
-            kept = self._kept[version] = _Kept(first, manifest)
-        kept.num_users += 1
-        return kept.manifest
+            manifest = published
+        return self._kept.keep(version, first, manifest)
 
     async def _micro_steps(self, steps: deque[MicroStep], given: PendingSamples) -> None:
         """Run `steps` from the left, and take them out, until none is left, a change is due or training is held."""

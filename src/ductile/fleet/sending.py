@@ -7,8 +7,9 @@ from contextlib import suppress
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.messages.updates import SendReport, WeightUpdate
-from ductile.messages.workers import UpdateSent
+from ductile.messages.workers import FinishUpdate, LeaveOut, UpdateSent
 from ductile.roles import Late, SlotLost
+from ductile.transport.fanout import raise_worst
 from ductile.transport.mailbox import Died, Mailbox, SlotEvent
 
 SAYS_S = 5.0
@@ -47,6 +48,12 @@ class Sending:
     async def end_of_reading(self) -> None:
         """Return once no rank reads its weights any more, at the latest when each has ended by itself."""
         await self._until(lambda: not self.is_under_way)
+
+    async def tell(self, command: FinishUpdate | LeaveOut, deadline_s: float) -> None:
+        """Tell all ranks that live, beside what they do. Raises Refused or Late for one that cannot."""
+        live = [slot for slot in self.slots if slot not in self._mailbox.lost]
+        outcomes = await self._mailbox.ask_all(dict.fromkeys(live, command), deadline_s)
+        raise_worst({slot: outcome for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)})
 
     def end(self) -> None:
         """Hear no more: the ranks have been told that the update is over."""

@@ -57,12 +57,19 @@ class ServerMembers:
 
     async def update(self, version: int) -> None:
         """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those
-        that do not take it are left behind when it goes live. Waits for `min_healthy_servers`; raises Late when there
-        are not so many in time, and what the trainer raises."""
+        that do not take it are left behind when it goes live. Waits until `min_healthy_servers` are there, and again
+        until as many have taken it; raises Late when that is not so in time, and what the trainer raises."""
         fleet = self._fleet
         assert fleet is not None, "the fleet is followed before its first version"
+        await self._update(fleet, version)
+        while not await fleet.enough_have(version):
+            await self._update(fleet, version)
+
+    async def _update(self, fleet: ElasticFleet, version: int) -> None:
+        """Bring the version to all that do not have it."""
         decision = await fleet.enough_servers()
-        opened = await gather_all(*(self._open_or_not(server) for server in decision.receivers))
+        lacking = [server for server in decision.receivers if server.version != version]
+        opened = await gather_all(*(self._open_or_not(server) for server in lacking))
         present = fleet.update_began(version, [member.id for member in opened if isinstance(member, UpdateMember)])
         unopened = [each for each in opened if isinstance(each, InstanceOutcome)]
         names = [server.instance for server in present]
@@ -124,10 +131,18 @@ class ServerMembers:
     def readmit(self, server: InstanceId) -> None:
         self._pool.readmit(server)
 
+    def suspect(self, server: InstanceId, why: str) -> None:
+        self._pool.suspect(server, why)
+
+    def heard_at(self, server: InstanceId) -> float:
+        member = self._servers.get(server)
+        return member.control.heard_at if member else float("-inf")
+
     async def drain(self, server: InstanceId) -> None:
         await self._pool.dismiss(self._servers[server].control.instance)
 
     async def remove(self, server: InstanceId, why: str) -> None:
+        self._updates.leave_out(server, why)
         await self._pool.remove_server(server, why)
         if member := self._servers.pop(server, None):
             await member.control.release()
@@ -159,5 +174,5 @@ class ServerMembers:
             return
         if failure is None:
             self._fleet.generated(instance)
-        elif isinstance(failure, SlotLost | Interrupted):
+        elif isinstance(failure, SlotLost | Interrupted | Late):
             self._fleet.request_failed(instance, str(failure))

@@ -9,6 +9,7 @@ it has, and no more.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Collection
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -99,6 +100,8 @@ class ServerPort:
         self.version: int | None = None
         """Version that is live; None for a server that keeps its own weights."""
         self._model = ""
+        self.heard_at = float("-inf")
+        """When a token last came, by `time.monotonic`."""
         self._own_version = 0
         self._committed: dict[int, Digest] = {}
         self._told: tuple[int, Digest] | None = None
@@ -265,7 +268,7 @@ class ServerPort:
             raise Refused(f"{self.url}{route} replied with no {kind.__name__}: {error}") from None
 
     def _begin(self, request: GenerateRequest) -> None:
-        partial = PartialCompletion(request)
+        partial = PartialCompletion(request, goes_on=bool(self.incarnation))
         self._live[request.id] = partial, start(self._generate(partial))
         if self._ticking is None or self._ticking.done():
             self._ticking = start(self._tick())
@@ -299,7 +302,7 @@ class ServerPort:
 
     async def _take_pieces(self, partial: PartialCompletion) -> FinishReason:
         url = self.url + ROUTE
-        body = completion_body(partial.request, self._model, 0 if self.incarnation else 1)
+        body = completion_body(partial.request, self._model, partial.goes_on)
         async with aclosing(self._http.events(ROUTE, body)) as events:
             async for event in events:
                 piece = read_piece(event, url)
@@ -307,6 +310,7 @@ class ServerPort:
                 self._check_versions(piece)
                 partial.add(piece, self._own_version, url, self._vocab_size)
                 self._num_sampled += len(piece.token_ids)
+                self.heard_at = time.monotonic()
                 if piece.finish_reason is not None:
                     with suppress(Failure, TimeoutError):  # to its end, and the connection may be used again
                         async with asyncio.timeout(LAST_WORDS_S):

@@ -46,6 +46,10 @@ class Senders(Protocol):
         """Wait until all are through, also with failures."""
         ...
 
+    async def leave_out(self, update_id: str, instance: str, reason: str) -> None:
+        """Do not wait for a receiver that is out. Raises a Failure."""
+        ...
+
     async def finish_update(self, update_id: str, aborted: bool) -> None: ...
 
 

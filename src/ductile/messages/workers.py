@@ -146,6 +146,18 @@ class FinishUpdate(Message):
         return True
 
 
+class LeaveOut(Message):
+    """Do not wait for a receiver that is out of the update which is under way. Reply: `Done`."""
+
+    update_id: str
+    instance: str
+    reason: str
+
+    @property
+    def is_beside(self) -> bool:
+        return True
+
+
 class SaveState(Message):
     """Write the trainer's state under `path` (DCP). Reply: `Done`."""
 
@@ -442,7 +454,7 @@ class EngineStats(Message):
 
 TrainCommand = (
     ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
-    | BeginUpdate | FinishUpdate | Prepare | Freeze | TransferState | Commit | Rollback | Finalize
+    | BeginUpdate | FinishUpdate | LeaveOut | Prepare | Freeze | TransferState | Commit | Rollback | Finalize
 )  # fmt: skip
 Command = (
     AssignRole | ReleaseRole | Ping | Stop | Survey | TrainCommand

@@ -32,6 +32,7 @@ from ductile.messages.workers import (
     Failed,
     FinishUpdate,
     LeaseWeights,
+    LeaveOut,
     MigrateOut,
     Ping,
     Prepare,
@@ -116,7 +117,7 @@ class Worker:
 
     def _may_be_beside(self, command: object) -> bool:
         """On a GPU no engine may begin in the middle of a micro-step: it would find less memory free than there is."""
-        if isinstance(command, Prepare | FinishUpdate):
+        if isinstance(command, Prepare | FinishUpdate | LeaveOut):
             return True
         return isinstance(command, Command) and command.is_beside and self._settings.device == "cpu"
 

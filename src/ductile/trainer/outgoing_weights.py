@@ -136,7 +136,7 @@ class OutgoingWeights:
         tell: called by a thread of its own, once for each update."""
         self._slot, self._longest_fence_s, self._tell = slot, longest_fence_s, tell
         self._lock = Lock()
-        """Held where an update begins or ends; `finish` comes from a thread beside."""
+        """Held where an update begins or ends; `finish` and `leave_out` come from threads beside."""
         self._sending: _Sending | None = None
         self._finished = ""
         """The latest update that is over: a finish may come before its begin."""
@@ -184,6 +184,12 @@ class OutgoingWeights:
             sending.stop(
                 f"{action} waited for {sending.manifest.sender} to send its weights until the update's deadline"
             )
+
+    def leave_out(self, update_id: str, instance: str, reason: str) -> None:
+        """Do not wait for a receiver of the update. Nothing happens where it is not under way."""
+        sending = self._sending
+        if sending is not None and sending.update.update_id == update_id and sending.sender is not None:
+            sending.sender.leave_out(instance, reason)
 
     def finish(self, update_id: str, aborted: bool) -> None:
         """Free what an update holds. One that is not under way is over already."""

@@ -24,6 +24,7 @@ from ductile.messages.workers import (
     ForwardBackward,
     ForwardBackwardDone,
     Freeze,
+    LeaveOut,
     LoadState,
     OptimStep,
     Prepare,
@@ -119,6 +120,8 @@ class TrainRole:
                     return UpdateBegun(self._begin_update(update))
             case FinishUpdate(update_id=update_id, aborted=aborted):
                 self._outgoing.finish(update_id, aborted)
+            case LeaveOut(update_id=update_id, instance=instance, reason=reason):
+                self._outgoing.leave_out(update_id, instance, reason)
             case SaveState(path=path):
                 with self._keeping_state():
                     self._save(path)

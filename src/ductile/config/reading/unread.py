@@ -89,7 +89,7 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
             noted=True,
         ),
         Unread(
-            ("registry.urls", "registry.import_path", "registry.kwargs"),
+            ("registry.urls", "registry.import_path", "registry.kwargs", "registry.serve"),
             "it says where `ductile rl` looks for servers; one announces itself in a registry of type file or http",
             noted=True,
         ),

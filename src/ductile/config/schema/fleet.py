@@ -29,9 +29,13 @@ class HttpRegistry(Section):
     type: Literal["http"] = "http"
     url: str
     """Address of the registry, such as "http://10.0.0.1:8500"."""
+    serve: bool = False
+    """`ductile rl` serves the registry itself, at `url`, as long as it runs; servers announce themselves there again
+    when a run begins. Otherwise somebody else serves it (`ductile.fleet.registry_server`)."""
     token_var: str | None = None
     """The environment variable that holds the registry's token; default: it asks for none."""
     ttl_seconds: float = Field(default=15.0, gt=0)
+    """A server that has not renewed its lease for so long is not joined. It renews three times as often."""
 
 
 class CustomRegistry(Section):

@@ -7,8 +7,10 @@ reason comes out.
 1. `TRANSITIONS` has every way from one state to another; whatever is not there is refused with a sentence.
 2. A server serves (ready, suspect) only after it has committed and verified a version. No probe brings back one that is
    stale or dead: a stale one takes part in the next update, a dead one joins as a new member.
-3. Probes and requests are counted apart: a wedged engine answers probes, and a probe ends no row of failed requests.
-4. An incarnation is one process. Another incarnation at the same address is another member, without a history.
+3. A server is condemned by silence, never for being slow: an answer that comes late ends a row of failed probes, and so
+   do tokens that come in the meantime.
+4. Probes and requests are counted apart: a wedged engine answers probes, and a probe ends no row of failed requests.
+5. An incarnation is one process. Another incarnation at the same address is another member, without a history.
 """
 
 from dataclasses import dataclass, replace
@@ -167,7 +169,7 @@ class ServerHealth:
             self,
             probe_failures=0,
             is_alone=False,
-            asked_at=min(reply.asked_at, now),
+            asked_at=max(self.asked_at, min(reply.asked_at, now)),  # an answer may be late, after the next question
             good_probes=self.good_probes + 1,
             heard_at=now,
             workers=reply.workers,
@@ -191,17 +193,19 @@ class ServerHealth:
         asked_at: float = float("inf"),
         others_heard_at: float = float("-inf"),
         replied: bool = False,
+        token_at: float = float("-inf"),
     ) -> "ServerHealth":
-        """The server has not answered a probe as it should. Whether it is to blame, `blame` says.
+        """The server has not answered a probe as it should. Whether it is to blame, `blame` says. One that has sent
+        tokens since the probe was sent is slow, and not silent: it is doubted, and its row of failures ends.
 
         asked_at: when the probe was sent. others_heard_at: when another server was last heard of. replied: there was a
-        reply, such as HTTP 500.
+        reply, such as HTTP 500. token_at: when a token of one of our requests last came from it.
         """
         if not self.is_living:
             return self
         failed = replace(
             self,
-            probe_failures=self.probe_failures + 1,
+            probe_failures=0 if token_at > asked_at else self.probe_failures + 1,
             good_probes=0,
             is_alone=replied or others_heard_at >= self.asked_at,
             asked_at=asked_at,

@@ -24,6 +24,8 @@ class Asked:
     """True where the prompt is part of the choice."""
     only_echo: bool = False
     """True where there is to be no completion."""
+    num_generated: int = 0
+    """Tokens at the prompt's end that were generated for the choice before."""
     calls: Callable[[], CallStream] | None = None
     """Makes what tells calls of tools from text."""
     one_call: bool = False
@@ -87,6 +89,8 @@ class Choice:
         before = () if self.asked.echo else tuple(token for token in request.prompt if token not in self._hidden)
         self._stream = TextStream(lambda tokens, _: tokenizer.decode(tokens, False), request.sampling, prompt=before)
         self._echoed: str | None = None
+        if request.generated:  # its text is the client's already; a stop string may have begun in it
+            self._stream.push([token for token in request.generated if token not in self._hidden], False)
         self._begun, self._offset = bool(before), 0
         """Return whether one of the tokens so far shows anything, and how many characters they show."""
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")

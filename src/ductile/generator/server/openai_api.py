@@ -219,6 +219,9 @@ class CompletionRequest(TextRequest):
     echo: bool | None = None
     """Put the prompt before each completion, with its log-probs if these are asked for."""
     add_special_tokens: bool | None = None
+    num_generated: Annotated[int, Field(ge=0)] | None = None
+    """So many tokens at the prompt's end were generated for this completion before, here or at another server (our
+    extension): seed and stop strings go on from them. max_tokens counts those that are still to come."""
 
     @property
     def only_echo(self) -> bool:
@@ -234,6 +237,20 @@ class CompletionRequest(TextRequest):
     def _some_tokens(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0; it must be 1 or more, or echo must be true")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> "CompletionRequest":
+        if self.num_generated:
+            prompt = self.prompt[0]
+            if len(self.prompt) != 1 or isinstance(prompt, str) or (self.n or 1) != 1 or self.echo:
+                raise ValueError(
+                    f"num_generated is {self.num_generated}, which goes with one prompt of token ids, n = 1 and no echo"
+                )
+            if self.num_generated >= len(prompt):
+                raise ValueError(
+                    f"num_generated is {self.num_generated}, and the prompt has {len(prompt)} tokens; it must be fewer"
+                )
         return self
 
     @field_validator("prompt", mode="before")

@@ -302,7 +302,7 @@ class EngineRunner:
             self.engine.check(*requests)
             for index, (request, report) in enumerate(zip(requests, reports, strict=True)):
                 self.engine.add(request, report=report)
-                self._listeners[request.id] = _Listener(index, mailbox, each_step)
+                self._listeners[request.id] = _Listener(index, mailbox, each_step, len(request.generated))
         except RequestRefused as refusal:
             self._post([(mailbox, refusal)])
         except Exception as error:  # the caller then aborts those that were added

@@ -151,7 +151,8 @@ async def completions(service: SharedService, http: Request) -> Response:
     prompts = [next(encoded) if isinstance(one, str) else one for one in body.prompt]
     # A response may take minutes: what is not needed any more goes.
     body, texts = body.model_copy(update={"prompt": []}), []
-    form, asked = TextCompletion(body, service.tokenizer), Asked(body.logprobs, bool(body.echo), body.only_echo)
+    form = TextCompletion(body, service.tokenizer)
+    asked = Asked(body.logprobs, bool(body.echo), body.only_echo, body.num_generated or 0)
     return await service.complete_text(body, form, asked, prompts, TOKEN_MAX_TOKENS, http)
 
 

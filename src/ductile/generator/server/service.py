@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from ductile.columns import TokenIds
+from ductile.columns import Floats, TokenIds, Versions
 from ductile.config.reading.errors import show
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import Overloaded, RequestRefused
@@ -129,6 +129,8 @@ class Service:
         requests = self.make_requests(head["id"], body, prompts, max_tokens, body.priority)
         if salt := body.cache_salt:
             requests = [replace(request, cache_salt=salt) for request in requests]
+        if num_generated := asked.num_generated:
+            requests = [_going_on(requests[0], num_generated, self.runner.engine.version)]
         _refuse_long_report(requests, asked)
         choices = [Choice(index, request, self.tokenizer, asked) for index, request in enumerate(requests)]
         ids: Json = {"prompt_token_ids": list(prompts[0])} if body.return_token_ids and len(prompts) == 1 else {}
@@ -244,6 +246,19 @@ class Service:
             async for delta in deltas:
                 choices[delta.index].push(delta)
                 await asyncio.sleep(0)  # a step may end a thousand of them, and others are waiting
+
+
+def _going_on(request: GenerateRequest, num_generated: int, version: int) -> GenerateRequest:
+    """Return the request with so many tokens of its prompt as those that were generated before. What else was known of
+    them stays with the client: nothing of them is in the response."""
+    return replace(
+        request,
+        prompt=request.prompt[:-num_generated],
+        generated=request.prompt[-num_generated:],
+        logprobs=Floats([0.0] * num_generated),
+        versions=Versions([version] * num_generated),
+        sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens + num_generated),
+    )
 
 
 def _refuse_long_report(requests: Sequence[GenerateRequest], asked: Asked) -> None:

@@ -2,10 +2,13 @@
 and what the run tells of them."""
 
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from ductile.concurrency.deadline import Deadline
@@ -17,6 +20,7 @@ from ductile.config.schema.secrets import secret_of
 from ductile.config.server_address import root_of
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
+from ductile.core.layout.model.parameters import parameters
 from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, ServerNoted, WeightUpdateEnded
 from ductile.fabric.process import host
 from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
@@ -24,6 +28,7 @@ from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.monitor import HttpProbe
 from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of
+from ductile.fleet.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
@@ -32,7 +37,7 @@ from ductile.fleet.weight_update import NUM_ASKED, WeightUpdates
 from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.control_token import token_of
-from ductile.messages.updates import ServerState, WeightCarrier
+from ductile.messages.updates import ServerState, TensorSpec, WeightCarrier, model_fingerprint
 from ductile.observe import Recorder
 from ductile.roles import Late, Refused
 from ductile.transport.deadlines import Deadlines
@@ -55,8 +60,10 @@ class Servers:
         self._max_num_seqs, self._record = inference.max_num_seqs, record
         spec = read_spec(config.trainer.model.name)
         self._vocab_size = spec.vocab_size if spec else None
+        is_served = isinstance(inference.registry, HttpRegistry) and inference.registry.serve
+        self._served = inference.registry if is_served else None
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
-        self._probe = HttpProbe(inference.probe_timeout_seconds, lambda address: self._api_key)
+        self._probe = HttpProbe(inference.detection_bound_s, lambda address: self._api_key)
         options = update_options(config, folder)
         updates = WeightUpdates(fleet.trainer, options, self._carrier, self._next_epoch)
         self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
@@ -70,6 +77,7 @@ class Servers:
             Deadlines.of(config.cluster).patience_s,
             self._tell,
         )
+        self._fleet.expect_model(*models_of(config))
         self._members.follow(self._fleet)
         self._fleet.on_change.add(self._on_change)
         self._members.on_updated.add(self._on_updated)
@@ -78,6 +86,8 @@ class Servers:
 
     async def __aenter__(self) -> "Servers":
         async with AsyncExitStack() as stack:
+            if isinstance(self._served, HttpRegistry):
+                await stack.enter_async_context(_serving(self._served))
             stack.push_async_callback(self._probe.close)
             stack.push_async_callback(self._members.close)
             try:
@@ -223,6 +233,36 @@ class Servers:
             vocab_size=self._vocab_size,
         )
         return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
+
+
+def models_of(config: RLConfig) -> tuple[str, ...]:
+    """Return the fingerprints of the model that is trained, as a server may hold it: in any dtype, since only the
+    version itself says which one takes its values. () where its folder does not say it."""
+    model = config.trainer.model
+    if (spec := read_spec(model.name)) is None:
+        return ()
+    if model.debug.num_layers is not None:
+        spec = replace(spec, num_layers=model.debug.num_layers)
+    return tuple(
+        model_fingerprint(TensorSpec(each.name, dtype, each.shape) for each in parameters(spec))
+        for dtype in ("bfloat16", "float32", "float16")
+    )
+
+
+@asynccontextmanager
+async def _serving(config: HttpRegistry) -> AsyncGenerator[None]:
+    """Serve the registry in this event loop. Raises Refused where its address cannot be had."""
+    address = urlsplit(config.url)
+    app = registry_app(LeaseTable(config.ttl_seconds), secret_of(None, config.token_var))
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(serve_registry(app, address.hostname or "", address.port or 80))
+        except OSError as error:
+            raise Refused(
+                f"inference.registry.url = {config.url} cannot be served here: {error.strerror}; another run may serve "
+                "it (leave inference.registry.serve out then), or take another port"
+            ) from error
+        yield
 
 
 class RememberedLeases:

@@ -13,6 +13,7 @@ from ductile.error_text import error_text
 from ductile.messages.updates import Bucket, Offer, PrepareUpdate, WeightCarrier
 from ductile.weights.carriers import control, disk, http, point_to_point, shared_memory
 from ductile.weights.carriers.carrier import Sink, UpdateFailed, refuse_damaged, sentence
+from ductile.weights.carriers.source import Source, connect
 
 __all__ = ["Sink", "UpdateFailed", "receive"]
 
@@ -56,7 +57,7 @@ class _Receiver:
         self._instance = "" if prepare.carrier == "http" else _own_instance(prepare)
         self._loading = Lock()
         self._ended = Event()
-        self._sources: list[control.Source] = []
+        self._sources: list[Source] = []
         self.reason = ""
         """Why the update failed, as the first thread saw it."""
 
@@ -85,7 +86,7 @@ class _Receiver:
             return http.receive(update, offer, load, self._ended)
         silence_s = SILENT_BUCKETS * update.bucket_timeout_s
         at, sender = offer.location, offer.sender
-        source = control.connect(at, sender, self._instance, carrier, update.secret, silence_s, self._ended)
+        source = connect(at, sender, self._instance, carrier, update.secret, silence_s, self._ended)
         self._sources.append(source)
         try:
             if carrier == "shared_memory":

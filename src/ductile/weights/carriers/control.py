@@ -18,13 +18,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from threading import Event
 
 import msgspec
 
 from ductile.messages.updates import WeightCarrier
 from ductile.transport.sockets import LOOPBACK
-from ductile.weights.carriers.carrier import UpdateFailed
 
 MAX_MESSAGE_BYTES = 1 << 16
 NONCE_BYTES = 16
@@ -132,7 +130,7 @@ class Channel:
             try:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
-                if not _ready(self, select.POLLOUT, deadline - time.monotonic()):
+                if not ready(self, select.POLLOUT, deadline - time.monotonic()):
                     raise ConnectionEnded(f"took no message for {timeout_s:g} s") from None
             except OSError as error:
                 raise ConnectionEnded(f"ended the connection ({error.strerror})") from error
@@ -177,7 +175,8 @@ class Channel:
         return messages
 
 
-def _ready(channel: Channel, events: int, timeout_s: float) -> bool:
+def ready(channel: Channel, events: int, timeout_s: float) -> bool:
+    """Wait until something can be read or written; False where it cannot in time."""
     poll = select.poll()
     poll.register(channel.fileno(), events)
     return bool(poll.poll(max(0.0, timeout_s) * 1000))
@@ -258,14 +257,15 @@ def _prove(channel: Channel, secret: str, nonce: bytes, expected: Mapping[str, W
     for message in channel.read():
         if not isinstance(message, ReceiverHello) or expected.get(message.instance) != message.carrier:
             raise ConnectionEnded("is no receiver of this update")
-        if not hmac.compare_digest(message.proof, _proof(secret, "receiver", message.instance, nonce)):
+        if not hmac.compare_digest(message.proof, proof(secret, "receiver", message.instance, nonce)):
             raise ConnectionEnded("does not know the update's secret")
-        channel.send(Welcome(_proof(secret, "sender", message.instance, message.nonce)))
+        channel.send(Welcome(proof(secret, "sender", message.instance, message.nonce)))
         return message.instance
     return ""
 
 
-def _proof(secret: str, side: str, instance: str, nonce: bytes) -> bytes:
+def proof(secret: str, side: str, instance: str, nonce: bytes) -> bytes:
+    """Return what shows that one side knows the secret: only with it can it be made, for this nonce."""
     return hmac.digest(secret.encode(), f"{side} {instance} ".encode() + nonce, "sha256")
 
 
@@ -367,88 +367,3 @@ class Audience:
         for channel in self._all:
             channel.close()
         return self.failed
-
-
-# -- The receiver's end ---------------------------------------------------------------------------------------------
-
-
-class Source:
-    """A receiver's connection to one sender. Its waits end when the update does."""
-
-    def __init__(self, channel: Channel, sender: str, silence_s: float, stopped: Event) -> None:
-        self._channel, self._sender = channel, sender
-        self._silence_s, self._stopped = silence_s, stopped
-        self._messages: list[ControlMessage] = []
-
-    def next(self, wait: bool = True) -> ControlMessage | None:
-        """The next message; None where nothing is there and `wait` is False. Raises `UpdateFailed` when the sender
-        ends the update or its connection, has been silent for too long, or the update is stopped."""
-        deadline = time.monotonic() + self._silence_s
-        while not self._messages:
-            try:
-                self._messages = self._channel.read()
-            except ConnectionEnded as error:
-                raise UpdateFailed(f"{self._sender} {error}") from error
-            if self._messages or not wait:
-                break
-            if self._stopped.is_set():
-                raise UpdateFailed("the update was stopped")
-            if time.monotonic() > deadline:
-                raise UpdateFailed(f"{self._sender} said nothing for {self._silence_s:g} s")
-            _ready(self._channel, select.POLLIN, TICK_S)
-        message = self._messages.pop(0) if self._messages else None
-        if isinstance(message, UpdateEnded):
-            raise UpdateFailed(f"{self._sender} has ended the update: {message.reason}")
-        return message
-
-    def say(self, message: ControlMessage) -> None:
-        """Raises `UpdateFailed`."""
-        try:
-            self._channel.send(message)
-        except ConnectionEnded as error:
-            raise UpdateFailed(f"{self._sender} {error}") from error
-
-    def fail(self, reason: str) -> None:
-        """Tell the sender, if it is still there, why its bucket is not taken."""
-        with suppress(ConnectionEnded):
-            self._channel.send(UpdateEnded(reason[:1000]), timeout_s=TICK_S)
-
-    def shut(self) -> None:
-        """End the connection; who waits in it fails. From any thread."""
-        self._channel.shut()
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-def connect(
-    location: str,
-    sender: str,
-    instance: str,
-    carrier: WeightCarrier,
-    secret: str,
-    silence_s: float,
-    stopped: Event,
-) -> Source:
-    """The proven connection to a sender. Raises `UpdateFailed`."""
-    host, _, port = location.rpartition(":")
-    if not host or not port.isdigit():
-        raise UpdateFailed(f"the location of {sender} is {location!r}; it must be host:port")
-    try:
-        source = Source(Channel(socket.create_connection((host, int(port)), HELLO_S)), sender, silence_s, stopped)
-    except OSError as error:
-        raise UpdateFailed(f"{sender} cannot be reached at {location}: {error.strerror or error}") from error
-    try:
-        challenge, nonce = source.next(), secrets.token_bytes(NONCE_BYTES)
-        if not isinstance(challenge, Challenge):
-            raise UpdateFailed(f"{location} is not {sender}: it sent no challenge")
-        source.say(ReceiverHello(instance, carrier, nonce, _proof(secret, "receiver", instance, challenge.nonce)))
-        welcome = source.next()
-        if not isinstance(welcome, Welcome) or not hmac.compare_digest(
-            welcome.proof, _proof(secret, "sender", instance, nonce)
-        ):
-            raise UpdateFailed(f"{location} is not {sender}: it does not know the update's secret")
-    except BaseException:
-        source.close()
-        raise
-    return source

@@ -9,9 +9,9 @@
 
 A group dies with any of its members: the neighbours get an error, the rest wait until a deadline, and nobody learns who
 it was. So what is said goes beside it, over the control connections, which tell who died, refused or hangs. Then the
-sender drops the group, which frees the others within milliseconds; it meets the survivors in a new one, and broadcasts
-the buckets that one of them still lacks again. Those are in their slots: no slot is filled anew before. A receiver that
-has loaded a bucket takes part and does not load it twice.
+sender leaves the group, as do the others once they hear of it, and nobody waits for what hangs there; it meets the
+survivors in a new one, and broadcasts the buckets that one of them still lacks again. Those are in their slots: no slot
+is filled anew before. A receiver that has loaded a bucket takes part and does not load it twice.
 """
 
 import time
@@ -37,13 +37,15 @@ from ductile.weights.carriers.control import (
     Join,
     Loaded,
     Meet,
-    Source,
     Through,
     local_address,
 )
+from ductile.weights.carriers.source import Source
 
 TICK_S = 0.01
 """How soon a broadcast that has failed is seen, while no receiver says anything."""
+LOOK_S = 0.0005
+"""How soon a receiver sees that a broadcast is over, while the sender says nothing."""
 MEET_S = 0.5
 """A receiver that is late is waited for as long when the others meet again."""
 
@@ -161,7 +163,7 @@ class PointToPointSender:
 
     def _drop_group(self) -> None:
         for broadcast in self._broadcasts:
-            broadcast.wait()
+            broadcast.abandon()
         self._broadcasts.clear()
         if self._group is not None:
             with suppress(RuntimeError):  # the store's process has ended
@@ -183,6 +185,8 @@ class _Member:
         largest = max((bucket.num_bytes for bucket in offer.buckets), default=0)
         self._free = deque(torch.empty(largest, dtype=torch.uint8) for _ in range(2))
         self._arriving: deque[_Arriving] = deque()
+        self._announced: deque[Coming] = deque()
+        """Buckets that are on their way, and for which no buffer is free yet."""
         self._store: Store | None = None
         self._group: BroadcastGroup | None = None
         self._num_loaded = 0
@@ -191,13 +195,16 @@ class _Member:
     def receive(self, load: Callable[[Bucket, Tensor, str], None]) -> None:
         while not self._through:
             if not self._arriving:
-                self._hear(wait=True)
+                self._hear()
+                continue
+            if not self._arriving[0].broadcast.is_over():
+                self._hear(LOOK_S)  # that it meets us again, where a member that hangs keeps this from its end
                 continue
             coming, buffer, broadcast = self._arriving.popleft()
             if broadcast.wait():  # a member died, of which the sender learns as well
                 self.leave()
             else:
-                while self._free and self._hear(wait=False):
+                while self._hear(0.0):
                     pass
                 if coming.index == self._num_loaded:
                     bucket = self._offer.buckets[coming.index]
@@ -205,12 +212,14 @@ class _Member:
                     self._num_loaded += 1
                     self._source.say(Loaded(coming.index))
             self._free.append(buffer)
+            if self._announced and self._group is not None:
+                self._take_part(self._announced.popleft(), self._group)
         if self._num_loaded < len(self._offer.buckets):
             raise UpdateFailed(f"{self._offer.sender} ended after {self._num_loaded} buckets")
 
-    def _hear(self, wait: bool) -> bool:
-        """Do what the sender says next; False when it says nothing."""
-        message = self._source.next(wait)
+    def _hear(self, wait_s: float | None = None) -> bool:
+        """Do what the sender says next; False when it says nothing. wait_s: None: as long as it may be silent."""
+        message = self._source.next(wait_s)
         match message:
             case None:
                 return False
@@ -232,6 +241,9 @@ class _Member:
         return True
 
     def _take_part(self, coming: Coming, group: BroadcastGroup) -> None:
+        if not self._free:
+            self._announced.append(coming)
+            return
         buffer = self._free.popleft()
         content = buffer[: self._offer.buckets[coming.index].num_bytes]
         try:
@@ -241,11 +253,12 @@ class _Member:
             self.leave()
 
     def leave(self) -> None:
-        """Leave the group; what is under way fails by then."""
+        """Leave the group. What is under way there may hang until its timeout, and keeps its buffer."""
         while self._arriving:
             arriving = self._arriving.popleft()
-            arriving.broadcast.wait()
-            self._free.append(arriving.buffer)
+            arriving.broadcast.abandon()
+            self._free.append(torch.empty_like(arriving.buffer))
+        self._announced.clear()
         self._group = None
 
 

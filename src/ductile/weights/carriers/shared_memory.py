@@ -22,7 +22,8 @@ from torch import Tensor
 from ductile.fabric.segment import F_SEAL_FUTURE_WRITE
 from ductile.messages.updates import Bucket, Offer
 from ductile.weights.carriers.carrier import UpdateFailed, aligned
-from ductile.weights.carriers.control import Audience, Coming, Loaded, Ring, Source, Through
+from ductile.weights.carriers.control import Audience, Coming, Loaded, Ring, Through
+from ductile.weights.carriers.source import Source
 
 
 class SlotRing:

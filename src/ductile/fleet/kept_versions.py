@@ -1,0 +1,68 @@
+"""Published versions that slots of the trainer keep for those who fetch them, until all of these are through."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ductile.records import Manifest
+from ductile.transport.mailbox import Mailbox
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A version, and the slot that keeps it."""
+
+    slot: int
+    manifest: Manifest
+    num_users: int = 1
+    """Those who got the version and have not withdrawn it yet; each withdraws it once."""
+
+
+class KeptVersions:
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def versions(self) -> Collection[int]:
+        """Versions that are not withdrawn yet."""
+        return self._kept.keys()
+
+    @property
+    def newest(self) -> int:
+        """The newest of them; 0 where there is none."""
+        return max(self._kept, default=0)
+
+    @property
+    def slots(self) -> frozenset[int]:
+        return frozenset(kept.slot for kept in self._kept.values())
+
+    def has(self, version: int) -> bool:
+        """False when it is not published, is just being withdrawn, or its slot is lost."""
+        kept = self._kept.get(version)
+        return kept is not None and kept.num_users > 0 and kept.slot not in self._mailbox.lost
+
+    def keep(self, version: int, slot: int, manifest: Manifest) -> Manifest:
+        """The slot keeps a version from now on, which has its first user."""
+        self._kept[version] = _Kept(slot, manifest)
+        return manifest
+
+    def use(self, version: int) -> Manifest | None:
+        """Return the version for one user more; None where `has` is false."""
+        if not self.has(version):
+            return None
+        self._kept[version].num_users += 1
+        return self._kept[version].manifest
+
+    def end_use(self, version: int) -> bool:
+        """A user has withdrawn the version. True when it was the last one."""
+        if (kept := self._kept.get(version)) is not None:
+            kept.num_users -= 1
+        return kept is None or not kept.num_users
+
+    def slots_until(self, version: int) -> set[int]:
+        """Return the slots that keep this version or older ones."""
+        return {kept.slot for old, kept in self._kept.items() if old <= version}
+
+    def forget_until(self, version: int) -> None:
+        """This version and older ones are not kept any more."""
+        self._kept = {later: kept for later, kept in self._kept.items() if later > version}

@@ -1,0 +1,356 @@
+"""One attempt to bring a version to servers.
+
+    look      every server's state: incarnation, host, carriers      (who is not there is out before it begins)
+    begin     the trainer's ranks say what they will send            BeginUpdate -> offers
+    prepare   every server stages it beside the weights that it has  PrepareUpdate
+    send      the bytes go from ranks to servers                     until all ranks have reported, servers watched
+    verify    a server's digest is the sum of the ranks' parts
+    commit    pause, change over, resume: each server by itself      a reply that is lost is asked for, not sent again
+    finish    the ranks may change the weights again; who has not committed is told to abort
+
+One that fails, at whatever point, is out at once: nothing of it is waited for any more, and the ranks are told
+(`Senders.leave_out`), so that they send to the others without it. Nothing here waits without an end.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import TypeVar
+from uuid import uuid4
+
+from msgspec.structs import replace as replaced
+
+from ductile.concurrency.background import finish
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.structured import gather_all
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.update_outcomes import Shortfall
+from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, shortfall
+from ductile.messages.updates import (
+    Digest,
+    EndUpdate,
+    Offer,
+    PauseServer,
+    PrepareUpdate,
+    Receiver,
+    ResumeServer,
+    ServerState,
+    UpdateProgress,
+    WeightCarrier,
+    WeightUpdate,
+    total_of,
+)
+from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
+
+T = TypeVar("T")
+
+WATCH_S = 0.2
+"""Seconds between two looks at a server while bytes go to it."""
+NUM_ASKED = 3
+"""Times that a server is asked what has become of a commit whose reply was lost."""
+
+
+class UpdateAttempt:
+    """`run` it once; what has become of each member is in it then."""
+
+    def __init__(
+        self,
+        senders: Senders,
+        version: int,
+        members: Mapping[InstanceId, AnyMember],
+        options: UpdateOptions,
+        choose: Callable[[ServerState], WeightCarrier],
+        next_epoch: Callable[[int], int],
+        clock: Callable[[], float],
+    ) -> None:
+        """choose, next_epoch: as `ductile.fleet.weight_update.WeightUpdates` has them."""
+        self.short: dict[InstanceId, Shortfall] = {}
+        """Members that have not committed, and will not."""
+        self.committed: list[InstanceId] = []
+        self.carriers: dict[InstanceId, WeightCarrier] = {}
+        self.digest: Digest = ""
+        """The version's; "" where nobody staged it, or nothing is verified."""
+        self.num_bytes = 0
+        self.pause_s = 0.0
+        """The longest that a server answered nobody."""
+        self._senders, self._version, self._members, self._options = senders, version, members, options
+        self._choose, self._next_epoch, self._clock = choose, next_epoch, clock
+        self._states: dict[InstanceId, ServerState] = {}
+        self._prepared: list[InstanceId] = []
+        self._changed = ChangeSignal()
+
+    def incarnation(self, name: InstanceId) -> str:
+        """Return the process that a member is, which has said its state."""
+        return self._states[name].incarnation
+
+    def fail(self, name: InstanceId, error: Failure | Shortfall | str) -> None:
+        """A member is out. Nothing happens when it is none, is out already or has committed."""
+        if name in self._members and name not in self.short and name not in self.committed:
+            self.short[name] = error if isinstance(error, Shortfall) else shortfall(error)
+            self._changed.notify_all()
+
+    async def run(self) -> None:
+        """Send the version to all members once. Raises what the senders raise but Refused: then members have what they
+        had, and have been told to abort."""
+        for name, found in (await self._look(self._members)).items():
+            if isinstance(found, Shortfall):
+                self.fail(name, found)
+            else:
+                self._states[name] = found
+        self._choose_carriers()
+        update, is_begun = self._decided(), False
+        try:
+            if self._left:
+                try:
+                    is_begun = True
+                    async with asyncio.timeout(self._options.total_timeout_s):
+                        offers = await self._senders.begin_update(update)
+                        async with self._leaving_out(update):
+                            await self._prepare(update, offers)
+                            await self._send(update)
+                        await self._verify(update)
+                except TimeoutError:
+                    for name in self._left:
+                        self.fail(name, f"the update was not through after {self._options.total_timeout_s:g} s")
+                except Refused as error:
+                    for name in self._left:
+                        self.fail(name, f"the weights could not be sent: {error}")
+                await finish(gather_all(*(self._commit(update, name) for name in self._left)))
+        finally:
+            await finish(self._end(update, is_begun))
+        await self._judge(update)
+
+    @property
+    def _left(self) -> list[InstanceId]:
+        """Members that have not failed."""
+        return [name for name in self._members if name not in self.short]
+
+    async def _look(self, members: Mapping[InstanceId, AnyMember]) -> dict[InstanceId, ServerState | Shortfall]:
+        """Ask all for their state. Those that are not what they were fall short."""
+        replies = await gather_all(*(_outcome(member.control.state()) for member in members.values()))
+        found = dict[InstanceId, ServerState | Shortfall]()
+        for member, reply in zip(members.values(), replies, strict=True):
+            if isinstance(reply, Failure):
+                found[member.id] = shortfall(reply)
+            elif member.incarnation not in ("", reply.incarnation):
+                found[member.id] = _other_process(member.id)
+            else:
+                found[member.id] = reply
+        return found
+
+    def _choose_carriers(self) -> None:
+        """Choose a carrier for each server. One for which there is none is out."""
+        for name in self._left:
+            try:
+                self.carriers[name] = self._choose(self._states[name])
+            except Refused as error:
+                self.fail(name, error)
+
+    def _decided(self) -> WeightUpdate:
+        """Return the decision that all ranks and servers get."""
+        options, members = self._options, self._members
+        receivers = tuple(
+            Receiver(name, carrier, members[name].url, members[name].token if carrier == "http" else "")
+            for name, carrier in self.carriers.items()
+        )
+        # A server may have been in the fleet of a run that has ended.
+        epoch = self._next_epoch(max((state.epoch for state in self._states.values()), default=0))
+        return WeightUpdate(
+            update_id=uuid4().hex,
+            epoch=epoch,
+            version=self._version,
+            receivers=receivers,
+            bucket_bytes=options.bucket_bytes,
+            num_slots=options.num_slots,
+            bucket_timeout_s=options.bucket_timeout_s,
+            total_timeout_s=options.total_timeout_s,
+            verify=options.verify,
+            folder=options.folder,
+        )
+
+    @asynccontextmanager
+    async def _leaving_out(self, update: WeightUpdate) -> AsyncGenerator[None]:
+        """Have the ranks know of each member that fails meanwhile."""
+        told = {*self.short}
+
+        async def tell() -> None:
+            while True:
+                if not (names := self.short.keys() - told):
+                    await self._changed.wait()
+                for name in names:
+                    told.add(name)
+                    with suppress(Failure):  # they learn it when it does not answer
+                        await self._senders.leave_out(update.update_id, name, self.short[name].reason)
+
+        telling = asyncio.create_task(tell())
+        try:
+            yield
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+    async def _prepare(self, update: WeightUpdate, offers: Sequence[Offer]) -> None:
+        async def ask(name: InstanceId) -> None:
+            self._prepared.append(name)  # also one whose reply is lost has something to abort
+            prepare = PrepareUpdate(_as_sent_to(name, update), self.carriers[name], tuple(offers), instance=name)
+            self._note(name, await self._answer(name, self._members[name].control.prepare(prepare)))
+
+        await gather_all(*map(ask, self._left))
+
+    async def _send(self, update: WeightUpdate) -> None:
+        """Wait for the ranks and watch the servers, as long as one is left."""
+        sending = asyncio.create_task(_awaited(self._senders.sent(update.update_id)))
+        sending.add_done_callback(lambda _: self._changed.notify_all())
+        watching = [asyncio.create_task(self._watch(update, name)) for name in self._left]
+        try:
+            while self._left and not sending.done():
+                await self._changed.wait()
+            reports = sending.result() if sending.done() else []
+        finally:
+            for task in (sending, *watching):
+                task.cancel()
+            await asyncio.gather(sending, *watching, return_exceptions=True)
+        self.num_bytes = sum(report.num_bytes for report in reports)
+        for report in reports:
+            for name, why in report.failed.items():
+                self.fail(InstanceId(name), f"{report.sender}: {why}")
+        if reports and update.verify != "none":
+            self.digest = total_of(report.digest for report in reports)
+
+    async def _watch(self, update: WeightUpdate, name: InstanceId) -> None:
+        while name not in self.short:
+            await asyncio.sleep(WATCH_S)
+            reply = await _outcome(self._members[name].control.state())
+            if isinstance(reply, SlotLost):
+                self.fail(name, reply)
+            elif isinstance(reply, ServerState):
+                if reply.incarnation != self.incarnation(name):
+                    self.fail(name, _other_process(name))
+                elif reply.update and reply.update.update_id == update.update_id:
+                    self._note(name, reply.update)
+
+    async def _verify(self, update: WeightUpdate) -> None:
+        async def ask(name: InstanceId) -> None:
+            self._note(name, await self._answer(name, self._members[name].control.verify(self._ends(update))))
+
+        await gather_all(*map(ask, self._left))
+
+    async def _commit(self, update: WeightUpdate, name: InstanceId) -> None:
+        """Change a server over while nothing is sampled there, by any client. It goes on only when it has committed;
+        else its lease ends the pause, and nothing is asked of it by then."""
+        options, control = self._options, self._members[name].control
+        pause = PauseServer(update.epoch, options.pause_mode, options.pause_lease_s)
+        began_s = self._clock()
+        try:
+            paused = await self._answer(name, control.pause(pause))
+            if isinstance(paused, Failure):
+                return self._note(name, paused)
+            reply = await self._answer(name, control.commit(self._ends(update)))
+            if isinstance(reply, SlotLost | Late):
+                reply = await self._answer(name, self._what_came_of(update, name, reply))
+            self._note(name, reply)
+            if name not in self.short:
+                self.committed.append(name)
+                with suppress(Failure):  # the lease ends it then
+                    await control.resume(ResumeServer(pause.epoch))
+        finally:
+            self.pause_s = max(self.pause_s, self._clock() - began_s)
+
+    async def _what_came_of(self, update: WeightUpdate, name: InstanceId, lost: Failure) -> UpdateProgress:
+        """The reply to a commit was lost: the server's state says whether it was done. Only when it says that it was
+        not is the commit sent once more. Raises a Failure."""
+        control, state = self._members[name].control, None
+        for _ in range(NUM_ASKED):
+            state = await _outcome(control.state())
+            if not isinstance(state, Late):
+                break
+        if not isinstance(state, ServerState):
+            raise state or lost
+        if state.incarnation != self.incarnation(name):
+            raise SlotLost(_other_process(name).reason)
+        if state.version == update.version and self.digest in ("", state.digest):
+            return UpdateProgress(update.update_id, "committed", digest=state.digest)
+        return await control.commit(self._ends(update))
+
+    async def _end(self, update: WeightUpdate, is_begun: bool) -> None:
+        """Have those abort that have not committed, and the ranks go on."""
+        gone = {name for name, why in self.short.items() if why.fault in ("gone", "restarted")}
+
+        async def abort(name: InstanceId) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._options.probe_timeout_s):
+                    await _outcome(self._members[name].control.abort(self._ends(update)))
+
+        ending = [abort(name) for name in self._prepared if name not in gone and name not in self.committed]
+        if is_begun:
+            ending.append(_awaited(self._senders.finish_update(update.update_id, not self.committed)))
+        await gather_all(*ending)
+
+    async def _judge(self, update: WeightUpdate) -> None:
+        """Look at those that failed without being at fault as far as is known: they may be gone, hang, or be others. Of
+        those in a group, which all fail together, it is the ones with the fewest buckets that have held the others up.
+        """
+        unclear = [name for name, why in self.short.items() if why.fault in ("undone", "refused")]
+        asked = [
+            replace(self._members[name], incarnation=self.incarnation(name)) for name in unclear if name in self._states
+        ]
+        found = await self._look({member.id: member for member in asked})
+        absent = {name: why for name, why in found.items() if isinstance(why, Shortfall)}
+        for name, why in absent.items():
+            self.short[name] = Shortfall(why.fault, f"{self.short[name].reason}; {why.reason}")
+        by_group = {name for name, carrier in self.carriers.items() if carrier == "point_to_point"}
+        loaded = {
+            name: progress.num_buckets
+            for name, state in found.items()
+            if isinstance(state, ServerState)
+            and name in by_group
+            and self.short[name].fault == "undone"
+            and (progress := state.update)
+            and progress.update_id == update.update_id
+        }
+        for name, num_buckets in loaded.items():
+            if num_buckets > min(loaded.values()) or by_group.intersection(absent):
+                self.short[name] = Shortfall("held_up", self.short[name].reason)
+
+    async def _answer(self, name: InstanceId, call: Awaitable[T]) -> T | Failure:
+        """Return what a member replies, or fails with, once it is out at the latest."""
+        asking = asyncio.create_task(_outcome(call))
+        asking.add_done_callback(lambda _: self._changed.notify_all())
+        try:
+            while not asking.done() and name not in self.short:
+                await self._changed.wait()
+            return asking.result() if asking.done() else Interrupted(self.short[name].reason)
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    def _note(self, name: InstanceId, reply: UpdateProgress | Failure) -> None:
+        if isinstance(reply, Failure):
+            self.fail(name, reply)
+        elif reply.phase in ("failed", "aborted"):
+            self.fail(name, reply.reason or f"the update has {reply.phase}")
+
+    def _ends(self, update: WeightUpdate) -> EndUpdate:
+        return EndUpdate(update.update_id, update.epoch, update.version, self.digest)
+
+
+def _as_sent_to(name: InstanceId, update: WeightUpdate) -> WeightUpdate:
+    """Return the decision as a server gets it: with no other server's token."""
+    receivers = (each if each.instance == name else replaced(each, token="") for each in update.receivers)
+    return replaced(update, receivers=tuple(receivers))
+
+
+def _other_process(name: InstanceId) -> Shortfall:
+    return Shortfall("restarted", f"{name} was started anew: another process answers at its address")
+
+
+async def _outcome(call: Awaitable[T]) -> T | Failure:
+    try:
+        return await call
+    except Failure as error:
+        return error
+
+
+async def _awaited(call: Awaitable[T]) -> T:
+    return await call
