@@ -22,6 +22,7 @@ from ductile.model.checkpoint import load_model
 from ductile.model.packed import PackedSamples
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.loop.canaries import Canaries
+from ductile.orchestrator.loop.publisher import known_weights
 from ductile.parallel.scoring import as_columns
 from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import RoleAssignment
@@ -114,7 +115,7 @@ class Rig:
             generator.role.handle(Receive("generate", self.as_received(generator, manifest)))
         self.memory.withdraw(self.version)
         before = len(self.told())
-        self.canaries.check_soon(replace(manifest, adapters=self.adapters))
+        self.canaries.check_soon(known_weights(replace(manifest, adapters=self.adapters)))
         await self.canaries._checking
         return self.told()[before:]
 

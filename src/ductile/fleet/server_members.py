@@ -13,6 +13,7 @@ from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.instances.update_outcomes import InstanceOutcome
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.donor import Donor
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet_members import Warmed
@@ -55,17 +56,20 @@ class ServerMembers:
         """Requests of the run that the server has."""
         return sum(request.instance == server for request in self._pool.unfinished())
 
-    async def update(self, version: int) -> None:
+    async def update(self, version: int) -> KnownWeights:
         """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those
         that do not take it are left behind when it goes live. Waits until `min_healthy_servers` are there, and again
-        until as many have taken it; raises Late when that is not so in time, and what the trainer raises."""
+        until as many have taken it; raises Late when that is not so in time, and what the trainer raises. Returns
+        what the servers were given."""
         fleet = self._fleet
         assert fleet is not None, "the fleet is followed before its first version"
-        await self._update(fleet, version)
+        known = await self._update(fleet, version)
         while not await fleet.enough_have(version):
-            await self._update(fleet, version)
+            again = await self._update(fleet, version)
+            known = again if again.digest else known
+        return known
 
-    async def _update(self, fleet: ElasticFleet, version: int) -> None:
+    async def _update(self, fleet: ElasticFleet, version: int) -> KnownWeights:
         """Bring the version to all that do not have it."""
         decision = await fleet.enough_servers()
         lacking = [server for server in decision.receivers if server.version != version]
@@ -81,6 +85,7 @@ class ServerMembers:
         fleet.update_ended(version, result.digest, (*result.outcomes, *unopened))
         fleet.mark_group_built(decision)
         self.on_updated(result)
+        return KnownWeights(version, result.digest, result.tensors)
 
     async def close(self) -> None:
         """Let go of all servers, which go on without the run."""

@@ -71,6 +71,8 @@ class UpdateAttempt:
         self.carriers: dict[InstanceId, WeightCarrier] = {}
         self.digest: Digest = ""
         """The version's; "" where nobody staged it, or nothing is verified."""
+        self.tensors: Mapping[str, Digest] = {}
+        """Digests of the version's tensors."""
         self.num_bytes = 0
         self.pause_s = 0.0
         """The longest that a server answered nobody."""
@@ -217,6 +219,8 @@ class UpdateAttempt:
                 self.fail(InstanceId(name), f"{report.sender}: {why}")
         if reports and update.verify != "none":
             self.digest = total_of(report.digest for report in reports)
+            names = {name for report in reports for name in report.tensors}
+            self.tensors = {name: total_of(report.tensors.get(name, "") for report in reports) for name in names}
 
     async def _watch(self, update: WeightUpdate, name: InstanceId) -> None:
         while name not in self.short:

@@ -123,6 +123,8 @@ class UpdateResult:
     """The longest that a server answered nobody."""
     num_bytes: int
     carriers: Mapping[InstanceId, WeightCarrier]
+    tensors: Mapping[str, Digest] = field(default_factory=dict[str, Digest])
+    """Digests of the version's tensors; empty where the senders do not know them."""
 
     @property
     def committed(self) -> tuple[InstanceId, ...]:

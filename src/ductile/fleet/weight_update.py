@@ -115,7 +115,7 @@ class WeightUpdates:
     ) -> UpdateResult:
         began_s, number = self._clock(), 0
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
-        digest, num_bytes, pause_s = "", 0, 0.0
+        digest, num_bytes, pause_s, tensors = "", 0, 0.0, dict[str, Digest]()
         left = {member.id: member for member in members}
         only = senders.carrier or (self._options.join_carrier if self._warming else None)
         choose = self._choose if only is None else lambda state: only
@@ -129,9 +129,10 @@ class WeightUpdates:
                 self._attempt = None
             carriers |= attempt.carriers
             digest, num_bytes = attempt.digest or digest, num_bytes + attempt.num_bytes
+            tensors |= attempt.tensors
             pause_s = max(pause_s, attempt.pause_s)
             decision = next_attempt(tuple(attempt.committed), attempt.short, number, max_attempts)
             outcomes += decision.ended
             left = {name: replace(left[name], incarnation=attempt.incarnation(name)) for name in decision.again}
         seconds = self._clock() - began_s
-        return UpdateResult(version, digest, tuple(outcomes), number, seconds, pause_s, num_bytes, carriers)
+        return UpdateResult(version, digest, tuple(outcomes), number, seconds, pause_s, num_bytes, carriers, tensors)

@@ -156,6 +156,8 @@ class SendReport(msgspec.Struct, frozen=True):
     """Receivers that did not take everything, each with a sentence."""
     num_bytes_unchanged: int = 0
     """Bytes that were left out, as they are those of `base_version`. `digest` has their part all the same."""
+    tensors: dict[str, Digest] = {}
+    """Parts of `digest`, by the tensors' names; {} where the sender does not know them."""
 
 
 # -- What a server says and is told over HTTP -----------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ductile.core.layout.model.parameters import parameters
-from ductile.messages.updates import Bucket, Offer, SendReport, TensorBox, WeightUpdate
+from ductile.messages.updates import Bucket, Digest, Offer, SendReport, TensorBox, WeightUpdate
 from ductile.parallel.parts import SlotParts
 from ductile.trainer.state import MODEL
 from ductile.trainer.trainer import Trainer
@@ -123,6 +123,14 @@ class _Sending:
             self.sender.abort()
 
     @property
+    def tensor_digests(self) -> dict[str, Digest]:
+        """Digests of this rank's parts of the tensors, as far as they were filled."""
+        parts = dict[str, int]()
+        for (name, _), digest in self.digests.items():
+            parts[name] = parts.get(name, 0) + digest
+        return {name: to_text(digest) for name, digest in parts.items()}
+
+    @property
     def is_complete(self) -> bool:
         return all(_key(box) in self.digests for bucket in self.manifest.buckets for box in bucket.boxes)
 
@@ -164,7 +172,8 @@ class OutgoingWeights:
             def tell(report: SendReport) -> None:
                 sending.through.set()
                 digest = to_text(from_text(report.digest or "0") + unchanged)
-                self._tell(msgspec.structs.replace(report, digest=digest, num_bytes_unchanged=left_out))
+                given = {"digest": digest, "num_bytes_unchanged": left_out, "tensors": sending.tensor_digests}
+                self._tell(msgspec.structs.replace(report, **given))
 
             sending.sender = WeightSender(update, offer, sending.fill, tell)
             sending.offer = sending.sender.start()

@@ -21,6 +21,7 @@ from ductile.config.server_address import root_of
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.layout.model.parameters import parameters
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, ServerNoted, WeightUpdateEnded
 from ductile.fabric.process import host
 from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
@@ -32,8 +33,9 @@ from ductile.fleet.registry_server import LeaseTable, registry_app, serve_regist
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
+from ductile.fleet.update_attempt import NUM_ASKED
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
-from ductile.fleet.weight_update import NUM_ASKED, WeightUpdates
+from ductile.fleet.weight_update import WeightUpdates
 from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.control_token import token_of
@@ -111,9 +113,9 @@ class Servers:
     def _next_epoch(self, above: int) -> int:
         return self._fleet.next_epoch(above)
 
-    async def update(self, version: int) -> None:
+    async def update(self, version: int) -> KnownWeights:
         """Bring the trainer's weights to all servers (`ServerMembers.update`)."""
-        await self._members.update(version)
+        return await self._members.update(version)
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""

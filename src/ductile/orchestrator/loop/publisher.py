@@ -10,14 +10,16 @@ from typing import Self
 
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import PipelinedTask, gather_all
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.elastic.controller import ElasticController
 from ductile.events.phases import JoinPhase, PublishPhase, ReceivePhase, StepListeners
 from ductile.orchestrator.loop.rollouts import Rollouts
 from ductile.records import Manifest
 from ductile.roles import Scorer, TrainerClient
 
-UpdateServers = Callable[[int], Awaitable[None]]
-"""Returns when the servers have the version, which the trainer's weights are, or are left behind."""
+UpdateServers = Callable[[int], Awaitable[KnownWeights]]
+"""Returns when the servers have the version, which the trainer's weights are, or are left behind: what they were
+given."""
 
 
 class Publisher:
@@ -36,7 +38,7 @@ class Publisher:
         self._trainer, self._rollouts, self._scorer, self._listeners = trainer, rollouts, scorer, listeners
         self._update_servers = update_servers
         self._receiving = PipelinedTask(on_error=rollouts.buffer.fail)
-        self.on_live = Listeners[[Manifest]]()
+        self.on_live = Listeners[[KnownWeights]]()
         """Told of each version that has gone live."""
 
     def at_work(self) -> AbstractAsyncContextManager[None]:
@@ -70,14 +72,22 @@ class Publisher:
     async def _receive(self, manifest: Manifest) -> None:
         """Make the version live: from then on `Rollouts` starts new groups. Waits for all generators and scorers, but
         for servers that do not take it."""
+        known = known_weights(manifest)
         with self._listeners.during(ReceivePhase()):
             if self._update_servers is not None:
-                await self._update_servers(manifest.version)
+                sent = await self._update_servers(manifest.version)
+                known = known if known.digest else sent  # slots that publish for servers alone know no digest before
+                self._rollouts.buffer.note_published(manifest.version, known.digest)
             receivers = [self._rollouts.generators, self._scorer] if self._scorer else [self._rollouts.generators]
             await gather_all(*(receiver.receive(manifest) for receiver in receivers))
         self._rollouts.now_live(manifest.version)
-        self.on_live(manifest)
+        self.on_live(known)
         await self._trainer.withdraw(manifest.version)
+
+
+def known_weights(manifest: Manifest) -> KnownWeights:
+    tensors = {entry.name: entry.digest for entry in manifest.tensors if entry.digest}
+    return KnownWeights(manifest.version, manifest.digest, tensors, manifest.adapters)
 
 
 class ElasticPublisher(Publisher):
