@@ -5,6 +5,8 @@
     slow 0.02         each step of the engine takes so much longer
     500 /weights      routes that begin so fail with status 500
     no-room           there is no memory to stage a version
+    unsent NAME       this tensor is as it was when a version goes live, after it was verified
+    flipped NAME      bits of this tensor are others then
 
 Each is a file in the folder of DUCTILE_FAULTS, as those are.
 """
@@ -13,13 +15,15 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from ductile.generator.engine.engine import Engine
 from ductile.generator.server import serve
 from ductile.weights.staged_weights import StagedWeights
 from tests.generator import fault_points
 from tests.generator.fault_points import create_faulty_app, said
 
-step, load, prepare = Engine.step, StagedWeights.load, StagedWeights.prepare
+step, load, prepare, commit = Engine.step, StagedWeights.load, StagedWeights.prepare, StagedWeights.commit
 
 
 def slow_step(engine: Engine) -> Any:
@@ -35,6 +39,15 @@ def wrong_load(self: StagedWeights, bucket: Any, buffer: Any) -> None:
         buffer = buffer.clone()
         buffer[bucket.num_bytes // 2] ^= 1
     load(self, bucket, buffer)
+
+
+def commit_what_was_not_verified(self: StagedWeights, swap: Any) -> None:
+    assert self._new is not None
+    for name in said("unsent"):
+        self._new.tensors[name].copy_(self._live.current.tensors[name])
+    for name in said("flipped"):
+        self._new.tensors[name].view(torch.int32).view(-1)[:4] ^= 1 << 25
+    commit(self, swap)
 
 
 def prepare_without_room(self: StagedWeights, *args: Any, **kwargs: Any) -> None:
@@ -67,5 +80,6 @@ def create_failing_app(*args: Any, **kwargs: Any) -> Any:
 if __name__ == "__main__":
     fault_points.install()
     Engine.step, StagedWeights.load = slow_step, wrong_load  # type: ignore[method-assign]
+    StagedWeights.commit = commit_what_was_not_verified  # type: ignore[method-assign]
     StagedWeights.prepare, serve.create_app = prepare_without_room, create_failing_app  # type: ignore[method-assign]
     sys.exit(serve.main())
