@@ -243,20 +243,19 @@ async def never() -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("has", [0, 1])
-def test_whether_a_commit_whose_reply_is_lost_was_made_is_asked(has: int) -> None:
+def test_a_commit_whose_reply_is_lost_is_known_once_the_state_says_so(has: int) -> None:
     async def story() -> None:
         server = FakeServer()
         server.replies["/weights/commit"] = never
         async with fleet(server, deadlines=HASTY) as made:
             port = made.ports[0]
             server.version, server.digest = (has, NEXT.digest if has else DIGEST)
-            if has:
-                assert (await port.commit(NEXT)).phase == "committed"
-            else:
-                with pytest.raises(Late, match=r"/weights/commit did not respond within 0\.3 s"):
-                    await port.commit(NEXT)
-            assert port.version == has
+            with pytest.raises(Late, match=r"/weights/commit did not respond within 0\.3 s"):
+                await port.commit(NEXT)
+            assert port.version == 0
             assert len(server.control) == 1, "it is not told twice"
+            await port.state()
+            assert (port.version, port.digest) == (has, NEXT.digest if has else DIGEST)
 
     run(story())
 

@@ -176,6 +176,9 @@ class ServerPort:
         """Raises SlotLost, Late or Refused, as all of these do; SlotLost where another process has its place."""
         state = await self._state()
         self._check(state.incarnation)
+        if self._committing is not None and _is_of(state.version, state.digest, *self._committing):
+            self._note_commit(state.version, state.digest)
+            self._committing = None
         return state
 
     async def prepare(self, message: PrepareUpdate, deadline_s: float | None = None) -> UpdateProgress:
@@ -186,20 +189,11 @@ class ServerPort:
         return await self._tell("/weights/verify", message, UpdateProgress, limit_s)
 
     async def commit(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
-        """A reply that is lost is no failure: then the server is asked which version it has."""
+        """Where the reply is lost, `state` says what has become of it: tokens of the version are taken until then."""
         self._committing = message.version, message.digest
-        try:
-            progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
-        except (Late, SlotLost, Interrupted) as error:
-            state = await self.state()
-            if state.version != message.version or message.digest not in ("", state.digest):
-                raise error from None
-            progress = UpdateProgress(message.update_id, "committed", digest=state.digest)
+        progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
         if progress.phase == "committed":
-            self.version = message.version
-            self._committed[message.version] = progress.digest or message.digest
-            while len(self._committed) > REMEMBERED:
-                del self._committed[min(self._committed)]
+            self._note_commit(message.version, progress.digest or message.digest)
         self._committing = None
         return progress
 
@@ -310,7 +304,13 @@ class ServerPort:
 
     def _is_trusted(self, version: int, digest: Digest) -> bool:
         known = [*self._committed.items(), *([self._committing] if self._committing else [])]
-        return any(each == version and wanted in ("", digest) for each, wanted in known)
+        return any(_is_of(version, digest, *each) for each in known)
+
+    def _note_commit(self, version: int, digest: Digest) -> None:
+        self.version = version
+        self._committed[version] = digest
+        while len(self._committed) > REMEMBERED:
+            del self._committed[min(self._committed)]
 
     async def _is_gone(self) -> bool:
         """True when the server is hard evidence of its end: a connection was lost, and there is none to be had, or to
@@ -361,3 +361,7 @@ class ServerPort:
                 generated = {id: len(partial) for id, (partial, _) in self._live.items()}
                 version = self._own_version if self.version is None else self.version
                 self._deliver(EngineStats(len(generated), 0, reported, 0, 0.0, version, generated))
+
+
+def _is_of(version: int, digest: Digest, wanted_version: int, wanted_digest: Digest) -> bool:
+    return version == wanted_version and wanted_digest in ("", digest)

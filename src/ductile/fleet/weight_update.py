@@ -42,7 +42,7 @@ from ductile.messages.updates import (
     WeightUpdate,
     total_of,
 )
-from ductile.roles import Failure, Late, Refused, SlotLost
+from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
 
 T = TypeVar("T")
 
@@ -355,7 +355,7 @@ class WeightUpdates:
         try:
             await control.pause(pause)
             reply = await _outcome(control.commit(attempt.end()))
-            if isinstance(reply, SlotLost | Late):
+            if isinstance(reply, SlotLost | Late | Interrupted):
                 reply = await self._ask_what_came_of(attempt, name, reply)
             _note(attempt, name, reply)
             if name not in attempt.short:
