@@ -17,9 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-WeightCarrier = Literal["shared_memory", "point_to_point", "http", "disk"]
-"""Way that a bucket's bytes take: a segment that both processes map; a process group made for the update (gloo, NCCL);
-the body of a POST to the server; a file in a folder that both see."""
+from ductile.core.instances.carrier_choice import WeightCarrier
 
 Digest = str
 """16 hexadecimal digits: the fingerprint of a whole version (`ductile.weights.digest`). It does not depend on how the
