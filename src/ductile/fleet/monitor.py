@@ -30,7 +30,7 @@ JITTER = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """What one probe found. answered: the state is there. closed: nobody listens at the address. silent: no reply in
+    """Outcome of one probe. answered: the state is there. closed: nobody listens at the address. silent: no reply in
     time. odd: a reply that is no state. denied: the server wants another key. unasked: the fault is on our side."""
 
     kind: Literal["answered", "closed", "silent", "odd", "denied", "unasked"]
@@ -46,7 +46,7 @@ class Probe(Protocol):
 
 
 class HttpProbe:
-    """Asks a server for its state. One for an event loop; `close` it there."""
+    """A GET of a server's state. One for an event loop; `close` it there."""
 
     def __init__(self, timeout_s: float, key_of: Callable[[str], str | None] = lambda address: None) -> None:
         """timeout_s: for a whole probe. key_of: the server's API key, by address."""

@@ -134,7 +134,7 @@ def _failures() -> Generator[None]:
 
 
 def _message(content: bytes) -> str:
-    """What an error's body says to a person: OpenAI's form has a message in it."""
+    """Return what an error's body says to a person: OpenAI's form has a message in it."""
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

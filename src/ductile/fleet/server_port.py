@@ -189,7 +189,7 @@ class ServerPort:
         return await self._tell("/weights/verify", message, UpdateProgress, limit_s)
 
     async def commit(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
-        """Where the reply is lost, `state` says what has become of it: tokens of the version are taken until then."""
+        """Tokens of the version are taken from now on. Where the reply is lost, `state` says what has become of it."""
         self._committing = message.version, message.digest
         progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
         if progress.phase == "committed":

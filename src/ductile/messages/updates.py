@@ -128,17 +128,16 @@ UpdatePhase = Literal["prepared", "receiving", "staged", "verified", "committed"
 
 
 class UpdateProgress(msgspec.Struct, frozen=True):
-    """How far a receiver is with an update."""
+    """Progress of a receiver with an update."""
 
     update_id: str
     phase: UpdatePhase
     num_buckets: int = 0
     """Buckets that have been loaded into the staged version."""
-    num_expected: int = 0
     digest: Digest = ""
     """Digest of what is staged, once all buckets are there; "" where none was asked for."""
     reason: str = ""
-    """Why it failed, a sentence; "" where it has not."""
+    """Reason for which it failed, a sentence; "" where it has not."""
 
 
 class SendReport(msgspec.Struct, frozen=True):

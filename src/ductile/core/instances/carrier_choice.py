@@ -17,7 +17,7 @@ ASKED: dict[str, WeightCarrier] = {"filesystem": "disk", "nccl": "point_to_point
 class CarrierChoice(msgspec.Struct, frozen=True):
     carrier: WeightCarrier
     reason: str
-    """Why this one, as a clause: "it is on the trainer's host"."""
+    """Reason for it, as a clause: "it is on the trainer's host"."""
 
 
 def choose_carrier(

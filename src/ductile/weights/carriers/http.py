@@ -124,7 +124,7 @@ class _Poster:
         self._requests[bucket.index] = request
 
     def wait(self, index: int) -> str:
-        """Why the receiver did not take the bucket; "" if it did."""
+        """Return why the receiver did not take the bucket; "" if it did."""
         request = self._requests[index]
         while not request.done() and time.monotonic() - self._progress_at <= self._timeout_s:
             wait_for([request], TICK_S)
@@ -184,7 +184,7 @@ class _Poster:
                 raise UpdateFailed(f"is not receiving the update but {progress.phase}: {progress.reason}")
 
     def _ask(self, method: str, path: str, body: memoryview | None, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Status and body of the reply. A connection that the server has closed meanwhile is made anew once."""
+        """Return status and body of the reply. A connection that the server has closed meanwhile is made anew once."""
         kept = self._connection.sock is not None
         while not self._ended.is_set():
             try:
