@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.fleet import http_generators, server_http
+from ductile.fleet import http_client, http_generators
 from ductile.fleet.http_generators import HttpGenerators
 from ductile.records import GenerateRequest, Manifest, Sampling
 from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
@@ -20,7 +20,7 @@ REQUEST = GenerateRequest("r", (5,), SAMPLING, generated=(token(5, 1),), logprob
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_generators, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(server_http, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.01)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from ductile.fleet.update_parties import UpdateMember, UpdateOptions
 from ductile.fleet.weight_update import WeightUpdates
 from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, total_of
 from ductile.messages.workers import BeginUpdate
-from ductile.roles import Late, Refused, SlotLost, TrainerLost
+from ductile.roles import Interrupted, Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
 
 PARTS = ("ffffffffffffffff", "0000000000000003")
@@ -66,6 +66,8 @@ class Server:
             elif fault == "drop_before":
                 await asyncio.sleep(LATE_S)
                 raise Late(f"{self.name} did not reply")
+            elif fault == "error":
+                raise Interrupted(f"{self.name} responded with 500")
             elif fault == "fail":
                 self.progress = UpdateProgress(request.update_id, "failed", reason="the disk is full")
         if not self.alive:
@@ -279,6 +281,15 @@ def test_a_server_that_fails_does_not_stop_the_version(point, fault, outcome, at
         assert victim.said.count("commit") <= 1, "a commit was sent again although it was done, or nobody knew"
         assert clock() < 15
         it.check()
+
+    run(story())
+
+
+def test_an_error_in_reply_to_a_commit_says_nothing_of_what_has_become_of_it():
+    async def story():
+        victim = Server("victim", {"commit": "error"}, times=1)
+        assert outcomes(await scene(victim).publish()) == {"victim": "committed"}
+        assert victim.said[victim.said.index("commit") + 1] == "state"
 
     run(story())
 

@@ -176,7 +176,7 @@ class PartialCompletion:
 
     @property
     def reason_to_end(self) -> FinishReason | None:
-        """Why nothing is left to be sampled, though no server has said so; None where something is."""
+        """Reason for which nothing is left to be sampled, though no server has said so; None where something is."""
         sampling = self.request.sampling
         if self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
             return "stop"

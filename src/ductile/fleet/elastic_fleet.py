@@ -244,7 +244,7 @@ class ElasticFleet:
         return tuple(TopologyMember.of(servers[each]) for each in wanted if each in servers and servers[each].is_living)
 
     def update_ended(self, version: int, digest: Digest, outcomes: Iterable[InstanceOutcome]) -> None:
-        """What has become of a version at each of its receivers. Only those that were sent it can have committed it."""
+        """Note what has become of a version at each receiver. Only those that were sent it can have committed it."""
         now = self._clock()
         for each in outcomes:
             outcome, why, id = each.outcome, each.reason, InstanceId(each.instance)

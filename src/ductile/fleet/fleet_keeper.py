@@ -1,4 +1,4 @@
-"""Keeps a fleet as it should be: what probes, registry and requests say becomes the state, and what follows from a
+"""The keeper of a fleet: what probes, registry and requests say becomes the state, and what follows from a
 change of the state is done.
 
     outcome → state → joins (batched, after the cooldown), removals (at once), drains
@@ -65,9 +65,9 @@ class FleetKeeper:
         self.changed_at = clock()
         """Time at which those that serve last changed."""
         self.fenced = ""
-        """Why the fleet is another one's, a sentence; "" while it is ours."""
+        """Reason for which the fleet is another one's, a sentence; "" while it is ours."""
         self.own_fault = ""
-        """Why no server can be asked, where the fault is on our side, a sentence."""
+        """Reason for which no server can be asked, where the fault is on our side, a sentence."""
         self._config, self._members, self._authority = config, members, authority
         self._patience_s, self._tell, self._clock = patience_s, tell, clock
         self._loop = asyncio.get_running_loop()

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast
 
-import httpx
 import msgspec
 
 from ductile.concurrency.deadline import said
@@ -21,7 +20,7 @@ from ductile.concurrency.structured import DaemonThreads
 from ductile.config.reading.imports import import_object
 from ductile.config.schema.fleet import FileRegistry, HttpRegistry, RegistryConfig, StaticRegistry
 from ductile.config.schema.secrets import secret_of
-from ductile.error_text import error_text
+from ductile.fleet.http_client import HttpClient, NoReply
 from ductile.messages.server_lease import MOST_BYTES, LeaseError, ServerLease, lease_from
 from ductile.user_files import NotOwn, read_own
 
@@ -137,19 +136,17 @@ class RegistryClient:
     def __init__(
         self, url: str, token: str | None, ttl_s: float, tell: Callable[[str], None] = lambda sentence: None
     ) -> None:
-        self._url, self._tell = url.rstrip("/"), tell
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.AsyncClient(headers=headers, timeout=min(ASK_S, ttl_s), trust_env=False)
+        self._url, self._tell, self._client = url.rstrip("/"), tell, HttpClient(token)
+        self._deadline_s = min(ASK_S, ttl_s)
 
     async def servers(self) -> Leases:
         try:
-            async with asyncio.timeout(ASK_S):
-                response = await self._client.get(f"{self._url}/servers")
-            if response.status_code != 200:
-                raise RegistryDown(f"the registry {self._url} responded with {response.status_code}")
-            rows = msgspec.json.decode(response.content, type=list[msgspec.Raw])[:MOST_SERVERS]
-        except (httpx.HTTPError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise RegistryDown(f"the registry {self._url} cannot be asked: {error_text(error)}") from None
+            reply = await self._client.ask("GET", f"{self._url}/servers", self._deadline_s)
+            if reply.status != 200:
+                raise RegistryDown(f"the registry {self._url} responded with {reply.status}")
+            rows = msgspec.json.decode(reply.content, type=list[msgspec.Raw])[:MOST_SERVERS]
+        except (NoReply, msgspec.DecodeError) as error:
+            raise RegistryDown(f"the registry cannot be asked: {error}") from None
         leases: dict[str, ServerLease] = {}
         for row in rows:
             try:
@@ -160,7 +157,7 @@ class RegistryClient:
         return leases
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
 
 def registry_of(config: RegistryConfig | None, tell: Callable[[str], None] = lambda sentence: None) -> Registry:

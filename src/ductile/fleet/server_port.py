@@ -101,13 +101,11 @@ class ServerPort:
         """Version that is live; None for a server that keeps its own weights."""
         self._model = ""
         self.heard_at = float("-inf")
-        """When a token last came, by `time.monotonic`."""
+        """Time at which a token last came, by `time.monotonic`."""
         self._own_version = 0
         self._committed: dict[int, Digest] = {}
-        self._told: tuple[int, Digest] | None = None
-        """Version and digest that the server was told last to commit."""
-        self._is_committing = False
-        """It may have committed that, and its reply is not here yet."""
+        self._committing: tuple[int, Digest] | None = None
+        """Version and digest that the server was told to commit, and may have before its reply is here."""
         self._live: dict[str, tuple[PartialCompletion, asyncio.Task[None]]] = {}
         self._num_sampled = 0
         self._deliver: Callable[[InstanceEvent], None] = lambda event: None
@@ -191,8 +189,9 @@ class ServerPort:
         """Raises SlotLost, Late or Refused, as all of these do; SlotLost where another process has its place."""
         state = await self._state()
         self._check(state.incarnation)
-        if self._has_committed(state):  # whatever has become of the reply
-            self._note_committed(state.version, state.digest)
+        if self._committing is not None and _is_of(state.version, state.digest, *self._committing):
+            self._note_commit(state.version, state.digest)
+            self._committing = None
         return state
 
     async def prepare(self, message: PrepareUpdate, deadline_s: float | None = None) -> UpdateProgress:
@@ -203,22 +202,16 @@ class ServerPort:
         return await self._tell("/weights/verify", message, UpdateProgress, limit_s)
 
     async def commit(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
-        """A reply that is lost is no failure: then the server is asked which version it has."""
-        self._told, self._is_committing = (message.version, message.digest), True
-        try:
-            progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
-        except (Late, SlotLost, Interrupted) as error:
-            state = await self.state()
-            if not self._has_committed(state):
-                raise error from None
-            progress = UpdateProgress(message.update_id, "committed", digest=state.digest)
-        finally:
-            self._is_committing = False
+        """Tokens of the version are taken from now on. Where the reply is lost, `state` says what has become of it."""
+        self._committing = message.version, message.digest
+        progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
         if progress.phase == "committed":
-            self._note_committed(message.version, progress.digest or message.digest)
+            self._note_commit(message.version, progress.digest or message.digest)
+        self._committing = None
         return progress
 
     async def abort(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
+        self._committing = None  # whatever has become of the reply: tokens of this version are not taken any more
         return await self._tell("/weights/abort", message, UpdateProgress, deadline_s)
 
     async def pause(self, message: PauseServer) -> ServerState:
@@ -238,15 +231,6 @@ class ServerPort:
     async def lease(self, message: LeaseVersion) -> VersionLease:
         """Have the server keep its live version, for one that joins."""
         return await self._tell("/weights/lease", message, VersionLease)
-
-    def _has_committed(self, state: ServerState) -> bool:
-        return self._told in ((state.version, state.digest), (state.version, ""))
-
-    def _note_committed(self, version: int, digest: Digest) -> None:
-        self.version = version
-        self._committed[version] = digest
-        while len(self._committed) > REMEMBERED:
-            del self._committed[min(self._committed)]
 
     async def _state(self) -> ServerState:
         content = await self._http.ask("GET", "/fleet/state", deadline_s=self._http.deadlines.state_s)
@@ -343,8 +327,14 @@ class ServerPort:
                 raise SlotLost(self.why_lost)
 
     def _is_trusted(self, version: int, digest: Digest) -> bool:
-        known = [*self._committed.items(), *([self._told] if self._told and self._is_committing else [])]
-        return any(each == version and wanted in ("", digest) for each, wanted in known)
+        known = [*self._committed.items(), *([self._committing] if self._committing else [])]
+        return any(_is_of(version, digest, *each) for each in known)
+
+    def _note_commit(self, version: int, digest: Digest) -> None:
+        self.version = version
+        self._committed[version] = digest
+        while len(self._committed) > REMEMBERED:
+            del self._committed[min(self._committed)]
 
     async def _is_gone(self) -> bool:
         """True when the server is hard evidence of its end: a connection was lost, and there is none to be had, or to
@@ -395,3 +385,7 @@ class ServerPort:
                 generated = {id: len(partial) for id, (partial, _) in self._live.items()}
                 version = self._own_version if self.version is None else self.version
                 self._deliver(EngineStats(len(generated), 0, reported, 0, 0.0, version, generated))
+
+
+def _is_of(version: int, digest: Digest, wanted_version: int, wanted_digest: Digest) -> bool:
+    return version == wanted_version and wanted_digest in ("", digest)

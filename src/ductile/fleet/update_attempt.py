@@ -251,7 +251,7 @@ class UpdateAttempt:
             if isinstance(paused, Failure):
                 return self._note(name, paused)
             reply = await self._answer(name, control.commit(self._ends(update)))
-            if isinstance(reply, SlotLost | Late):
+            if isinstance(reply, SlotLost | Late | Interrupted):
                 reply = await self._answer(name, self._what_came_of(update, name, reply))
             self._note(name, reply)
             if name not in self.short:

@@ -1,5 +1,4 @@
-"""Those who take part in a weight update (`ductile.fleet.weight_update`): who sends it and who is sent it; and what has
-come of it."""
+"""Parties to a weight update (`ductile.fleet.weight_update`): who sends it, and who is sent it; and its result."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 
 
 class Senders(Protocol):
-    """Those who have the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
+    """Holders of the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
     weights to one that joins (`ductile.fleet.donor`)."""
 
     @property
@@ -92,7 +91,7 @@ AnyMember = UpdateMember[ServerControl]
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """How versions go to servers; the keys are those of [inference]."""
+    """Limits and choices by which versions go to servers; the keys are those of [inference]."""
 
     bucket_bytes: int = 16 << 20
     num_slots: int = 2
@@ -111,7 +110,7 @@ class UpdateOptions:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What has become of a version at the servers."""
+    """Result of a version at the servers."""
 
     version: int
     digest: Digest

@@ -17,9 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-WeightCarrier = Literal["shared_memory", "point_to_point", "http", "disk"]
-"""Way that a bucket's bytes take: a segment that both processes map; a process group made for the update (gloo, NCCL);
-the body of a POST to the server; a file in a folder that both see."""
+from ductile.core.instances.carrier_choice import WeightCarrier
 
 Digest = str
 """16 hexadecimal digits: the fingerprint of a whole version (`ductile.weights.digest`). It does not depend on how the
@@ -130,17 +128,16 @@ UpdatePhase = Literal["prepared", "receiving", "staged", "verified", "committed"
 
 
 class UpdateProgress(msgspec.Struct, frozen=True):
-    """How far a receiver is with an update."""
+    """Progress of a receiver with an update."""
 
     update_id: str
     phase: UpdatePhase
     num_buckets: int = 0
     """Buckets that have been loaded into the staged version."""
-    num_expected: int = 0
     digest: Digest = ""
     """Digest of what is staged, once all buckets are there; "" where none was asked for."""
     reason: str = ""
-    """Why it failed, a sentence; "" where it has not."""
+    """Reason for which it failed, a sentence; "" where it has not."""
 
 
 class SendReport(msgspec.Struct, frozen=True):

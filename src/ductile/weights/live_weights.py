@@ -19,7 +19,7 @@ class VersionTensors:
     version: int
     tensors: Mapping[str, Tensor]
     dtypes: Mapping[str, torch.dtype]
-    """What each was published in: an engine may hold it in a wider dtype, which loses nothing."""
+    """Dtype that each was published in: an engine may hold it in a wider dtype, which loses nothing."""
     parts: dict[str, int] = field(default_factory=dict[str, int])
     """Digests of whole tensors, as far as they are known."""
 

@@ -26,11 +26,11 @@ class AskedServers(NamedTuple):
 
     urls: tuple[str, ...]
     own: tuple[str, ...]
-    """Those that mean the run's own generate slots."""
+    """Addresses that mean the run's own generate slots."""
 
 
 def asked_servers(config: RLConfig) -> AskedServers:
-    """The servers that the config names. Those of a registry are not known before the run looks there."""
+    """Return the servers that the config names. Those of a registry are not known before the run looks there."""
     try:
         has_slots = bool(placement_of(config).generate)
     except PlacementError:
@@ -41,7 +41,7 @@ def asked_servers(config: RLConfig) -> AskedServers:
 
 
 def servers_in_words(config: RLConfig) -> list[str]:
-    """What `ductile check` says of a run's servers; nothing where it has none."""
+    """Return what `ductile check` says of a run's servers; nothing where it has none."""
     urls, registry = asked_servers(config).urls, config.inference.registry
     if not urls and registry is None:
         return []
@@ -62,7 +62,7 @@ def servers_in_words(config: RLConfig) -> list[str]:
 
 
 def server_findings(config: RLConfig) -> Iterator[Finding]:
-    """What cannot be of the servers that the config names, and of how they get their weights."""
+    """Yield what cannot be of the servers that the config names, and of how they get their weights."""
     urls = config.orchestrator.client.urls
     for url in urls:
         if not is_address(url):
@@ -75,7 +75,7 @@ def server_findings(config: RLConfig) -> Iterator[Finding]:
 
 
 def server_notes(config: RLConfig) -> Iterator[str]:
-    """What is accepted and does nothing."""
+    """Yield what is accepted and does nothing."""
     servers = asked_servers(config)
     port = config.inference.server.port
     for url in servers.own:

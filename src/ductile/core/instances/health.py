@@ -86,7 +86,7 @@ class HealthRules:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReply:
-    """What a server says of itself in reply to a probe."""
+    """Reply of a server to a probe."""
 
     incarnation: str
     version: int
@@ -116,7 +116,7 @@ class ServerHealth:
     """Time at which it came to its state."""
     status: MemberStatus = "joining"
     reason: str = ""
-    """Why it is in its state, a sentence."""
+    """Reason for its state, a sentence."""
     workers: int = 1
     version: int | None = None
     """Version that it has committed, and that was verified; None before the first."""
@@ -128,7 +128,7 @@ class ServerHealth:
     good_probes: int = 0
     request_failures: int = 0
     is_alone: bool = False
-    """Whether something was heard of another server, or of this one itself, between its last probes, the latest of
+    """True when something was heard of another server, or of this one itself, between its last probes, the latest of
     which failed: so it is not the network."""
     asked_at: float = 0.0
     """Time at which its latest probe was sent."""

@@ -1,4 +1,4 @@
-"""What a server is to its fleet: which process it is, which weights it has, and who may pause it."""
+"""A server as its fleet has it: which process it is, which weights it has, and who may pause it."""
 
 import asyncio
 import secrets

@@ -15,7 +15,7 @@ class PauseGate:
         self._loop = asyncio.get_running_loop()
         self._lease: asyncio.TimerHandle | None = None
         self.torn = False
-        """Whether the live tensors are of no version, since one that is loaded in place is not committed."""
+        """True while the live tensors are of no version, since one that is loaded in place is not committed."""
 
     @property
     def paused(self) -> bool:

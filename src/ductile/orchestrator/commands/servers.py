@@ -18,6 +18,7 @@ from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
 from ductile.config.server_address import root_of
+from ductile.core.instances.carrier_choice import CarrierChoice, choose_carrier
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.layout.model.parameters import parameters
@@ -36,7 +37,6 @@ from ductile.fleet.server_port import ServerPort
 from ductile.fleet.update_attempt import NUM_ASKED
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
 from ductile.fleet.weight_update import WeightUpdates
-from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import ServerState, TensorSpec, WeightCarrier, model_fingerprint
@@ -84,6 +84,8 @@ class Servers:
         self._fleet.on_change.add(self._on_change)
         self._members.on_updated.add(self._on_updated)
         self._latest: UpdateResult | None = None
+        self._choices: dict[str, CarrierChoice] = {}
+        """Carriers that were chosen since the last version went out, by the servers' incarnations."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "Servers":
@@ -106,9 +108,11 @@ class Servers:
 
     def _carrier(self, state: ServerState) -> WeightCarrier:
         try:
-            return choose_carrier(host(), state, self._asked_carrier).carrier
+            choice = choose_carrier(host(), state.host, state.carriers, self._asked_carrier)
         except ValueError as error:
             raise Refused(str(error)) from error
+        self._choices[state.incarnation] = choice
+        return choice.carrier
 
     def _next_epoch(self, above: int) -> int:
         return self._fleet.next_epoch(above)
@@ -203,7 +207,9 @@ class Servers:
                 self._record.event(ServerChanged(after.instance, was, after.status, sentence=sentence))
 
     def _on_updated(self, result: UpdateResult) -> None:
-        self._latest = result
+        servers = self._fleet.state.servers
+        chosen = {name: self._choices.get(servers[name].incarnation) for name in result.carriers if name in servers}
+        self._latest, self._choices = result, {}
         left = [f"{each.instance} is {each.outcome} ({each.reason})" for each in result.outcomes]
         left = [said for said, each in zip(left, result.outcomes, strict=True) if each.outcome != "committed"]
         num = len(result.committed)
@@ -217,6 +223,7 @@ class Servers:
                 result.pause_s,
                 result.num_bytes,
                 result.digest,
+                {name: choice for name, choice in chosen.items() if choice is not None},
                 sentence=f"{'; '.join([sentence, *left])}." if left else "",
             )
         )

@@ -49,7 +49,7 @@ def receive(prepare: PrepareUpdate, sink: Sink, stopped: Event) -> None:
 
 
 class _Receiver:
-    """What the threads of one update's senders share."""
+    """State that the threads of one update's senders share."""
 
     def __init__(self, prepare: PrepareUpdate, sink: Sink) -> None:
         self._update, self._sink = prepare.update, sink
@@ -59,7 +59,7 @@ class _Receiver:
         self._ended = Event()
         self._sources: list[Source] = []
         self.reason = ""
-        """Why the update failed, as the first thread saw it."""
+        """Reason for which the update failed, as the first thread saw it."""
 
     def take(self, offer: Offer) -> None:
         """Receive from one sender."""

@@ -1,4 +1,4 @@
-"""What all carriers of buckets have in common."""
+"""Parts that all carriers of buckets have in common."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class BucketSender(Protocol):
 
     @property
     def live(self) -> bool:
-        """Whether anybody is left to send to."""
+        """True while anybody is left to send to."""
         ...
 
     def send(self, bucket: Bucket, slot: int, content: Tensor, checksum: str) -> None:

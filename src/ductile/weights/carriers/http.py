@@ -62,7 +62,7 @@ def receive(update: WeightUpdate, offer: Offer, load: Callable[[Bucket, Tensor, 
 
 
 def _read(response: http.client.HTTPResponse, bucket: Bucket, stopped: Event) -> bytearray:
-    """As many bytes as the bucket has, and no more, whatever the sender says. Raises `UpdateFailed`."""
+    """Return the bucket's bytes, and read no more than it has, whatever the sender says. Raises `UpdateFailed`."""
     content = bytearray()
     while piece := response.read(min(PIECE_BYTES, bucket.num_bytes + 1 - len(content))):
         if stopped.is_set():
@@ -138,7 +138,7 @@ class _Poster:
         self._requests[bucket.index] = request
 
     def wait(self, index: int) -> str:
-        """Why the receiver did not take the bucket; "" if it did."""
+        """Return why the receiver did not take the bucket; "" if it did."""
         request = self._requests[index]
         while not request.done() and time.monotonic() - self._progress_at <= self._timeout_s:
             wait_for([request], TICK_S)
@@ -203,7 +203,7 @@ class _Poster:
                 raise UpdateFailed(f"is not receiving the update but {progress.phase}: {progress.reason}")
 
     def _ask(self, method: str, path: str, body: memoryview | None, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Status and body of the reply. A connection that the server has closed meanwhile is made anew once."""
+        """Return status and body of the reply. A connection that the server has closed meanwhile is made anew once."""
         kept = self._connection.sock is not None
         while not self._ended.is_set():
             try:
