@@ -50,7 +50,7 @@ class Checked:
     ("fault", "kind", "said"),
     [
         ("unsent", "tensor_not_sent", f"{TENSOR} is still as in version"),
-        ("flipped", "wrong_weights", f"{TENSOR} is neither as published nor as in version"),
+        ("negated", "wrong_weights", f"{TENSOR} is neither as published nor as in version"),
     ],
 )
 def test_each_fault_of_a_server_is_named(rig: Rig, tmp_path: Path, fault: str, kind: str, said: str) -> None:

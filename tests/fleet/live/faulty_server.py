@@ -6,7 +6,7 @@
     500 /weights      routes that begin so fail with status 500
     no-room           there is no memory to stage a version
     unsent NAME       this tensor is as it was when a version goes live, after it was verified
-    flipped NAME      bits of this tensor are others then
+    negated NAME      its values have the other sign then
 
 Each is a file in the folder of DUCTILE_FAULTS, as those are.
 """
@@ -14,8 +14,6 @@ Each is a file in the folder of DUCTILE_FAULTS, as those are.
 import sys
 import time
 from typing import Any
-
-import torch
 
 from ductile.generator.engine.engine import Engine
 from ductile.generator.server import serve
@@ -45,8 +43,8 @@ def commit_what_was_not_verified(self: StagedWeights, swap: Any) -> None:
     assert self._new is not None
     for name in said("unsent"):
         self._new.tensors[name].copy_(self._live.current.tensors[name])
-    for name in said("flipped"):
-        self._new.tensors[name].view(torch.int32).view(-1)[:4] ^= 1 << 25
+    for name in said("negated"):
+        self._new.tensors[name].copy_(-self._new.tensors[name])
     commit(self, swap)
 
 
