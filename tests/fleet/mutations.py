@@ -126,9 +126,14 @@ DEFECTS = (
         "the ranks' end is waited for first, and nobody watches",
         (
             Edit(
-                "fleet/weight_update.py",
-                "await asyncio.wait([sending, watching], return_when=asyncio.FIRST_COMPLETED)",
-                "await asyncio.wait([sending])",
+                "fleet/update_attempt.py",
+                "while self._left and not sending.done():",
+                "await asyncio.wait([sending])\n            while not sending.done():",
+            ),
+            Edit(
+                "fleet/update_attempt.py",
+                "await self._senders.leave_out(update.update_id, name, self.short[name].reason)",
+                "pass",
             ),
             Edit(
                 "weights/sender.py",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -103,7 +103,7 @@ class Monitor:
 
     async def stop(self) -> None:
         """Returns when nothing runs any more."""
-        tasks = [*self._rhythms.values(), *self._under_way.values(), *self._late]
+        tasks: list[asyncio.Task[Any]] = [*self._rhythms.values(), *self._under_way.values(), *self._late]
         tasks += [self._keeper] if self._keeper else []
         self._keeper = None
         for task in tasks:

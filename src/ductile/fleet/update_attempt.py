@@ -35,6 +35,7 @@ from ductile.messages.updates import (
     PrepareUpdate,
     Receiver,
     ResumeServer,
+    SendReport,
     ServerState,
     UpdateProgress,
     WeightCarrier,
@@ -174,14 +175,14 @@ class UpdateAttempt:
     @asynccontextmanager
     async def _leaving_out(self, update: WeightUpdate) -> AsyncGenerator[None]:
         """Have the ranks know of each member that fails meanwhile."""
-        told = {*self.short}
+        reported = {*self.short}
 
         async def tell() -> None:
             while True:
-                if not (names := self.short.keys() - told):
+                if not (names := self.short.keys() - reported):
                     await self._changed.wait()
                 for name in names:
-                    told.add(name)
+                    reported.add(name)
                     with suppress(Failure):  # they learn it when it does not answer
                         await self._senders.leave_out(update.update_id, name, self.short[name].reason)
 
@@ -196,7 +197,7 @@ class UpdateAttempt:
         async def ask(name: InstanceId) -> None:
             self._prepared.append(name)  # also one whose reply is lost has something to abort
             prepare = PrepareUpdate(_as_sent_to(name, update), self.carriers[name], tuple(offers), instance=name)
-            self._note(name, await self._answer(name, self._members[name].control.prepare(prepare)))
+            self._note(name, await self._reply(name, self._members[name].control.prepare(prepare)))
 
         await gather_all(*map(ask, self._left))
 
@@ -208,7 +209,7 @@ class UpdateAttempt:
         try:
             while self._left and not sending.done():
                 await self._changed.wait()
-            reports = sending.result() if sending.done() else []
+            reports: Sequence[SendReport] = sending.result() if sending.done() else ()
         finally:
             for task in (sending, *watching):
                 task.cancel()
@@ -236,7 +237,7 @@ class UpdateAttempt:
 
     async def _verify(self, update: WeightUpdate) -> None:
         async def ask(name: InstanceId) -> None:
-            self._note(name, await self._answer(name, self._members[name].control.verify(self._ends(update))))
+            self._note(name, await self._reply(name, self._members[name].control.verify(self._ends(update))))
 
         await gather_all(*map(ask, self._left))
 
@@ -247,12 +248,12 @@ class UpdateAttempt:
         pause = PauseServer(update.epoch, options.pause_mode, options.pause_lease_s)
         began_s = self._clock()
         try:
-            paused = await self._answer(name, control.pause(pause))
+            paused = await self._reply(name, control.pause(pause))
             if isinstance(paused, Failure):
                 return self._note(name, paused)
-            reply = await self._answer(name, control.commit(self._ends(update)))
+            reply = await self._reply(name, control.commit(self._ends(update)))
             if isinstance(reply, SlotLost | Late | Interrupted):
-                reply = await self._answer(name, self._what_came_of(update, name, reply))
+                reply = await self._reply(name, self._what_came_of(update, name, reply))
             self._note(name, reply)
             if name not in self.short:
                 self.committed.append(name)
@@ -317,7 +318,7 @@ class UpdateAttempt:
             if num_buckets > min(loaded.values()) or by_group.intersection(absent):
                 self.short[name] = Shortfall("held_up", self.short[name].reason)
 
-    async def _answer(self, name: InstanceId, call: Awaitable[T]) -> T | Failure:
+    async def _reply(self, name: InstanceId, call: Awaitable[T]) -> T | Failure:
         """Return what a member replies, or fails with, once it is out at the latest."""
         asking = asyncio.create_task(_outcome(call))
         asking.add_done_callback(lambda _: self._changed.notify_all())

@@ -63,7 +63,8 @@ class WeightUpdates:
                 result = await self._transaction(self._trainer, version, members, self._options.max_attempts)
             finally:
                 self.under_way = ""
-            self.version, self.digest = version, result.digest or self.digest
+            known = self.digest if self.version == version else ""  # it may be sent again to those that lack it
+            self.version, self.digest = version, result.digest or known
             return result
 
     async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
@@ -116,9 +117,12 @@ class WeightUpdates:
         began_s, number = self._clock(), 0
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
         digest, num_bytes, pause_s, tensors = "", 0, 0.0, dict[str, Digest]()
-        left = {member.id: member for member in members}
+        left: dict[InstanceId, AnyMember] = {member.id: member for member in members}
         only = senders.carrier or (self._options.join_carrier if self._warming else None)
-        choose = self._choose if only is None else lambda state: only
+
+        def choose(state: ServerState) -> WeightCarrier:
+            return only or self._choose(state)
+
         while left:
             number += 1
             attempt = UpdateAttempt(senders, version, left, self._options, choose, self._next_epoch, self._clock)
@@ -128,8 +132,9 @@ class WeightUpdates:
             finally:
                 self._attempt = None
             carriers |= attempt.carriers
-            digest, num_bytes = attempt.digest or digest, num_bytes + attempt.num_bytes
-            tensors |= attempt.tensors
+            if attempt.committed:  # else the ranks may have been stopped before they had all of it
+                digest, tensors = attempt.digest, {**attempt.tensors}
+            num_bytes += attempt.num_bytes
             pause_s = max(pause_s, attempt.pause_s)
             decision = next_attempt(tuple(attempt.committed), attempt.short, number, max_attempts)
             outcomes += decision.ended

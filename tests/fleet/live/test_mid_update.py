@@ -11,6 +11,7 @@ import httpx
 import pytest
 from torch import Tensor
 
+from ductile.columns import TokenIds
 from ductile.config.schema.fleet import FileRegistry, FleetConfig
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
@@ -172,7 +173,7 @@ async def in_the_middle(it: Fleet, victim: ServerProcess, number: int, point: st
     assert [each.outcome for each in it.results[-1].outcomes if each.instance in other] == ["committed"]
     assert [each.outcome for each in it.results[-1].outcomes if each.instance not in other] == ["dead"]
     assert (found.version, found.found) == (it.version, it.results[-1].digest)
-    generated = await it.pool.generate(GenerateRequest("r", (1, 2, 3), Sampling(max_tokens=5, ignore_eos=True)))
+    generated = await it.pool.generate(GenerateRequest("r", TokenIds((1, 2, 3)), Sampling(max_tokens=5)))
     assert {*generated.versions} == {it.version}
     assert took_s < CONSISTENT_S
     (it.faults / point).unlink()

@@ -87,16 +87,30 @@ def test_versions_go_by_http_and_one_that_joins_gets_the_live_one(tmp_path: Path
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with ServerProcesses(QUICKSTART / "model", tmp_path) as servers:
         servers.begin(*flags, PYTHONPATH=path)
-        with running(file, "--max-steps", "4") as run:
+        with running(file, "--max-steps", "300"):
             until(lambda: len(rows(file, "metrics.jsonl")) >= 1, file)
             servers.begin(*flags, PYTHONPATH=path)
-            until(lambda: len(of_kind(file, "server_joined")) == 2 or run.poll() is not None, file)
-            until(lambda: run.poll() is not None, file)
-        assert run.returncode == 0, (tmp_path / "rl.log").read_text()[-3000:]
+            until(lambda: len(of_kind(file, "server_joined")) == 2, file)
+            until(lambda: len(of_kind(file, "weights_updated")[-1]["outcomes"]) == 2, file)
         joined, updates = of_kind(file, "server_joined"), of_kind(file, "weights_updated")
-        assert len(joined) == 2, (tmp_path / "rl.log").read_text()[-3000:]
+        assert joined[1]["version"] > 0, "it has got weights before its first request"
         assert [each["version"] for each in updates] == sorted(each["version"] for each in updates)
         assert all(outcome["outcome"] == "committed" for update in updates for outcome in update["outcomes"])
         assert all(update["num_bytes"] for update in updates)
         assert not of_kind(file, "server_left")
         assert not of_kind(file, "canary_disagreed")
+
+
+def test_two_runs_on_one_node_each_with_a_port_of_its_own(tmp_path: Path) -> None:
+    """As the scaling page has it: the second one says another port, which means its own slots."""
+    files = list[Path]()
+    for name in ("exp1", "exp2"):
+        (tmp_path / name).mkdir()
+        files.append(write_config(tmp_path / name, "", 'rollout = "1"\n'))
+    port = ("--inference.server.port", "8001", "--orchestrator.client.base-url", "http://localhost:8001/v1")
+    with running(files[0], "--max-steps", "2") as first, running(files[1], "--max-steps", "2", *port) as second:
+        for run, file in zip((first, second), files, strict=True):
+            until(lambda run=run: run.poll() is not None, file)
+            assert run.returncode == 0, (file.parent / "rl.log").read_text()[-3000:]
+            assert rows(file, "metrics.jsonl")[-1]["step"] == 2
+            assert not of_kind(file, "server_joined"), "its own slots generate"
