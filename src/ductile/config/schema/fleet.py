@@ -100,7 +100,8 @@ class FleetConfig(Section):
     """Proof that a server has a version before it changes over: none; the sum over all its bytes; that, and a checksum
     of each bucket."""
     pause_mode: Literal["abort", "keep", "drain"] = "keep"
-    """Treatment of running requests while a server changes over: they end, stay where they are, or finish first."""
+    """Treatment of running requests while a server changes over: they end, stay where they are, or finish first. Those
+    that have not finished after `update_bucket_timeout_seconds` and three probes stay where they are."""
 
     @property
     def detection_bound_s(self) -> float:
