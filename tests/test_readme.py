@@ -13,7 +13,7 @@ from ductile.config.schema.run import RLConfig
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines() if "ductile " in line]
-YOURS = {"my.toml", "orch.toml"}
+YOURS = {"my.toml", "orch.toml", "http://10.0.0.9:8000"}
 """README says that these are the reader's own."""
 MADE = "runs/quickstart/"
 """The quickstart leaves it."""

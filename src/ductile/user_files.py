@@ -1,7 +1,8 @@
-"""Files that people name and write: what a path means, and the text behind it."""
+"""Files that people name and write: what a path means, the text behind it, and whose it is."""
 
 import os
 import re
+import stat
 from pathlib import Path
 
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -18,6 +19,27 @@ class NotText(ValueError):
 
 class BadPath(ValueError):
     """A path that means something else here than in a shell. The text goes on after it."""
+
+
+class NotOwn(ValueError):
+    """A file is none of this user's. The text goes on after its name."""
+
+
+def read_own(file: Path, most_bytes: int, private: bool = False) -> bytes:
+    """Content of a file of this user's, up to one byte more than `most_bytes`. private: nobody else may read it.
+
+    Raises OSError, and NotOwn for a link, a pipe or somebody else's file.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotOwn("is no file")
+        if status.st_uid != os.geteuid():
+            raise NotOwn(f"belongs to user {status.st_uid}, and not to {os.geteuid()}, who runs this")
+        if private and status.st_mode & 0o077:
+            raise NotOwn("can be read by others")
+        return stream.read(most_bytes + 1)
 
 
 def read_text(file: Path) -> str:

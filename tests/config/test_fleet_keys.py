@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from ductile.config.checks.fleet_findings import fleet_findings
-from ductile.config.schema.fleet import FileRegistry, FleetConfig, RegistryConfig, StaticRegistry
+from ductile.config.checks.fleet_findings import fleet_findings, registry_key_findings
+from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry, RegistryConfig, StaticRegistry
+from ductile.config.schema.orchestrator import ClientConfig
 from ductile.messages.updates import LONGEST_LEASE_S
 
 REFUSED = [
@@ -65,6 +66,15 @@ def test_values_that_cannot_work_together_are_findings(given: dict[str, Any], ke
     findings = list(fleet_findings(FleetConfig.model_validate(given), "inference."))
     assert [finding.keys[0] for finding in findings] == [key]
     assert words in findings[0].what
+
+
+@pytest.mark.parametrize("token_var", [None, "REGISTRY_TOKEN"])
+def test_an_api_key_goes_to_nobody_whom_a_registry_without_a_token_lists(token_var: str | None) -> None:
+    registry = HttpRegistry(url="http://127.0.0.1:85", token_var=token_var)
+    client = ClientConfig(api_key="s3cret-s3cret")
+    found = list(registry_key_findings(registry, "inference.registry", client, "orchestrator.client"))
+    assert [each.keys[0] for each in found] == ([] if token_var else ["inference.registry.token_var"])
+    assert not list(registry_key_findings(registry, "inference.registry", ClientConfig(), "orchestrator.client"))
 
 
 def test_defaults_are_finite_and_work() -> None:

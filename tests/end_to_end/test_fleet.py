@@ -42,6 +42,7 @@ def test_a_server_generates_beside_a_slot_until_it_is_told_to_leave(model: Path,
     updates = [event for event in events if event["kind"] == "weights_updated"]
     assert all(each["outcome"] == "committed" for update in updates for each in update["outcomes"])
     assert sum(bool(update["outcomes"]) for update in updates) >= 2
+    assert {way["carrier"] for update in updates for way in update["carriers"].values()} == {"shared_memory"}
     assert [event["is_lost"] for event in events if event["kind"] == "server_left"] == [False]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ductile.core.instances.carrier_choice import CarrierChoice
 from ductile.core.instances.instances import InstanceId, instance_on
 from ductile.core.instances.placement import Placement
 from ductile.core.instances.update_outcomes import InstanceOutcome
@@ -18,6 +19,7 @@ from tests.core.scheduling.scenes import COSTS, SPEEDS
 
 WRITTEN_EARLIER = Path(__file__).parents[1] / "end_to_end" / "written_earlier" / "events.jsonl"
 INSTANCE = instance_on("generate", (2, 3), birth=7)
+WAYS = {"a": CarrierChoice("http", "it is on another host and takes part in no process group")}
 SETTING = Setting(Placement((0,), (1,), (), "as said"), Limits(), "model", 2, 4, 2, 64, 128, instances=(INSTANCE,))
 EVENTS = (
     slots.SlotStarted(0, ("train", "generate"), "cpu", 17),
@@ -29,7 +31,7 @@ EVENTS = (
     servers.ServerChanged("10.0.0.7:8000", "ready", "suspect"),
     servers.ServerLeft("10.0.0.7:8000", True),
     servers.ServerNoted(),
-    servers.WeightUpdateEnded(3, (InstanceOutcome("a", "stale", "it hangs"),), 2, 1.5, 0.1, 64, "0" * 16),
+    servers.WeightUpdateEnded(3, (InstanceOutcome("a", "stale", "it hangs"),), 2, 1.5, 0.1, 64, "0" * 16, WAYS),
     steps.WorkBegan(SETTING),
     steps.StepProfiled(StepProfile(1, 0.0, 1.0, (), (4, 7), 9.0, SPEEDS, COSTS)),
     steps.BatchesReady(100, 2, 1),

@@ -5,6 +5,7 @@ A token says of which prompt it is and where it stands, so that one which is los
 
 import asyncio
 import json
+import math
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -16,11 +17,13 @@ import msgspec
 from ductile.messages.updates import ServerState
 
 DIGEST = "00000000000000aa"
+VOCABULARY = 1 << 30
+"""Token ids are below it."""
 
 
 def token(prompt: int, place: int) -> int:
     """Token that any server samples at this place of the whole sequence."""
-    return zlib.crc32(f"{prompt}/{place}".encode()) >> 1
+    return zlib.crc32(f"{prompt}/{place}".encode()) >> 2
 
 
 @dataclass
@@ -37,7 +40,7 @@ class FakeServer:
     at: int = 3
     """Tokens of each stream after which the fault comes."""
     fault: str = ""
-    """die, reset, hang, error, garbage, restart, commit, abort, more; or a status to refuse each completion with."""
+    """A case of `_break`, or a status to refuse each completion with."""
     times: int = 1000
     """Requests that meet the fault."""
     port: int = 0
@@ -161,6 +164,15 @@ class FakeServer:
             case "abort":
                 self._send(writer, self._chunk([], "abort"))
                 writer.write(b"0\r\n\r\n")
+            case "text":
+                self._send(writer, {"choices": [{"text": "hello", "logprobs": {"token_logprobs": [0.0]}}]})
+            case "beyond" | "negative":
+                self._send(writer, self._chunk([2_000_000_000 if fault == "beyond" else -7], None))
+            case "nan" | "minus_inf" | "positive":
+                chunk = self._chunk([1], None)
+                wrong = {"nan": math.nan, "minus_inf": -math.inf, "positive": 3.5}[fault]
+                chunk["choices"][0]["logprobs"]["token_logprobs"] = [wrong]
+                self._send(writer, chunk)
             case "more":
                 self._send(writer, self._chunk([1] * 1000, None))
             case "restart":

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.fleet import http_generators, server_http
+from ductile.fleet import http_client, http_generators
 from ductile.fleet.http_generators import HttpGenerators
 from ductile.records import GenerateRequest, Manifest, Sampling
 from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
@@ -20,7 +20,7 @@ REQUEST = GenerateRequest("r", (5,), SAMPLING, generated=(token(5, 1),), logprob
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_generators, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(server_http, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.01)
 
 
 @asynccontextmanager
@@ -91,9 +91,10 @@ def test_of_several_servers_one_does_what_another_cannot_end() -> None:
         (FakeServer(plain=True, fault="400"), Refused, "responded with 400"),
         (FakeServer(plain=True, fault="503"), Refused, "responded with 503"),
         (FakeServer(plain=True, fault="401"), Late, "the last one was lost: .* wants another API key"),
-        (FakeServer(plain=True, fault="garbage", at=0), Interrupted, "gave no token ids with log-probs"),
+        (FakeServer(plain=True, fault="text", at=0), Interrupted, "gave no token ids with log-probs"),
+        (FakeServer(plain=True, fault="garbage", at=0), Late, "sent 2 tokens with 1 log-probs"),
         (FakeServer(plain=True, fault="error", at=0), Interrupted, "this request of  failed"),
-        (FakeServer(plain=True, fault="more", at=0), Interrupted, "more than the 6 tokens it was asked for"),
+        (FakeServer(plain=True, fault="more", at=0), Late, "more than the 6 tokens it was asked for"),
     ],
     ids=lambda value: value.fault if isinstance(value, FakeServer) else "",
 )

@@ -11,12 +11,14 @@ import msgspec
 import pytest
 
 from ductile.config.schema.fleet import CustomRegistry, FileRegistry, FleetConfig, HttpRegistry, RegistryConfig
+from ductile.config.server_address import is_root
 from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority, first_epoch
 from ductile.fleet.discovery import Discovery
-from ductile.fleet.registry import LeaseFolder, RegistryClient, RegistryDown, StaticServers, registry_of, token_of
+from ductile.fleet.registry import LeaseFolder, RegistryClient, RegistryDown, StaticServers, registry_of
 from ductile.fleet.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.generator.server.registrar import Registrar
-from ductile.messages.server_lease import LeaseError, ServerLease, is_server_url, lease_file, lease_from
+from ductile.messages.control_token import token_of
+from ductile.messages.server_lease import LeaseError, ServerLease, lease_file, lease_from
 
 URL = "http://127.0.0.1:8001"
 
@@ -113,6 +115,16 @@ def test_a_lease_of_another_user_is_skipped(tmp_path: Path) -> None:
     os.chown(write(tmp_path, lease()), 4321, 4321)
     assert urls(folder_of(tmp_path, Clock(), told)) == set()
     assert "belongs to user 4321" in told[0]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o757, 0o777])
+def test_a_folder_that_others_may_write_to_is_no_registry(tmp_path: Path, mode: int) -> None:
+    write(tmp_path, lease())
+    tmp_path.chmod(mode)
+    with pytest.raises(RegistryDown, match=r"nobody else may write to it.*Write chmod 700"):
+        urls(folder_of(tmp_path, Clock()))
+    tmp_path.chmod(0o755)
+    assert urls(folder_of(tmp_path, Clock())) == {URL}
 
 
 def test_a_folder_that_is_deleted_keeps_whom_it_listed(tmp_path: Path) -> None:
@@ -232,24 +244,27 @@ def test_who_is_kept_out_and_until_when() -> None:
     ],
 )
 def test_what_is_an_address_of_a_server(url: str, is_one: bool) -> None:
-    assert is_server_url(url) == is_one
+    assert is_root(url) == is_one
 
 
-def test_a_token_is_read_from_no_file_but_the_server_s_own(tmp_path: Path) -> None:
+def test_a_token_is_read_from_no_file_but_the_server_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease may come from the network; what it names is sent to the address that it names."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     file = tmp_path / "127.0.0.1-8001.json"
-    file.write_text('{"port": 8001, "token": "secret"}')
+    file.write_text('{"host": "127.0.0.1", "port": 8001, "pid": 1, "token": "secret"}')
     file.chmod(0o600)
-    assert token_of(lease(token_file=str(file))) == "secret"
-    assert token_of(lease(8002, token_file=str(file))) is None
+    assert token_of(URL, str(file)) == "secret"
+    assert token_of("http://localhost:8001", str(file)) == "secret"
+    assert token_of("http://127.0.0.1:8002", str(file)) is None
+    assert token_of("http://10.0.0.9:8001", str(file)) is None, "a lease of somebody else names our file"
     file.chmod(0o644)
-    assert token_of(lease(token_file=str(file))) is None
+    assert token_of(URL, str(file)) is None
     other = tmp_path / "id_rsa"
     other.write_text("-----BEGIN")
     other.chmod(0o600)
-    assert token_of(lease(token_file=str(other))) is None
-    assert token_of(lease(token_file=str(tmp_path / "none"))) is None
-    assert token_of(lease()) is None
+    assert token_of(URL, str(other)) is None
+    assert token_of(URL, str(tmp_path / "none")) is None
+    assert token_of(URL) is None
 
 
 def test_a_server_keeps_its_lease_and_says_when_it_leaves(tmp_path: Path) -> None:

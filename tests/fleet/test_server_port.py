@@ -9,17 +9,20 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.scheduling.orders import Migration
+from ductile.fleet.completion_stream import SampledSpan, StreamedPiece, strange_token
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_port import ServerPort
-from ductile.messages.updates import EndUpdate, PauseServer, UpdateProgress
+from ductile.messages.updates import EndUpdate, LiveDigest, PauseServer, UpdateProgress
+from ductile.messages.workers import DigestWeights, WeightDigests
 from ductile.records import GenerateRequest, Generation, Manifest, Sampling
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
-from tests.fleet.fake_server import DIGEST, FakeServer, token
+from tests.fleet.fake_server import DIGEST, VOCABULARY, FakeServer, token
 
 LENGTH = 8
 PATIENT = ServerDeadlines(connect_s=2, state_s=2, control_s=2, verify_s=2, silence_s=10)
@@ -41,7 +44,7 @@ class Fleet:
         pool.on_ended.add(lambda id, failure, began_at: self.ended.append((id, failure and type(failure))))
 
     async def add(self, server: FakeServer, deadlines: ServerDeadlines = PATIENT, **keys: Any) -> ServerPort:
-        port = ServerPort(server.url, deadlines=deadlines, **keys)
+        port = ServerPort(server.url, deadlines=deadlines, vocab_size=VOCABULARY, **keys)
         await port.open()
         await self.pool.add_server(port)
         self.ports.append(port)
@@ -85,9 +88,11 @@ def is_whole(generation: Generation, number: int, length: int = LENGTH) -> bool:
     return generation.token_ids == tuple(token(number, place) for place in range(1, 1 + length))
 
 
-LOST = {"die", "restart", "commit", "401", "403"}
+NONSENSE = {"garbage", "more", "beyond", "negative", "nan", "minus_inf", "positive"}
+"""What would end the trainer, or be trained on."""
+LOST = {"die", "restart", "commit", "401", "403", *NONSENSE}
 """Faults after which the server is none of the fleet any more."""
-BEGUN = {"die", "reset", "hang", "error", "garbage", "restart", "commit", "abort", "more"}
+BEGUN = {"die", "reset", "hang", "error", "restart", "commit", "abort", *NONSENSE}
 """Faults in the middle of a stream."""
 
 
@@ -107,6 +112,27 @@ def test_whatever_a_server_does_each_request_ends_once_and_goes_on_with_what_it_
             assert (InstanceId(bad.url), None) not in made.ended
 
     run(story())
+
+
+@pytest.mark.parametrize(
+    ("token_id", "logprob", "version", "said"),
+    [
+        (9, 1e-6, 3, ""),
+        (0, 0.0, 0, ""),
+        (10, -1.0, 3, "the token id 10, and the model's are from 0 to 9"),
+        (-1, -1.0, 3, "the token id -1, and the model's are from 0 to 9"),
+        (1, 0.01, 3, "the log-prob 0.01, and the logarithm of a probability is finite and at most 0"),
+        (1, float("nan"), 3, "the log-prob nan, and the logarithm of a probability is finite and at most 0"),
+        (1, float("-inf"), 3, "the log-prob -inf, and the logarithm of a probability is finite and at most 0"),
+        (1, -1.0, -1, "tokens of version -1, which no weights have"),
+        (1, -1.0, 1 << 40, "tokens of version 1099511627776, which no weights have"),
+    ],
+)
+def test_tokens_that_no_model_samples_are_told_from_others(
+    token_id: int, logprob: float, version: int, said: str
+) -> None:
+    piece = StreamedPiece([1, token_id], [-2.0, logprob], [SampledSpan(version, DIGEST, 2)], None, "")
+    assert strange_token(piece, 10) == said
 
 
 def test_of_a_server_that_another_process_took_the_place_of_no_token_is_taken() -> None:
@@ -245,26 +271,103 @@ def test_tokens_of_a_version_that_is_being_committed_are_taken_before_its_reply_
     run(story())
 
 
+def test_tokens_of_a_commit_of_which_nothing_is_heard_are_taken_until_the_update_ends_without_it() -> None:
+
+    async def story() -> None:
+        server = FakeServer(replies={"/weights/commit": never})
+        async with fleet(server, deadlines=HASTY) as made:
+            port = made.ports[0]
+            with pytest.raises(Late, match="/weights/commit did not respond"):
+                await port.commit(NEXT)
+            assert port._is_trusted(NEXT.version, NEXT.digest)
+            with pytest.raises(Refused):  # the fake server knows no such route
+                await port.abort(NEXT)
+            assert not port._is_trusted(NEXT.version, NEXT.digest)
+
+    run(story())
+
+
+@pytest.mark.parametrize(("mode", "drained"), [("keep", True), ("drain", True), ("drain", False)])
+def test_a_server_may_drain_for_all_of_the_lease_and_keeps_what_has_not_ended_then(mode: Any, drained: bool) -> None:
+    async def story() -> None:
+        server = FakeServer()
+
+        async def reply() -> tuple[int, Any]:
+            told = server.control[-1][1]
+            if told["mode"] == "drain":
+                await asyncio.sleep(told["lease_s"] + 0.1)
+            return 200, msgspec.to_builtins(replace(server.state, paused=drained or told["mode"] == "keep"))
+
+        server.replies["/pause"] = reply
+        async with fleet(server) as made:
+            assert (await made.ports[0].pause(PauseServer(1, mode, lease_s=0.2))).paused
+        assert [told["mode"] for _, told in server.control] == [mode] if drained else ["drain", "keep"]
+
+    run(story())
+
+
+def test_a_server_that_does_not_pause_is_not_taken_for_paused() -> None:
+    async def story() -> None:
+        server = FakeServer()
+        server.replies["/pause"] = (200, msgspec.to_builtins(server.state))
+        async with fleet(server) as made:
+            with pytest.raises(Interrupted, match="says that it is not paused"):
+                await made.ports[0].pause(PauseServer(1))
+
+    run(story())
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_canary_that_nobody_waits_for_is_aborted_at_the_server(is_late: bool) -> None:
+    async def story() -> None:
+        server = FakeServer(token_s=0.02, length=1000)
+        async with fleet(server) as made:
+            made.pool._deadlines = Deadlines(0.1 if is_late else 5, 10, 5, 20)
+            canary = asyncio.create_task(made.pool.canary(made.pool.instances[0], request(1, 2000)))
+            await until(lambda: bool(made.ports[0]._live))
+            if not is_late:
+                canary.cancel()
+            with pytest.raises(Late if is_late else asyncio.CancelledError):
+                await canary
+            await until(lambda: not made.ports[0]._live and server.num_aborted == 1)
+
+    run(story())
+
+
+def test_weights_are_read_with_the_control_token() -> None:
+    """A server on loopback wants it for all that is below /weights, and no key for the rest."""
+
+    def serve(asked: httpx.Request) -> httpx.Response:
+        is_right = asked.headers.get("Authorization") == "Bearer t0ken"
+        return httpx.Response(200 if is_right else 401, content=msgspec.json.encode(LiveDigest(1, "d")))
+
+    async def story() -> None:
+        port = ServerPort("http://host:1", control_token="t0ken", transport=httpx.MockTransport(serve))
+        assert await port.ask(DigestWeights()) == WeightDigests(LiveDigest(1, "d"))
+        await port.release()
+
+    run(story())
+
+
 async def never() -> tuple[int, Any]:
     await asyncio.sleep(60)
     return 200, {}
 
 
 @pytest.mark.parametrize("has", [0, 1])
-def test_whether_a_commit_whose_reply_is_lost_was_made_is_asked(has: int) -> None:
+def test_a_commit_whose_reply_is_lost_is_known_once_the_state_says_so(has: int) -> None:
     async def story() -> None:
         server = FakeServer()
         server.replies["/weights/commit"] = never
         async with fleet(server, deadlines=HASTY) as made:
             port = made.ports[0]
             server.version, server.digest = (has, NEXT.digest if has else DIGEST)
-            if has:
-                assert (await port.commit(NEXT)).phase == "committed"
-            else:
-                with pytest.raises(Late, match=r"/weights/commit did not respond within 0\.3 s"):
-                    await port.commit(NEXT)
-            assert port.version == has
+            with pytest.raises(Late, match=r"/weights/commit did not respond within 0\.3 s"):
+                await port.commit(NEXT)
+            assert port.version == 0
             assert len(server.control) == 1, "it is not told twice"
+            await port.state()
+            assert (port.version, port.digest) == (has, NEXT.digest if has else DIGEST)
 
     run(story())
 
@@ -371,10 +474,10 @@ def test_a_suspect_gets_nothing_and_each_request_a_server_of_its_version() -> No
                 await port.commit(NEXT)
             asked = asyncio.create_task(made.pool.generate(request(9), versions=range(1, 2)))
             old = [asyncio.create_task(made.pool.generate(request(number), range(0, 1))) for number in range(3)]
-            await made.pool.receive(Manifest(1, "disk", "", 0, 0, ()), keeping={InstanceId(third.url)})
-            assert {*(await asked).versions} == {1}
             assert {version for each in await asyncio.gather(*old) for version in each.versions} == {0}
-            assert len(made.pool.instances) == 3
+            await made.pool.receive(Manifest(1, "disk", "", 0, 0, ()))
+            assert {*(await asked).versions} == {1}
+            assert {each.id for each in made.pool.instances} == {first.url, second.url}, "the third was not given it"
             with pytest.raises(Late, match="for request r1"):
                 await made.pool.generate(request(1), range(7, 9))
 

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from ductile.core.instances.instances import InstanceId
 from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.donor import Donor
-from ductile.fleet.update_parties import UpdateMember, UpdateOptions, summed
+from ductile.fleet.update_parties import UpdateMember, UpdateOptions
 from ductile.fleet.weight_update import WeightUpdates
-from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, VersionLease
+from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, VersionLease, total_of
 from ductile.messages.workers import BeginUpdate
-from ductile.roles import Late, Refused, SlotLost, TrainerLost
+from ductile.roles import Interrupted, Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
 
 PARTS = ("ffffffffffffffff", "0000000000000003")
@@ -25,8 +25,8 @@ OPTIONS = UpdateOptions(bucket_timeout_s=2.0, total_timeout_s=20.0, probe_timeou
 
 
 def test_parts_add_up_modulo_2_to_the_64():
-    assert summed(PARTS) == DIGEST
-    assert summed([]) == "0" * 16
+    assert total_of(PARTS) == DIGEST
+    assert total_of([]) == "0" * 16
 
 
 @dataclass
@@ -70,6 +70,8 @@ class Server:
                 raise Late(f"{self.name} did not reply")
             elif fault == "wedge":
                 await asyncio.sleep(1e6)
+            elif fault == "error":
+                raise Interrupted(f"{self.name} responded with 500")
             elif fault == "fail":
                 self.progress = UpdateProgress(request.update_id, "failed", reason="the disk is full")
         if not self.alive:
@@ -388,6 +390,15 @@ def test_the_trainer_keeps_its_weights_for_a_server_until_they_have_been_sent_an
         assert it.ranks.kept == [], "an optimizer step waits for a server that hangs"
         with pytest.raises(Refused, match="did not reply"):
             await warming
+
+    run(story())
+
+
+def test_an_error_in_reply_to_a_commit_says_nothing_of_what_has_become_of_it():
+    async def story():
+        victim = Server("victim", {"commit": "error"}, times=1)
+        assert outcomes(await scene(victim).publish()) == {"victim": "committed"}
+        assert victim.said[victim.said.index("commit") + 1] == "state"
 
     run(story())
 

@@ -1,14 +1,19 @@
 """Who gets in, and with what, before anything is read."""
 
+import asyncio
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ductile.config.schema.inference import ServerConfig
-from ductile.generator.server.control_token import ControlToken, UnsafeFolder, control_token, read_token
+from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
 from ductile.generator.server.server import create_app
+from ductile.messages.control_token import ControlToken, UnsafeFolder, control_token, token_of
 from tests.generator.conftest import Family
 from tests.generator.test_server import Client, local
 
@@ -89,9 +94,9 @@ def test_a_token_is_kept_in_a_folder_of_its_owner_alone(tmp_path: Path, monkeypa
     with control_token("::1", 8000) as token:
         assert token.file is not None
         assert stat.S_IMODE(token.file.stat().st_mode) == 0o600
-        assert read_token("::1", 8000) == token.text
+        assert token_of("http://[::1]:8000") == token.text
         assert token.text not in repr(token)
-    assert read_token("::1", 8000) is None
+    assert token_of("http://[::1]:8000") is None
     token.file.parent.chmod(0o777)
     with pytest.raises(UnsafeFolder, match="can be written by others"), control_token("::1", 8000):
         pass
@@ -103,3 +108,65 @@ def test_the_key_is_asked_for_before_a_body_is_looked_at(qwen3: Family) -> None:
             assert client.post("/v1/completions", content=content).status_code == 401
             assert client.post("/health", content=content).status_code == 401
             assert client.post("/liveness", json={"x": content}).status_code == 401
+
+
+class _Buckets:
+    """A server whose door alone is real, and bodies that come piece by piece."""
+
+    def __init__(self, timeout_s: float = 30.0) -> None:
+        self.num_open = self.most_open = 0
+        self.control = ControlToken()
+        config = ServerConfig(timeout_s=timeout_s)
+        self.guard = RequestGuard(self._load, config, self.control, lambda: PIECES)
+
+    async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert len(scope["state"]["body"]) == PIECES
+        await asyncio.sleep(0)
+        self.num_open -= 1
+        await Response()(scope, receive, send)
+
+    async def post(self, is_stuck: bool = False) -> int:
+        """The status of the response; 0 for one that never ends."""
+        left, said = [1] * PIECES, [0]
+        token = f"Bearer {self.control.text}".encode()
+        headers = [(b"content-type", b"application/octet-stream"), (b"authorization", token)]
+        scope = {"type": "http", "path": "/weights/buckets/u/s/0", "method": "POST", "headers": headers}
+
+        async def receive() -> dict[str, Any]:
+            if len(left) == PIECES:
+                self.num_open += 1
+                self.most_open = max(self.most_open, self.num_open)
+            await asyncio.sleep(60 if is_stuck else 0)
+            return {"type": "http.request", "body": b"x" * left.pop(), "more_body": bool(left)}
+
+        async def send(message: Any) -> None:
+            said[0] = message.get("status", said[0])
+
+        await self.guard(scope, receive, send)
+        return said[0]
+
+
+PIECES = 16
+"""Of a bucket, of a byte each."""
+
+
+def test_as_many_ranks_as_there_are_send_buckets_and_a_few_of_them_lie_in_memory() -> None:
+    async def story() -> None:
+        server = _Buckets()
+        assert await asyncio.gather(*(server.post() for _ in range(40))) == [200] * 40
+        assert server.most_open == BODIES_AT_ONCE
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_a_bucket_waits_for_its_turn_no_longer_than_any_body_may_take() -> None:
+    async def story() -> None:
+        server = _Buckets(timeout_s=0.2)
+        stuck = [asyncio.create_task(server.post(is_stuck=True)) for _ in range(BODIES_AT_ONCE)]
+        await asyncio.sleep(0.01)
+        late = asyncio.create_task(server.post(is_stuck=True))
+        assert await asyncio.gather(*stuck) == [408] * BODIES_AT_ONCE
+        assert await server.post() == 200
+        assert await late in (408, 503)
+
+    asyncio.run(asyncio.wait_for(story(), 20))

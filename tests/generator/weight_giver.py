@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ductile.generator.server.weight_donor import content_of, offered
-from ductile.generator.server.weight_receiver import as_tensor
 from ductile.messages.updates import EndUpdate, PrepareUpdate, Receiver, TensorSpec, WeightUpdate
 from ductile.weights.buckets import only
-from ductile.weights.carriers.carrier import checksum_of
+from ductile.weights.carriers.carrier import bytes_of, checksum_of
 from ductile.weights.live_weights import VersionTensors
 
 
@@ -81,7 +80,7 @@ class Giver:
             headers={
                 "Content-Type": "application/octet-stream",
                 "X-Ductile-Epoch": str(changed.get("epoch", self.epoch)),
-                "X-Ductile-Checksum": changed.get("checksum", checksum_of(as_tensor(bytearray(content)))),
+                "X-Ductile-Checksum": changed.get("checksum", checksum_of(bytes_of(bytearray(content)))),
             },
         )
         return reply.status_code, reply.json()

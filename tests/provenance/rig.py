@@ -16,7 +16,8 @@ from ductile.core.instances.instances import Instance, instance_on
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.rollouts.provenance import LIMITS, KnownWeights
 from ductile.generator.generate_role import GenerateRole
-from ductile.messages.workers import DigestWeights, Finished, Generate, Receive, WeightDigests
+from ductile.messages.updates import LiveDigest
+from ductile.messages.workers import DigestWeights, Finished, Generate, Receive
 from ductile.model.checkpoint import load_model
 from ductile.model.packed import PackedSamples
 from ductile.observe import Recorder, read_jsonl
@@ -83,8 +84,8 @@ class Rig:
     async def canary(self, instance: Instance, request: GenerateRequest) -> Generation:
         return self.generators[instance.id].generate(request)
 
-    async def digest_weights(self, instance: Instance) -> WeightDigests:
-        return self.generators[instance.id].role.handle(DigestWeights())
+    async def digest_weights(self, instance: Instance) -> LiveDigest:
+        return self.generators[instance.id].role.handle(DigestWeights()).live
 
     async def score(self, samples, version):
         with torch.no_grad():

@@ -19,7 +19,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer import owners
 from ductile.fabric import rendezvous
 from ductile.fleet.update_parties import summed_by_name
-from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, WeightCarrier, WeightUpdate
+from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, WeightCarrier, WeightUpdate, total_of
 from ductile.messages.workers import BeginUpdate, FinishUpdate, ForwardBackward, OptimStep, Publish
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch
@@ -28,7 +28,7 @@ from ductile.trainer import outgoing_weights
 from ductile.trainer.outgoing_weights import OutgoingWeights
 from ductile.trainer.train_role import TrainRole
 from ductile.weights.carriers import receive
-from ductile.weights.digest import box_digest, total, total_of, whole_digest
+from ductile.weights.digest import box_digest, total, whole_digest
 from ductile.weights.shared_memory import SharedMemory
 from tests.ranks import result_of, start, stop
 from tests.tiny import make_model_folder

@@ -32,6 +32,8 @@ class Task(msgspec.Struct):
     """Bucket at which it stands still."""
     fail_at: int = -1
     """Bucket at which the sink raises (http: replies 500)."""
+    crowded: int = 0
+    """Buckets in a row that it has no room for (http: replies 503)."""
     load_s: float = 0.0
     """Time that it takes to load a bucket."""
     prepare: PrepareUpdate | None = None
@@ -102,6 +104,9 @@ def serve(task: Task) -> None:
                 task.prepare = msgspec.json.decode(body, type=PrepareUpdate)
                 progress[0] = UpdateProgress(task.prepare.update.update_id, "prepared")
                 self._reply(200, b"")
+            elif task.crowded:
+                task.crowded -= 1
+                self._reply(503, b"there are too many buckets at once")
             else:
                 self._load(body)
 

@@ -1,5 +1,6 @@
 """Every way that buckets travel, with receivers (and senders) that are processes, which die, hang and refuse."""
 
+import errno
 import mmap
 import os
 import signal
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -20,9 +22,11 @@ import msgspec
 import pytest
 
 from ductile.fabric import rendezvous
-from ductile.messages.updates import Offer, PrepareUpdate, Receiver, SendReport, WeightCarrier, WeightUpdate
+from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, SendReport, WeightCarrier, WeightUpdate
 from ductile.transport.sockets import LOOPBACK
+from ductile.weights.carriers.carrier import UpdateFailed
 from ductile.weights.carriers.disk import DiskSender, folder_of
+from ductile.weights.carriers.http import receive as take_lease
 from ductile.weights.carriers.shared_memory import SlotRing
 from ductile.weights.sender import WeightSender
 from tests.full_disk import small_disk
@@ -369,6 +373,58 @@ def test_a_token_that_is_refused_is_shown_nowhere_and_not_tried_again(
     assert "HTTP 401" in report.failed[name]  # the server's reply has the token in it
     assert "a-wrong-secret" not in repr(report) + repr(update)
     assert update.secret not in repr(update)
+
+
+@pytest.mark.parametrize(("crowded", "fails"), [(2, False), (1000, True)])
+def test_a_bucket_for_which_a_server_has_no_room_yet_is_sent_again_for_a_while(
+    fleet: Callable[[WeightCarrier], Fleet], crowded: int, fails: bool
+) -> None:
+    made = fleet("http")
+    name = made.receiver("a", crowded=crowded)
+    update = made.update(bucket_timeout_s=0.5 if fails else 30.0)
+    made.prepare(update, made.send(update, SIZES))
+    report = made.report()
+    assert report.failed == ({name: f"{name} {report.failed[name][len(name) + 1 :]}"} if fails else {})
+    if fails:
+        assert "HTTP 503" in report.failed[name] or "did not acknowledge" in report.failed[name]
+
+
+def test_of_a_server_that_gives_more_than_its_lease_says_no_more_is_read() -> None:
+    sent = 0
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            nonlocal sent
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    sent += self.wfile.write(b"x" * 1024)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Endless) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        offer = Offer("donor", (), (Bucket(0, 2000, ()),), f"http://127.0.0.1:{server.server_port}/weights/buckets/x")
+        loaded: list[object] = []
+        with pytest.raises(UpdateFailed, match="bucket 0 has 2000 bytes, and more of them came"):
+            take_lease(WeightUpdate("u", 1, 1, ()), offer, lambda *given: loaded.append(given), threading.Event())
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        assert not loaded
+        assert sent < 100 << 20
+
+
+def test_memory_that_cannot_be_mapped_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    before = _open_files()
+    monkeypatch.setattr(mmap, "mmap", none)
+    with pytest.raises(OSError, match="no memory"):
+        SlotRing("test", 1, 10)
+    assert _open_files() == before
 
 
 def test_a_full_disk_fails_its_carrier_and_no_other(fleet: Callable[[WeightCarrier], Fleet], tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ductile.fabric import boxes
 from ductile.fabric.fingerprint import MODULUS, copy_and_sum, plain_weighted_sum, weighted_sum
-from ductile.weights.digest import box_digest, from_text, to_text, total, total_of, whole_digest
+from ductile.messages.updates import total_of
+from ductile.weights.digest import box_digest, from_text, to_text, total, whole_digest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.float64)
 Box = tuple[tuple[int, ...], tuple[int, ...]]

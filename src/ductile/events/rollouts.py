@@ -44,6 +44,12 @@ class CanaryDisagreed(RunEvent, tag="canary_disagreed", frozen=True):
     """What is wrong, as `ductile.core.rollouts.provenance.diagnose` finds it."""
 
 
+class CanaryFailed(RunEvent, tag="canary_failed", frozen=True):
+    """A version could not be checked, for a reason of the check's own."""
+
+    version: int
+
+
 class RequestRestarted(RunEvent, tag="request_restarted", frozen=True):
     """A request begins again because its generator is lost."""
 

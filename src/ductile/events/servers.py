@@ -1,5 +1,8 @@
 """Events of a run's servers: they come, fail, and go; versions of the weights go to them."""
 
+import msgspec
+
+from ductile.core.instances.carrier_choice import CarrierChoice
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.observe import RunEvent
 
@@ -51,3 +54,5 @@ class WeightUpdateEnded(RunEvent, tag="weights_updated", frozen=True):
     digest: str
     num_bytes_unchanged: int = 0
     """Bytes that did not have to be sent, as all servers had them from the version before."""
+    carriers: dict[str, CarrierChoice] = msgspec.field(default_factory=dict[str, CarrierChoice])
+    """The way that the bytes took to each server, and why."""

@@ -4,7 +4,6 @@ Membership epochs begin at `first_epoch(token)`, so the epochs of an old ruler a
 servers refuse what it still says (409): it need not even know that its rule is over.
 """
 
-import asyncio
 import os
 import re
 import time
@@ -13,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-import httpx
 import msgspec
 
 from ductile.concurrency.deadline import said
 from ductile.concurrency.structured import OneThread
 from ductile.disk import write_whole
 from ductile.error_text import error_text
+from ductile.fleet.http_client import HttpClient, HttpReply, NoReply
 from ductile.fleet.registry import ASK_S, RegistryDown
 
 EPOCHS_OF_A_RULE = 1 << 20
@@ -120,28 +119,30 @@ class HttpAuthority:
     """Rule over an HTTP registry, which decides who has it."""
 
     def __init__(self, url: str, token: str | None, owner: str, ttl_s: float) -> None:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._url, self._claim = f"{url.rstrip('/')}/authority", {"owner": owner, "ttl_s": ttl_s}
-        self._client = httpx.AsyncClient(headers=headers, timeout=min(ASK_S, ttl_s), trust_env=False)
+        self._url, self._owner, self._ttl_s = f"{url.rstrip('/')}/authority", owner, ttl_s
+        self._client = HttpClient(token)
 
     async def claim(self) -> int | None:
         try:
-            async with asyncio.timeout(ASK_S):
-                response = await self._client.put(self._url, json=self._claim)
-        except (httpx.HTTPError, OSError, TimeoutError) as error:
-            raise RegistryDown(f"{self._url} cannot be asked: {error_text(error)}") from None
-        if response.status_code == 409:
+            reply = await self._put(self._ttl_s)
+        except NoReply as error:
+            raise RegistryDown(f"the registry cannot be asked who rules: {error}") from None
+        if reply.status == 409:
             return None
-        if response.status_code != 200:
-            raise RegistryDown(f"{self._url} responded with {response.status_code}")
-        return int(response.json()["token"])
+        if reply.status != 200:
+            raise RegistryDown(f"{self._url} responded with {reply.status}")
+        return int(msgspec.json.decode(reply.content)["token"])
 
     async def close(self) -> None:
         """Let another one rule at once."""
-        with suppress(httpx.HTTPError, OSError, TimeoutError):
-            async with asyncio.timeout(ASK_S):
-                await self._client.put(self._url, json={**self._claim, "ttl_s": 0.0})
-        await self._client.aclose()
+        with suppress(NoReply):
+            await self._put(0.0)
+        await self._client.close()
+
+    async def _put(self, ttl_s: float) -> HttpReply:
+        body = msgspec.json.encode({"owner": self._owner, "ttl_s": ttl_s})
+        headers, deadline_s = {"Content-Type": "application/json"}, min(ASK_S, self._ttl_s)
+        return await self._client.ask("PUT", self._url, deadline_s, headers, body)
 
 
 def _text(rule: _Rule) -> str:

@@ -4,6 +4,7 @@
 Text would have to be tokenised again, and then log-probs would not be the tokens'.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_args
@@ -13,12 +14,16 @@ import msgspec
 from ductile.columns import Floats, TokenIds, Versions
 from ductile.messages.updates import Digest
 from ductile.records import FinishReason, GenerateRequest, Generation, both_digests
-from ductile.roles import Interrupted
+from ductile.roles import Interrupted, Refused
 
 ROUTE = "/v1/completions"
+SEEDS, INT32 = 1 << 62, 1 << 31
+LARGEST_LOGPROB = 1e-3
+"""A log-prob that is above 0 by no more than this is rounded."""
 
 
-SEEDS = 1 << 62
+class NoTokens(Refused):
+    """A server sent what no model samples. Nothing that it says can be trained on."""
 
 
 def as_prompt(request: GenerateRequest) -> GenerateRequest:
@@ -107,7 +112,7 @@ class StreamedPiece:
 
 
 def read_piece(event: Mapping[str, Any], url: str) -> StreamedPiece:
-    """Raises Interrupted where the event says that the server failed, or cannot be read."""
+    """Raises Interrupted where the event says that the server failed, or cannot be read, and NoTokens."""
     if "error" in event:
         raise Interrupted(f"{url} failed at a request: {str(event['error'])[:500]}")
     try:
@@ -119,15 +124,33 @@ def read_piece(event: Mapping[str, Any], url: str) -> StreamedPiece:
     spans = choice.weight_versions or []
     if token_ids is None and choice.finish_reason and not logprobs:
         token_ids = []  # a last chunk may have no more than the reason
-    known = sum(span.count for span in spans)
-    if token_ids is None or len(token_ids) != len(logprobs) or (spans and known != len(token_ids)):
+    if token_ids is None or (token_ids and choice.logprobs is None):
         raise Interrupted(
             f"{url} gave no token ids with log-probs; the server must understand `return_token_ids` and `logprobs`"
         )
+    if len(token_ids) != len(logprobs):
+        raise NoTokens(f"{url} sent {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    if spans and (known := sum(span.count for span in spans)) != len(token_ids):
+        raise NoTokens(f"{url} sent {len(token_ids)} tokens, and says the weights of {known}")
     reason = next((each for each in get_args(FinishReason) if each == choice.finish_reason), None)
     if choice.finish_reason and reason is None:
         raise Interrupted(f"{url} ended a completion for a reason that nobody knows: {choice.finish_reason[:80]!r}")
     return StreamedPiece(token_ids, logprobs, spans, reason, chunk.incarnation)
+
+
+def strange_token(piece: StreamedPiece, vocab_size: int | None) -> str:
+    """Return what is no sampled token, for a sentence; "" where all are some. A trainer that is given one fails, and
+    takes the run with it."""
+    for token_id in piece.token_ids:
+        if not 0 <= token_id < (vocab_size or INT32):
+            return f"the token id {token_id}, and the model's are from 0 to {(vocab_size or INT32) - 1}"
+    for logprob in piece.logprobs:
+        if not math.isfinite(logprob) or logprob > LARGEST_LOGPROB:
+            return f"the log-prob {logprob}, and the logarithm of a probability is finite and at most 0"
+    for span in piece.spans:
+        if not 0 <= span.version < INT32:
+            return f"tokens of version {span.version}, which no weights have"
+    return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,25 +176,19 @@ class PartialCompletion:
 
     @property
     def reason_to_end(self) -> FinishReason | None:
-        """Why nothing is left to be sampled, though no server has said so; None where something is."""
+        """Reason for which nothing is left to be sampled, though no server has said so; None where something is."""
         sampling = self.request.sampling
         if self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
             return "stop"
         return "length" if len(self) >= sampling.max_tokens else None
 
-    def add(self, piece: StreamedPiece, version: int, url: str) -> None:
-        """version: of the tokens that the piece does not say the version of. Raises Interrupted for tokens that
-        are none."""
+    def add(self, piece: StreamedPiece, version: int, url: str, vocab_size: int | None = None) -> None:
+        """version: of the tokens that the piece does not say the version of. vocab_size: of the run's model; None: it
+        is not known. Raises NoTokens."""
         if len(self) + len(piece.token_ids) > self.request.sampling.max_tokens:
-            raise Interrupted(f"{url} sent more than the {self.request.sampling.max_tokens} tokens it was asked for")
-        try:
-            _ = (
-                TokenIds(piece.token_ids),
-                Floats(piece.logprobs),
-                Versions([version, *(s.version for s in piece.spans)]),
-            )
-        except ValueError as error:
-            raise Interrupted(f"{url} sent tokens that are none: {error}") from None
+            raise NoTokens(f"{url} sent more than the {self.request.sampling.max_tokens} tokens it was asked for")
+        if why := strange_token(piece, vocab_size):
+            raise NoTokens(f"{url} sent {why}")
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         for span in piece.spans or [SampledSpan(version, "", len(piece.token_ids))]:

@@ -15,6 +15,7 @@ from typing import Literal
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
+from ductile.config.server_address import is_root, root_of
 from ductile.core.instances.fleet_state import FleetState
 from ductile.core.instances.health import HealthRules, ServerHealth
 from ductile.core.instances.instances import InstanceId
@@ -29,7 +30,6 @@ from ductile.fleet.judge import Judge
 from ductile.fleet.monitor import HttpProbe, Monitor, Probe, ProbeOutcome
 from ductile.fleet.registry import Registry, RegistryDown, StaticServers
 from ductile.fleet.shared_state import SharedFleetState
-from ductile.messages.server_lease import is_server_url
 from ductile.roles import Failure, Interrupted, Late
 
 POLL_S = 5.0
@@ -133,7 +133,7 @@ class ElasticFleet:
         """Look for a server at the address from now on, also one that was taken out before. Returns the epoch. Raises
         ValueError for what is no address."""
         address = root_of(address)
-        if not is_server_url(address):
+        if not is_root(address):
             raise ValueError(f'{address!r} is no address of a server; write one such as "http://10.0.0.7:8000"')
         self._discovery.name(address)
         self._soon(self._monitor.look)
@@ -424,11 +424,6 @@ class ElasticFleet:
 
 async def _no_probe(address: str) -> ProbeOutcome:
     return ProbeOutcome("unasked", f"nobody asks {address}")
-
-
-def root_of(url: str) -> str:
-    """Return the root of a server's routes: "http://10.0.0.7:8000" of "http://10.0.0.7:8000/v1/"."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _found_by(state: FleetState, server: str) -> ServerHealth | None:

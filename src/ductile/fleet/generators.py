@@ -23,6 +23,7 @@ from ductile.fleet.instance_port import InstanceEvent, Returned, RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.migration import MigrationResult, Migrator
 from ductile.fleet.worker_pool import ANY_VERSION, MOST_LOST, WorkerPool
+from ductile.messages.updates import LiveDigest
 from ductile.messages.workers import DigestWeights, EngineStats, Finished, Heartbeat, Score, TrainCommand, WeightDigests
 from ductile.records import GenerateRequest, Generation
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
@@ -131,17 +132,21 @@ class RemoteGenerators(WorkerPool):
             aborted = False
             return generation
         except TimeoutError:
+            self._dispatch.abort(entry)
             waited = said(self._deadlines.command_s)
             raise Late(f"{self.describe(instance)} did not generate {request.id} within {waited}") from None
+        except asyncio.CancelledError:
+            self._dispatch.abort(entry)
+            raise
         finally:
             self._in_flight.close(entry, aborted)
 
-    async def digest_weights(self, instance: Instance) -> WeightDigests:
+    async def digest_weights(self, instance: Instance) -> LiveDigest:
         """The generator's weights as they are in its memory. Raises SlotLost, Late or Refused."""
         reply = await self.ask(instance, DigestWeights())
         if not isinstance(reply, WeightDigests):
             raise Refused(f"{self.describe(instance)} replied to DigestWeights with {type(reply).__name__}")
-        return reply
+        return reply.live
 
     async def dismiss(self, instance: Instance, timeout_s: float | None = None) -> None:
         """Have the instance generate no more, once what it has has left or ended. timeout_s: for that; None: the run's

@@ -6,22 +6,20 @@ deadline is told of as silent, and is listened to for a while longer: an answer 
 """
 
 import asyncio
-import errno
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
-import httpx
 import msgspec
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.config.schema.fleet import FleetConfig
 from ductile.error_text import error_text
-from ductile.fleet.server_http import KEPT_S
+from ductile.fleet.http_client import HttpClient, HttpReply, NoReply, bearer
 from ductile.messages.updates import ServerState
 
 MOST_PROBES = 64
@@ -30,15 +28,11 @@ MOST_BYTES = 1 << 20
 """Largest state that is read."""
 JITTER = 0.1
 """Largest share of an interval by which a probe is early. It is never late, so the bound on detection holds."""
-OWN_FAULTS = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.EPERM}
-)
-"""Errors that keep us from asking anybody."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """What one probe found. answered: the state is there. closed: nobody listens at the address. silent: no reply in
+    """Outcome of one probe. answered: the state is there. closed: nobody listens at the address. silent: no reply in
     time. odd: a reply that is no state. denied: the server wants another key. unasked: the fault is on our side."""
 
     kind: Literal["answered", "closed", "silent", "odd", "denied", "unasked"]
@@ -54,33 +48,26 @@ class Probe(Protocol):
 
 
 class HttpProbe:
-    """Asks a server for its state. One for an event loop; `close` it there."""
+    """A GET of a server's state. One for an event loop; `close` it there."""
 
     def __init__(self, timeout_s: float, key_of: Callable[[str], str | None] = lambda address: None) -> None:
         """timeout_s: longest that an answer is listened for. key_of: the server's API key, by address."""
         self._timeout_s, self._key_of = timeout_s, key_of
-        self._client = httpx.AsyncClient(
-            timeout=timeout_s, limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S), trust_env=False
-        )
+        self._client = HttpClient()
 
     async def __call__(self, address: str) -> ProbeOutcome:
-        key = self._key_of(address)
         url = f"{address}/fleet/state"
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
-                return await _read(url, response)
-        except (TimeoutError, httpx.TimeoutException):
-            return ProbeOutcome("silent", f"{url} did not answer within {said(self._timeout_s)}")
-        except (httpx.HTTPError, OSError) as error:
-            numbers = {*_error_numbers(error)}
-            why = f"{url}: {error_text(error)}"
-            if errno.ECONNREFUSED in numbers:
+            reply = await self._client.ask("GET", url, self._timeout_s, bearer(self._key_of(address)), None, MOST_BYTES)
+        except NoReply as error:
+            if error.kind == "closed":
                 return ProbeOutcome("closed", f"nobody listens at {address}")
-            return ProbeOutcome("unasked" if numbers & OWN_FAULTS else "silent", why)
+            # A connection that is lost is no proof: a server that has too many of them resets some.
+            return ProbeOutcome("silent" if error.kind == "lost" else error.kind, str(error))
+        return _outcome(url, reply)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
 
 class Monitor:
@@ -203,33 +190,12 @@ class Monitor:
             self._tell(address, replace(probing.result(), asked_at=asked_at))
 
 
-async def _read(url: str, response: httpx.Response) -> ProbeOutcome:
-    if response.status_code in (401, 403):
-        return ProbeOutcome("denied", f"{url} refused our key with {response.status_code}")
-    content = b""
-    async for chunk in response.aiter_bytes():
-        content += chunk
-        if len(content) > MOST_BYTES:
-            return ProbeOutcome("odd", f"{url} sent more than {MOST_BYTES} bytes")
-    if response.status_code != 200:
-        return ProbeOutcome("odd", f"{url} responded with {response.status_code}")
+def _outcome(url: str, reply: HttpReply) -> ProbeOutcome:
+    if reply.status in (401, 403):
+        return ProbeOutcome("denied", f"{url} refused our key with {reply.status}")
+    if reply.status != 200:
+        return ProbeOutcome("odd", f"{url} responded with {reply.status}")
     try:
-        return ProbeOutcome("answered", state=msgspec.json.decode(content, type=ServerState))
+        return ProbeOutcome("answered", state=msgspec.json.decode(reply.content, type=ServerState))
     except (msgspec.DecodeError, ValueError) as error:
         return ProbeOutcome("odd", f"{url} sent no state of a server: {error}")
-
-
-def _error_numbers(error: BaseException | None) -> Iterator[int]:
-    """Return the numbers of the system's errors behind an error of a client's."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        one = pending.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, OSError) and one.errno is not None:
-            yield one.errno
-        if isinstance(one, BaseExceptionGroup):
-            pending.extend(cast("BaseExceptionGroup[BaseException]", one).exceptions)
-        pending.extend((one.__cause__, one.__context__))

@@ -5,17 +5,13 @@ server out, an empty or unreachable registry takes out none, and the clocks of t
 counts as long as its `beat` goes on, by the reader's clock.
 """
 
-import asyncio
 import os
-import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast
-from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 
 from ductile.concurrency.deadline import said
@@ -23,8 +19,9 @@ from ductile.concurrency.structured import OneThread
 from ductile.config.reading.imports import import_object
 from ductile.config.schema.fleet import FileRegistry, HttpRegistry, RegistryConfig, StaticRegistry
 from ductile.config.schema.secrets import secret_of
-from ductile.error_text import error_text
+from ductile.fleet.http_client import HttpClient, NoReply
 from ductile.messages.server_lease import MOST_BYTES, LeaseError, ServerLease, lease_from
+from ductile.user_files import NotOwn, read_own
 
 ASK_S = 5.0
 """Longest time that a registry may take to list its servers."""
@@ -60,8 +57,8 @@ class StaticServers:
 
 
 class LeaseFolder:
-    """A folder with a file for each server. Files of other users, other content and half-written ones are skipped, and
-    told once."""
+    """A folder with a file for each server, of the user who runs this, and that nobody else may write to: what it lists
+    is sent prompts and keys. Files of other users, other content and half-written ones are skipped, and told once."""
 
     def __init__(
         self,
@@ -90,6 +87,12 @@ class LeaseFolder:
     def _read(self) -> Leases:
         leases: dict[str, ServerLease] = {}
         try:
+            status = self._folder.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise RegistryDown(
+                    f"the registry {self._folder} must belong to the user who runs this, and nobody else may write to "
+                    f"it: what it lists is sent prompts and keys. Write chmod 700 {self._folder}"
+                )
             with os.scandir(self._folder) as entries:
                 names = sorted(entry.name for entry in entries if entry.name.endswith(".json"))[:MOST_SERVERS]
         except OSError as error:
@@ -99,10 +102,10 @@ class LeaseFolder:
                 continue
             with suppress(FileNotFoundError):  # it left a moment ago
                 try:
-                    lease = lease_from(_own_content(self._folder / name))
+                    lease = lease_from(read_own(self._folder / name, MOST_BYTES))
                     if self._is_renewed(lease):
                         leases[lease.url] = lease
-                except (LeaseError, OSError) as error:
+                except (LeaseError, NotOwn, OSError) as error:
                     if isinstance(error, FileNotFoundError):
                         raise
                     self._tell_once(f"{self._folder / name} is skipped: it {_reason(error)}")
@@ -131,19 +134,17 @@ class RegistryClient:
     def __init__(
         self, url: str, token: str | None, ttl_s: float, tell: Callable[[str], None] = lambda sentence: None
     ) -> None:
-        self._url, self._tell = url.rstrip("/"), tell
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.AsyncClient(headers=headers, timeout=min(ASK_S, ttl_s), trust_env=False)
+        self._url, self._tell, self._client = url.rstrip("/"), tell, HttpClient(token)
+        self._deadline_s = min(ASK_S, ttl_s)
 
     async def servers(self) -> Leases:
         try:
-            async with asyncio.timeout(ASK_S):
-                response = await self._client.get(f"{self._url}/servers")
-            if response.status_code != 200:
-                raise RegistryDown(f"the registry {self._url} responded with {response.status_code}")
-            rows = msgspec.json.decode(response.content, type=list[msgspec.Raw])[:MOST_SERVERS]
-        except (httpx.HTTPError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise RegistryDown(f"the registry {self._url} cannot be asked: {error_text(error)}") from None
+            reply = await self._client.ask("GET", f"{self._url}/servers", self._deadline_s)
+            if reply.status != 200:
+                raise RegistryDown(f"the registry {self._url} responded with {reply.status}")
+            rows = msgspec.json.decode(reply.content, type=list[msgspec.Raw])[:MOST_SERVERS]
+        except (NoReply, msgspec.DecodeError) as error:
+            raise RegistryDown(f"the registry cannot be asked: {error}") from None
         leases: dict[str, ServerLease] = {}
         for row in rows:
             try:
@@ -154,7 +155,7 @@ class RegistryClient:
         return leases
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
 
 def registry_of(config: RegistryConfig | None, tell: Callable[[str], None] = lambda sentence: None) -> Registry:
@@ -171,36 +172,5 @@ def registry_of(config: RegistryConfig | None, tell: Callable[[str], None] = lam
     return cast(Registry, import_object(config.import_path)(**config.kwargs))
 
 
-def token_of(lease: ServerLease) -> str | None:
-    """Return the token of the server's control routes, from the file that its lease names; None where that is no token
-    file of this user's alone, made by the server at the lease's port. A lease may come from anywhere: nothing else is
-    read and sent to it."""
-    try:
-        content = _own_content(Path(lease.token_file), private=True)
-        found = msgspec.json.decode(content, type=_TokenFile)
-    except (LeaseError, OSError, msgspec.DecodeError):
-        return None
-    return found.token if found.port == urlsplit(lease.url).port else None
-
-
-class _TokenFile(msgspec.Struct):
-    port: int
-    token: str
-
-
-def _own_content(file: Path, private: bool = False) -> bytes:
-    """Raises LeaseError for what no server of this user has written: whoever may write a lease gets our prompts."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise LeaseError("is no file")
-        if status.st_uid != os.geteuid():
-            raise LeaseError(f"belongs to user {status.st_uid}, and not to {os.geteuid()}, who runs this")
-        if private and status.st_mode & 0o077:
-            raise LeaseError("can be read by others")
-        return stream.read(MOST_BYTES + 1)
-
-
-def _reason(error: LeaseError | OSError) -> str:
-    return str(error) if isinstance(error, LeaseError) else f"cannot be read: {error.strerror}"
+def _reason(error: ValueError | OSError) -> str:
+    return str(error) if isinstance(error, ValueError) else f"cannot be read: {error.strerror}"

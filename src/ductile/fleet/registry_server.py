@@ -34,7 +34,7 @@ _Endpoint = Callable[[Request], Awaitable[Response]]
 
 @dataclass(slots=True)
 class Rule:
-    """Who rules the fleet of a registry. The token goes up with every new ruler."""
+    """Ruler of a registry's fleet. The token goes up with every new ruler."""
 
     owner: str = ""
     token: int = 0

@@ -1,39 +1,31 @@
 """HTTP to one server, and what goes wrong with it as a `Failure`. No text that comes out of here has a key in it.
 
-nobody listens                                  SlotLost     hard evidence
-no connection, or a lost one                    Interrupted  it may be our network
-no bytes for longer than a deadline             Late
-429, 503                                        NotTaken     another instance may take it, or this one later
-other 5xx                                       Interrupted
-401, 403                                        Barred       a `Refused`: with this key nothing is asked again
-all else that is not 200                        Refused      asked once
+closed                SlotLost     hard evidence       (the kinds of `fleet.http_client.NoReply`)
+lost                  Interrupted  it may be our network
+silent                Late
+unasked, 429, 503     NotTaken     another instance may take it, or this one later
+other 5xx             Interrupted
+401, 403              Barred       a `Refused`: with this key nothing is asked again
+odd, all else         Refused      asked once
 """
 
-import asyncio
-import errno
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
 import httpx
 
-from ductile.concurrency.deadline import said
+from ductile.config.server_address import is_address, root_of
+from ductile.fleet.http_client import MOST_BYTES, HttpClient, HttpReply, Kind, NoReply, bearer, read_all
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 
-MOST_BYTES = 64 << 20
-"""Bytes of one reply, or one event of a stream, at most."""
 SHOWN_CHARS = 500
-OUR_FAULTS = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.EPERM}
-)
-"""What keeps us from asking anybody: no server is to blame for it."""
-KEPT_S = 2.0
-"""Seconds that a connection without a request is kept: less than servers do (5 s), which would close it just as it is
-used again."""
-FIRST_PAUSE_S = 0.8
-"""Seconds between the first two attempts to connect; each pause after it is four times as long."""
+FAILURE_OF: dict[Kind, type[Failure]] = {
+    "closed": SlotLost, "lost": Interrupted, "silent": Late, "unasked": NotTaken, "odd": Refused,
+}  # fmt: skip
 
 
 class Barred(Refused):
@@ -64,22 +56,16 @@ class ServerHttp:
     ) -> None:
         """url: root of the server's routes, or that of /v1. control_token: for the control routes, where it is another
         one than the API key. attempts: to connect. Raises ValueError for a URL that is none, or has a key in it."""
-        parsed = httpx.URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
+        if not is_address(url):
             raise ValueError(f"{url!r} is no address of a server; write http://host:port")
+        parsed = httpx.URL(url)
         if parsed.userinfo or parsed.query or parsed.fragment:
             raise ValueError(f"the address of {parsed.host} has more than host, port and path; a key goes into api_key")
-        self.root = str(parsed).rstrip("/").removesuffix("/v1")
-        self.deadlines, self._attempts = deadlines, attempts
+        self.root = root_of(str(parsed))
+        self.deadlines = deadlines
         self._secrets = [each.encode() for each in (api_key, control_token) if each]
-        self._control = {"Authorization": f"Bearer {control_token}"} if control_token else {}
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S),
-            transport=transport,
-            verify=parsed.scheme == "https",  # reading all certificates takes a while
-            trust_env=False,  # a proxy between a run and its own server is never meant
-        )
+        self._control = bearer(control_token)
+        self._client = HttpClient(api_key, attempts, deadlines.connect_s, parsed.scheme == "https", transport)
 
     async def __aenter__(self) -> "ServerHttp":
         return self
@@ -90,7 +76,7 @@ class ServerHttp:
         await self.close()
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     async def ask(
         self, method: str, route: str, body: bytes | None = None, deadline_s: float | None = None, control: bool = False
@@ -98,25 +84,24 @@ class ServerHttp:
         """A whole reply. deadline_s: of all of it; None: `control_s`. control: with the control token."""
         url, limit_s = self.root + route, deadline_s or self.deadlines.control_s
         headers = {"Content-Type": "application/json"} | (self._control if control else {})
-        try:
-            async with asyncio.timeout(limit_s), self._open(method, url, headers, body, limit_s) as response:
-                return await self._read(response, url)
-        except TimeoutError:
-            raise Late(f"{url} did not respond within {said(limit_s)}") from None
+        with _failures():
+            reply = await self._client.ask(method, url, limit_s, headers, body)
+        return self._read(reply, url)
 
     async def events(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The server-sent events of a response, each a JSON object."""
         url, content = self.root + route, json.dumps({**body, "stream": True}).encode()
         headers, silence_s = {"Content-Type": "application/json"}, self.deadlines.silence_s
-        async with self._open("POST", url, headers, content, silence_s) as response:
-            if response.status_code != 200:
-                await self._read(response, url)
-            async for line in _lines(response, url):
-                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                    try:
-                        yield self.json(self._without_keys(data), url)
-                    except Refused as error:
-                        raise Interrupted(str(error)) from None
+        with _failures():
+            async with self._client.open("POST", url, silence_s, headers, content) as response:
+                if response.status_code != 200:
+                    self._read(HttpReply(response.status_code, await read_all(response)), url)
+                async for line in _lines(response, url):
+                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                        try:
+                            yield self.json(self._without_keys(data), url)
+                        except Refused as error:
+                            raise Interrupted(str(error)) from None
 
     def json(self, content: bytes, url: str) -> dict[str, Any]:
         try:
@@ -127,17 +112,12 @@ class ServerHttp:
             pass
         raise Refused(f"{url} did not respond in JSON: {content[:100].decode('utf-8', 'replace')!r}")
 
-    async def _read(self, response: httpx.Response, url: str) -> bytes:
-        content = bytearray()
-        async for chunk in response.aiter_bytes():
-            content += chunk
-            if len(content) > MOST_BYTES:
-                raise Refused(f"{url} sent more than {MOST_BYTES} bytes")
-        said = self._without_keys(bytes(content))
-        if response.status_code == 200:
-            return said
-        text = _message(said)[:SHOWN_CHARS]
-        raise _failure(response.status_code, f"{url} responded with {response.status_code}: {text}")
+    def _read(self, reply: HttpReply, url: str) -> bytes:
+        content = self._without_keys(reply.content)
+        if reply.status == 200:
+            return content
+        text = _message(content)[:SHOWN_CHARS]
+        raise _failure(reply.status, f"{url} responded with {reply.status}: {text}")
 
     def _without_keys(self, said: bytes) -> bytes:
         """A server may repeat our keys, and whatever it says may come to be shown."""
@@ -145,61 +125,17 @@ class ServerHttp:
             said = said.replace(secret, b"...")
         return said
 
-    def _open(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, silence_s: float
-    ) -> "_Opened":
-        limits = httpx.Timeout(silence_s, connect=min(silence_s, self.deadlines.connect_s))
-        request = self._client.build_request(method, url, headers=headers, content=body, timeout=limits)
-        return _Opened(self._client, request, url, self._attempts)
 
-
-class _Opened:
-    """A response that is being read: what goes wrong on the way is a `Failure`."""
-
-    def __init__(self, client: httpx.AsyncClient, request: httpx.Request, url: str, attempts: int) -> None:
-        self._client, self._request, self._url, self._attempts = client, request, url, attempts
-
-    async def __aenter__(self) -> httpx.Response:
-        pause_s = FIRST_PAUSE_S
-        while True:
-            self._attempts -= 1
-            if self._client.is_closed:
-                raise SlotLost(f"{self._url} was not asked: its server has left the fleet")
-            try:
-                self._response = await self._client.send(self._request, stream=True)
-            except httpx.HTTPError as error:
-                if not (isinstance(error, httpx.ConnectError) and self._attempts):
-                    raise self._failure(error) from None
-            else:
-                return self._response
-            await asyncio.sleep(pause_s)
-            pause_s *= 4
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._response.aclose()
-        if isinstance(error, httpx.HTTPError):
-            raise self._failure(error) from None
-
-    def _failure(self, error: httpx.HTTPError) -> Failure:
-        text = str(error) or type(error).__name__
-        if isinstance(error, httpx.TimeoutException):
-            limits = self._request.extensions["timeout"]
-            silent_s = limits["connect" if isinstance(error, httpx.ConnectTimeout) else "read"]
-            return Late(f"{self._url} did not respond within {said(silent_s)}")
-        numbers = {*_numbers(error)}
-        if numbers & OUR_FAULTS:
-            return NotTaken(f"{self._url} could not be asked: {text}")
-        if errno.ECONNREFUSED in numbers:
-            return SlotLost(f"{self._url} cannot be reached: {text}")
-        if isinstance(error, httpx.ConnectError):
-            return Interrupted(f"{self._url} cannot be reached: {text}")
-        return Interrupted(f"the connection to {self._url} was lost: {text}")
+@contextmanager
+def _failures() -> Generator[None]:
+    try:
+        yield
+    except NoReply as error:
+        raise FAILURE_OF[error.kind](str(error)) from None
 
 
 def _message(content: bytes) -> str:
-    """What an error's body says to a person: OpenAI's form has a message in it."""
+    """Return what an error's body says to a person: OpenAI's form has a message in it."""
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -221,14 +157,4 @@ async def _lines(response: httpx.Response, url: str) -> AsyncGenerator[bytes]:
         for line in lines:
             yield line
         if len(rest) > MOST_BYTES:
-            raise Refused(f"{url} sent an event of more than {MOST_BYTES} bytes")
-
-
-def _numbers(error: BaseException | None) -> Iterator[int]:
-    """Numbers of the system's errors behind one of the client's."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno is not None:
-            yield error.errno
-        error = error.__cause__ or error.__context__
+            raise NoReply("odd", f"{url} sent an event of more than {MOST_BYTES} bytes")

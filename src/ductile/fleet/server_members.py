@@ -8,6 +8,7 @@ ElasticFleet  decides who is a member → ServerMembers  does it, and tells what
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ductile.concurrency.background import finish
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
@@ -141,8 +142,8 @@ class ServerMembers:
                 raise Refused(f"{server.address} is a server that takes no weights: `ductile inference` starts one")
             if state.incarnation != server.incarnation:
                 raise SlotLost(f"{server.address} was started anew")
-        except Failure:
-            await member.control.release()
+        except BaseException:  # a cancelled one, too, leaves no connection behind
+            await finish(member.control.release())
             raise
         self._servers[server.instance] = member
         return member

@@ -16,10 +16,18 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
+from msgspec.structs import replace
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.fleet.completion_stream import ROUTE, PartialCompletion, StreamedPiece, completion_body, read_piece
+from ductile.fleet.completion_stream import (
+    ROUTE,
+    NoTokens,
+    PartialCompletion,
+    StreamedPiece,
+    completion_body,
+    read_piece,
+)
 from ductile.fleet.instance_port import InstanceEvent, Returned
 from ductile.fleet.server_http import Barred, ServerDeadlines, ServerHttp
 from ductile.messages.updates import (
@@ -78,13 +86,15 @@ class ServerPort:
         attempts: int = 1,
         transport: httpx.AsyncBaseTransport | None = None,
         id: InstanceId | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """url, api_key, control_token, attempts: as `ServerHttp` has them. max_num_seqs: of a server that does not say
-        it. id: of the instance; None: its address."""
+        it. id: of the instance; None: its address. vocab_size: of the run's model, which bounds the tokens that are
+        taken; None: it is not known."""
         self._http = ServerHttp(url, api_key, control_token, deadlines or ServerDeadlines(), attempts, transport)
         self.url = self._http.root
         self.instance = Instance(id or InstanceId(self.url), "generate", ())
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self._vocab_size = max_num_seqs, vocab_size
         self.why_lost = ""
         self.incarnation = ""
         """Incarnation of the process that was adopted; "" for a server that does not say it."""
@@ -180,6 +190,9 @@ class ServerPort:
         """Raises SlotLost, Late or Refused, as all of these do; SlotLost where another process has its place."""
         state = await self._state()
         self._check(state.incarnation)
+        if self._committing is not None and _is_of(state.version, state.digest, *self._committing):
+            self._note_commit(state.version, state.digest)
+            self._committing = None
         return state
 
     async def prepare(self, message: PrepareUpdate, deadline_s: float | None = None) -> UpdateProgress:
@@ -190,28 +203,28 @@ class ServerPort:
         return await self._tell("/weights/verify", message, UpdateProgress, limit_s)
 
     async def commit(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
-        """A reply that is lost is no failure: then the server is asked which version it has."""
+        """Tokens of the version are taken from now on. Where the reply is lost, `state` says what has become of it."""
         self._committing = message.version, message.digest
-        try:
-            progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
-        except (Late, SlotLost, Interrupted) as error:
-            state = await self.state()
-            if state.version != message.version or message.digest not in ("", state.digest):
-                raise error from None
-            progress = UpdateProgress(message.update_id, "committed", digest=state.digest)
+        progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
         if progress.phase == "committed":
-            self.version = message.version
-            self._committed[message.version] = progress.digest or message.digest
-            while len(self._committed) > REMEMBERED:
-                del self._committed[min(self._committed)]
+            self._note_commit(message.version, progress.digest or message.digest)
         self._committing = None
         return progress
 
     async def abort(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
+        self._committing = None  # whatever has become of the reply: tokens of this version are not taken any more
         return await self._tell("/weights/abort", message, UpdateProgress, deadline_s)
 
     async def pause(self, message: PauseServer) -> ServerState:
-        return await self._tell("/pause", message, ServerState, message.lease_s)
+        """A server that has not let everything end by `lease_s` keeps what still runs. Raises Interrupted where it is
+        not paused."""
+        limit_s = message.lease_s + self._http.deadlines.control_s  # it may reply no sooner than its lease is over
+        state = await self._tell("/pause", message, ServerState, limit_s)
+        if not state.paused and message.mode == "drain":
+            state = await self._tell("/pause", replace(message, mode="keep"), ServerState)
+        if not state.paused:
+            raise Interrupted(f"{self.describe()} was told to pause, and says that it is not paused")
+        return state
 
     async def resume(self, message: ResumeServer) -> ServerState:
         return await self._tell("/resume", message, ServerState)
@@ -231,8 +244,7 @@ class ServerPort:
     async def _digest_weights(self) -> WeightDigests:
         limit_s = self._http.deadlines.verify_s
         content = await self._http.ask("GET", "/weights/digest", deadline_s=limit_s, control=True)
-        read = self._decoded(content, "/weights/digest", LiveDigest)
-        return WeightDigests(read.version, read.announced, read.digest, read.tensors)
+        return WeightDigests(self._decoded(content, "/weights/digest", LiveDigest))
 
     async def _tell(self, route: str, message: msgspec.Struct, kind: type[M], deadline_s: float | None = None) -> M:
         content = await self._http.ask("POST", route, msgspec.json.encode(message), deadline_s, control=True)
@@ -264,7 +276,7 @@ class ServerPort:
     async def _stream(self, partial: PartialCompletion) -> FinishReason:
         try:
             return await self._take_pieces(partial)
-        except (Barred, SlotLost) as error:
+        except (Barred, SlotLost, NoTokens) as error:
             self._lose(str(error))
             failure = SlotLost(self.why_lost)
         except Interrupted as error:
@@ -285,7 +297,7 @@ class ServerPort:
                 piece = read_piece(event, url)
                 self._check(piece.incarnation)
                 self._check_versions(piece)
-                partial.add(piece, self._own_version, url)
+                partial.add(piece, self._own_version, url, self._vocab_size)
                 self._num_sampled += len(piece.token_ids)
                 self.heard_at = time.monotonic()
                 if piece.finish_reason is not None:
@@ -321,7 +333,13 @@ class ServerPort:
 
     def _is_trusted(self, version: int, digest: Digest) -> bool:
         known = [*self._committed.items(), *([self._committing] if self._committing else [])]
-        return any(each == version and wanted in ("", digest) for each, wanted in known)
+        return any(_is_of(version, digest, *each) for each in known)
+
+    def _note_commit(self, version: int, digest: Digest) -> None:
+        self.version = version
+        self._committed[version] = digest
+        while len(self._committed) > REMEMBERED:
+            del self._committed[min(self._committed)]
 
     async def _is_gone(self) -> bool:
         """True when there is hard evidence of the server's end: nobody listens any more, or another process does. All
@@ -372,3 +390,7 @@ class ServerPort:
                 generated = {id: len(partial) for id, (partial, _) in self._live.items()}
                 version = self._own_version if self.version is None else self.version
                 self._deliver(EngineStats(len(generated), 0, reported, 0, 0.0, version, generated))
+
+
+def _is_of(version: int, digest: Digest, wanted_version: int, wanted_digest: Digest) -> bool:
+    return version == wanted_version and wanted_digest in ("", digest)

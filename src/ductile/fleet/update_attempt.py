@@ -28,7 +28,7 @@ from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import Shortfall
 from ductile.core.rollouts.provenance import KnownWeights
-from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, shortfall, summed, summed_by_name
+from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, shortfall, summed_by_name
 from ductile.messages.updates import (
     Digest,
     EndUpdate,
@@ -42,6 +42,7 @@ from ductile.messages.updates import (
     UpdateProgress,
     WeightCarrier,
     WeightUpdate,
+    total_of,
 )
 from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
 
@@ -242,7 +243,7 @@ class UpdateAttempt:
             for name, why in report.failed.items():
                 self.fail(InstanceId(name), f"{report.sender}: {why}")
         if reports and update.verify != "none":
-            self.digest = summed(report.digest for report in reports)
+            self.digest = total_of(report.digest for report in reports)
             self.tensors = summed_by_name(report.tensors for report in reports)
 
     async def _watch(self, update: WeightUpdate, name: InstanceId) -> None:
@@ -272,7 +273,7 @@ class UpdateAttempt:
         while True:
             left_s = max(self._ends_at_s - self._clock(), self._options.probe_timeout_s)
             reply = await self._reply(name, _within(control.verify(self._ends(update)), min(left_s, patience_s), name))
-            if not isinstance(reply, SlotLost | Late):
+            if not isinstance(reply, SlotLost | Late | Interrupted):
                 return reply
             state = await self._reply(name, control.state())
             if not isinstance(state, ServerState):

@@ -1,5 +1,4 @@
-"""Those who take part in a weight update (`ductile.fleet.weight_update`): who sends it and who is sent it; and what has
-come of it."""
+"""Parties to a weight update (`ductile.fleet.weight_update`): who sends it, and who is sent it; and its result."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,12 +20,13 @@ from ductile.messages.updates import (
     UpdateProof,
     WeightCarrier,
     WeightUpdate,
+    total_of,
 )
 from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 
 
 class Senders(Protocol):
-    """Those who have the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
+    """Holders of the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
     weights to one that joins (`ductile.fleet.donor`)."""
 
     @property
@@ -92,7 +92,7 @@ AnyMember = UpdateMember[ServerControl]
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """How versions go to servers; the keys are those of [inference]."""
+    """Limits and choices by which versions go to servers; the keys are those of [inference]."""
 
     bucket_bytes: int = 4 << 20
     num_slots: int = 4
@@ -114,7 +114,7 @@ class UpdateOptions:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What has become of a version at the servers."""
+    """Result of a version at the servers."""
 
     version: int
     digest: Digest
@@ -157,9 +157,4 @@ def summed_by_name(parts: Iterable[Mapping[str, Digest]]) -> dict[str, Digest]:
     for part in known if all(known) else ():
         for name, digest in part.items():
             by_name.setdefault(name, []).append(digest)
-    return {name: summed(digests) for name, digests in by_name.items()}
-
-
-def summed(parts: Iterable[Digest]) -> Digest:
-    """Return the digest of a version of which each part is one sender's."""
-    return f"{sum(int(part or '0', 16) for part in parts) % 2**64:016x}"
+    return {name: total_of(digests) for name, digests in by_name.items()}

@@ -189,13 +189,12 @@ class WorkerPool:
             self._add(port, behind := self._behind(port))
             return not behind
 
-    def put_aside(self, id: InstanceId, why: str, keeps_work: bool = False) -> None:
-        """The instance takes no new work, until `readmit` or the next version that it takes. keeps_work: it goes on
-        with what it has, which goes to others otherwise. Nothing happens when it is none any more."""
+    def put_aside(self, id: InstanceId, why: str) -> None:
+        """The instance takes no new work, until `readmit` or the next version that it takes, and what it has goes to
+        others. Nothing happens when it is none any more."""
         if port := self._ports.get(id):
             self._waiting[id] = why
-            if not keeps_work:
-                port.condemn(why)
+            port.condemn(why)
             self._update()
 
     def readmit(self, id: InstanceId) -> bool:
@@ -238,9 +237,9 @@ class WorkerPool:
                 self._forget(port)
                 await port.release()
 
-    async def receive(self, manifest: Manifest, keeping: Collection[InstanceId] = ()) -> None:
+    async def receive(self, manifest: Manifest) -> None:
         """Returns when the version is live on every instance that takes it; the others are left behind. Nothing happens
-        when a later version is live. keeping: instances that are not to get it, and go on with the one that they have.
+        when a later version is live.
 
         Raises Refused when all of several refuse it: the fault is the version's. Raises Refused or Late when one cannot
         be given up (`leave_behind`).
@@ -248,7 +247,7 @@ class WorkerPool:
         async with self.lock.exclusive(f"version {manifest.version} goes live"):
             if self.version is not None and manifest.version < self.version:
                 return
-            asked = {each: self._ports[each.id] for each in self.all_instances if each.id not in keeping}
+            asked = {each: self._ports[each.id] for each in self.all_instances}
             outcomes = await asyncio.gather(*(_received(port, manifest) for port in asked.values()))
             failed = {instance: failure for instance, failure in zip(asked, outcomes, strict=True) if failure}
             if len(asked) > 1 and all(isinstance(failed.get(instance), Refused) for instance in asked):

@@ -37,8 +37,8 @@ from ductile.model.checkpoint import dtype_named, empty_model, load_model, read_
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, both_digests
 from ductile.roles import Refused, RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
-from ductile.weights.digest import box_digest, to_text, total_of
 from ductile.weights.instance_role import InstanceRole
+from ductile.weights.live_weights import VersionTensors
 
 STATS_EVERY_S = 0.5
 REMEMBERED = 64
@@ -142,14 +142,10 @@ class GenerateRole(InstanceRole):
         return replace(sampled, digests=both_digests(sampled.digests, here))
 
     def _weight_digests(self) -> WeightDigests:
-        version, tensors = self.live_weights()
-        announced, parts = self._digests.get(version, ""), dict[str, Digest]()
-        for name, tensor in tensors:
-            published = self._dtypes.get(name, tensor.dtype)
-            if published.itemsize > tensor.element_size():
-                return WeightDigests(version, announced)  # what was rounded cannot be compared any more
-            parts[name] = to_text(box_digest(name, tensor.to(published), (0,) * tensor.dim()))
-        return WeightDigests(version, announced, total_of(parts.values()), parts)
+        version, weights = self.live_weights()
+        tensors = dict(weights)
+        dtypes = {name: self._dtypes.get(name, tensor.dtype) for name, tensor in tensors.items()}
+        return WeightDigests(VersionTensors(version, tensors, dtypes).read(self._digests.get(version, "")))
 
     def _fetch(self, request: GenerateRequest, handle: KVHandle | None) -> RequestKV | None:
         if handle is None or not isinstance(self._engine, KVMigration):

@@ -4,6 +4,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ductile.config.server_address import is_root
+
 MOST_BYTES = 16 << 10
 """Largest lease that is read."""
 
@@ -43,29 +45,14 @@ def lease_from(content: bytes) -> ServerLease:
         lease = msgspec.json.decode(content, type=ServerLease)
     except (msgspec.DecodeError, ValueError) as error:
         raise LeaseError(f"is no lease of a server: {error}") from None
-    if not is_server_url(lease.url):
+    if not is_root(lease.url):
         raise LeaseError(f"has {lease.url!r} where a server's address would be")
     if not lease.incarnation:
         raise LeaseError("says nothing of the server's incarnation")
     return lease
 
 
-def is_server_url(url: str) -> bool:
-    """Return whether it is the root of an HTTP server: scheme, host, port, and nothing else."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and url == _root(url)
-    except ValueError:
-        return False
-
-
 def lease_file(url: str) -> str:
     """Return the name of the server's file in a folder of leases: "10.0.0.7-8000.json"."""
     parts = urlsplit(url)
     return f"{(parts.hostname or '').replace(':', '_')}-{parts.port}.json"
-
-
-def _root(url: str) -> str:
-    parts = urlsplit(url)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return f"{parts.scheme}://{host}:{parts.port}"

@@ -17,9 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-WeightCarrier = Literal["shared_memory", "point_to_point", "http", "disk"]
-"""Way that a bucket's bytes take: a segment that both processes map; a process group made for the update (gloo, NCCL);
-the body of a POST to the server; a file in a folder that both see."""
+from ductile.core.instances.carrier_choice import WeightCarrier
 
 Digest = str
 """16 hexadecimal digits: the fingerprint of a whole version (`ductile.weights.digest`). It does not depend on how the
@@ -27,6 +25,12 @@ tensors were cut, so ranks sum their parts up, and anybody who has all tensors f
 
 LONGEST_LEASE_S = 3600
 """Seconds that a server keeps a version for others at most."""
+
+
+def total_of(parts: Iterable[Digest]) -> Digest:
+    """Return the digest of what several senders, or tensors, have between them. "" counts as nothing."""
+    return f"{sum(int(part or '0', 16) for part in parts) % 2**64:016x}"
+
 
 UpdateProof = Literal["none", "sum", "crc"]
 """Proof that is asked of a staged version: none; its digest; its digest and each bucket's checksum on arrival."""
@@ -127,17 +131,16 @@ UpdatePhase = Literal["prepared", "receiving", "staged", "verified", "committed"
 
 
 class UpdateProgress(msgspec.Struct, frozen=True):
-    """How far a receiver is with an update."""
+    """Progress of a receiver with an update."""
 
     update_id: str
     phase: UpdatePhase
     num_buckets: int = 0
     """Buckets that have been loaded into the staged version."""
-    num_expected: int = 0
     digest: Digest = ""
     """Digest of what is staged, once all buckets are there; "" where none was asked for."""
     reason: str = ""
-    """Why it failed, a sentence; "" where it has not."""
+    """Reason for which it failed, a sentence; "" where it has not."""
 
 
 class SendReport(msgspec.Struct, frozen=True):
@@ -265,7 +268,8 @@ class LiveDigest(msgspec.Struct, frozen=True):
 
     version: int
     digest: Digest
+    """ "" where they are rounded, and so not those that were published."""
     announced: Digest = ""
-    """Digest that its tokens carry."""
+    """Digest that the version came with, which its tokens carry; "" where none did."""
     tensors: dict[str, Digest] = {}
     """Parts of `digest`, by the tensors' names."""

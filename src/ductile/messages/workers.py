@@ -11,7 +11,7 @@ import msgspec
 from ductile.columns import Floats
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.layout.model.peak import Arithmetic
-from ductile.messages.updates import Digest, Offer, SendReport, WeightUpdate
+from ductile.messages.updates import LiveDigest, Offer, SendReport, WeightUpdate
 from ductile.records import (
     AS_IN_SOURCE,
     ChatFormat,
@@ -387,15 +387,7 @@ class Scores(Message):
 
 
 class WeightDigests(Message):
-    version: int
-    announced: Digest
-    """Digest that the version came with; "" where none did."""
-    found: Digest = ""
-    """Digest of the weights as they are in memory; "" where they are rounded, and so not those that were published."""
-    tensors: dict[str, Digest] = {}
-    """Parts of `found`, by the tensors' names."""
-    adapters: dict[str, Digest] = {}
-    """Digests of the adapters beside the tensors, by their names."""
+    live: LiveDigest
 
 
 class MigratedOut(Message):

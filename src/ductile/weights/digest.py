@@ -51,11 +51,6 @@ def total(parts: Iterable[int]) -> Digest:
     return to_text(sum(parts))
 
 
-def total_of(digests: Iterable[Digest]) -> Digest:
-    """Return the digest of what several senders have between them."""
-    return total(map(from_text, digests))
-
-
 def to_text(value: int) -> Digest:
     return f"{value % MODULUS:016x}"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ductile.messages.updates import Digest, TensorSpec
+from ductile.messages.updates import Digest, LiveDigest, TensorSpec
 from ductile.weights.digest import box_digest, to_text
 
 
@@ -19,7 +19,7 @@ class VersionTensors:
     version: int
     tensors: Mapping[str, Tensor]
     dtypes: Mapping[str, torch.dtype]
-    """What each was published in: an engine may hold it in a wider dtype, which loses nothing."""
+    """Dtype that each was published in: an engine may hold it in a wider dtype, which loses nothing."""
     parts: dict[str, int] = field(default_factory=dict[str, int])
     """Digests of whole tensors, as far as they are known."""
 
@@ -29,6 +29,14 @@ class VersionTensors:
             if name not in self.parts:
                 self.parts[name] = box_digest(name, tensor.to(self.dtypes[name]), (0,) * tensor.dim())
         return to_text(sum(self.parts.values()))
+
+    def read(self, announced: Digest) -> LiveDigest:
+        """Read the tensors. Where one is narrower than it was published there is no digest: what was rounded cannot be
+        compared any more. announced: as `LiveDigest` has it."""
+        if any(self.dtypes[name].itemsize > tensor.element_size() for name, tensor in self.tensors.items()):
+            return LiveDigest(self.version, "", announced)
+        digest = self.digest()
+        return LiveDigest(self.version, digest, announced, {name: to_text(part) for name, part in self.parts.items()})
 
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(

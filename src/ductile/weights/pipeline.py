@@ -28,7 +28,7 @@ class Stage(NamedTuple, Generic[Item]):
     work: Callable[[Item, int], object]
     """Called with a bucket and the number of its buffer."""
     finishes: bool = False
-    """Whether a bucket that has been through the stage before needs this one even after an error: it waits for what
+    """True when a bucket that has been through the stage before needs this one even after an error: it waits for what
     that began."""
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ductile.fabric.segment import Segment, SegmentUnavailable, borrowed, map_segment
+from ductile.messages.updates import total_of
 from ductile.records import Manifest, TensorEntry
-from ductile.weights.digest import box_digest, to_text, total_of
+from ductile.weights.digest import box_digest, to_text
 
 
 class WeightsUnavailable(Exception):

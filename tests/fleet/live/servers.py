@@ -27,8 +27,8 @@ import msgspec
 
 from ductile.messages.updates import LiveDigest, ServerState
 from tests.cluster.processes import is_running
+from tests.generator.fault_points import FAULTS
 
-FAULTS = "DUCTILE_FAULTS"
 MARK = "DUCTILE_TEST"
 """Environment variable by which processes of a rig are found when it has ended."""
 START_S = 30.0

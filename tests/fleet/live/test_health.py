@@ -13,7 +13,8 @@ from ductile.config.schema.fleet import FileRegistry, FleetConfig
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
 from ductile.fleet.fleet_members import Warmed
-from ductile.fleet.registry import registry_of, token_of
+from ductile.fleet.registry import registry_of
+from ductile.messages.control_token import token_of
 from tests.fleet.server_processes import ServerProcesses
 from tests.fleet.stub_servers import StubMembers
 from tests.tiny import make_model_folder
@@ -78,7 +79,7 @@ def test_servers_are_found_by_the_leases_that_they_write(servers: ServerProcesse
             assert {*leases} == {each.url for each in servers.all}
             assert {each.pid for each in leases.values()} == {each.process.pid for each in servers.all}
             assert {each.incarnation for each in leases.values()} == {each.incarnation for each in fleet.state.serving}
-            assert all(map(token_of, leases.values()))
+            assert all(token_of(each.url, each.token_file) for each in leases.values())
 
     asyncio.run(story())
 

@@ -1,7 +1,6 @@
 """Ports to real server processes: what they have sampled is not lost with them, and no other process's is taken."""
 
 import asyncio
-import json
 import signal
 import subprocess
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,7 +15,7 @@ from torch import Tensor
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_port import ServerPort
-from ductile.generator.server.control_token import token_file
+from ductile.messages.control_token import token_of
 from ductile.messages.updates import EndUpdate, LeaseVersion, PauseServer, PrepareUpdate, ResumeServer
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Generation, Manifest, Sampling
@@ -46,7 +45,9 @@ class Servers:
         return url
 
     def token(self, url: str) -> str:
-        return json.loads(token_file("127.0.0.1", int(url.rpartition(":")[2])).read_text())["token"]
+        token = token_of(url)
+        assert token is not None
+        return token
 
     def signal(self, url: str, number: int) -> None:
         self.processes[url].send_signal(number)

@@ -25,7 +25,6 @@ import re
 import signal
 import stat
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +32,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+import xxhash
 
 from ductile.weights.digest import whole_digest
 from tests.fleet.live.clients import PROMPT, Client, Told, ask
@@ -179,7 +179,7 @@ def test_a_version_with_another_digest_is_thrown_away(server: LiveServer, truth:
 def test_a_bucket_with_other_bytes_is_refused(server: LiveServer, truth: Versions) -> None:
     update = HandUpdate.of(server, truth.tensors[1], 1, 1, verify="crc")
     update.prepare()
-    sums = [f"{zlib.crc32(content):08x}" for content in update.contents]
+    sums = [xxhash.xxh3_64_hexdigest(content) for content in update.contents]
     wrong = update.contents[0][:-1] + bytes([update.contents[0][-1] ^ 1])
     assert update.send(0, wrong, sums[0]).status_code == 422
     assert update.send(0, update.contents[0][:-4]).status_code == 422, "it is too short"

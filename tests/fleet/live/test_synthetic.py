@@ -27,8 +27,8 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import FleetTopology, TopologyMember
 from ductile.fleet.monitor import Monitor, ProbeOutcome
 from ductile.fleet.shared_state import SharedFleetState
-from ductile.generator.server.weight_receiver import as_tensor
 from ductile.messages.updates import Bucket
+from ductile.weights.carriers.carrier import bytes_of
 from ductile.weights.digest import box_digest, to_text, whole_digest
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.staged_weights import StagedWeights
@@ -109,7 +109,7 @@ def test_a_version_of_many_owners_is_put_together(num_owners: int, bucket_bytes:
     pieces = [piece for buckets, contents in offers for piece in zip(buckets, contents, strict=True)]
     random.Random(num_owners).shuffle(pieces)
     for bucket, content in pieces:
-        staged.load(bucket, as_tensor(bytearray(content)))
+        staged.load(bucket, bytes_of(bytearray(content)))
     assert staged.digest() == to_text(sums) == whole_digest(new.items())
     swapped: dict[str, torch.Tensor] = {}
     staged.commit(lambda made, version: swapped.update(made))

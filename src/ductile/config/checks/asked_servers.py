@@ -14,6 +14,7 @@ from ductile.config.checks.asked_placement import placement_of
 from ductile.config.finding import Finding
 from ductile.config.schema.fleet import CustomRegistry, FileRegistry, HttpRegistry, StaticRegistry
 from ductile.config.schema.run import RLConfig
+from ductile.config.server_address import is_address, root_of
 from ductile.core.instances.placement import PlacementError
 
 EXAMPLE = "http://127.0.0.1:8000/v1"
@@ -25,11 +26,11 @@ class AskedServers(NamedTuple):
 
     urls: tuple[str, ...]
     own: tuple[str, ...]
-    """Those that mean the run's own generate slots."""
+    """Addresses that mean the run's own generate slots."""
 
 
 def asked_servers(config: RLConfig) -> AskedServers:
-    """The servers that the config names. Those of a registry are not known before the run looks there."""
+    """Return the servers that the config names. Those of a registry are not known before the run looks there."""
     try:
         has_slots = bool(placement_of(config).generate)
     except PlacementError:
@@ -39,13 +40,8 @@ def asked_servers(config: RLConfig) -> AskedServers:
     return AskedServers(tuple(url for url in named if url not in own), tuple(own))
 
 
-def root_of(url: str) -> str:
-    """ "http://host:8000/v1/" as "http://host:8000"."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
 def servers_in_words(config: RLConfig) -> list[str]:
-    """What `ductile check` says of a run's servers; nothing where it has none."""
+    """Return what `ductile check` says of a run's servers; nothing where it has none."""
     urls, registry = asked_servers(config).urls, config.inference.registry
     if not urls and registry is None:
         return []
@@ -66,7 +62,7 @@ def servers_in_words(config: RLConfig) -> list[str]:
 
 
 def server_findings(config: RLConfig) -> Iterator[Finding]:
-    """What cannot be of the servers that the config names, and of how they get their weights."""
+    """Yield what cannot be of the servers that the config names, and of how they get their weights."""
     urls = config.orchestrator.client.urls
     for url in urls:
         if not is_address(url):
@@ -79,7 +75,7 @@ def server_findings(config: RLConfig) -> Iterator[Finding]:
 
 
 def server_notes(config: RLConfig) -> Iterator[str]:
-    """What is accepted and does nothing."""
+    """Yield what is accepted and does nothing."""
     servers = asked_servers(config)
     port = config.inference.server.port
     for url in servers.own:
@@ -93,14 +89,6 @@ def server_notes(config: RLConfig) -> Iterator[str]:
             "trainer.weight_broadcast has no effect here: it is for servers, and this run has none "
             f"({KEY}, inference.registry). Its slots read new weights from shared memory"
         )
-
-
-def is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        return False
 
 
 def _is_at(url: str, port: int) -> bool:

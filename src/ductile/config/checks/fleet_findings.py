@@ -7,7 +7,10 @@ from ductile.config.checks.access import is_loopback
 from ductile.config.checks.on_disk import import_findings
 from ductile.config.finding import Finding
 from ductile.config.schema.fleet import CustomRegistry, FleetConfig, HttpRegistry, RegistryConfig, StaticRegistry
+from ductile.config.schema.inference import ServerConfig
+from ductile.config.schema.orchestrator import ClientConfig
 from ductile.config.schema.secrets import has_userinfo, secret_of
+from ductile.config.server_address import is_address
 
 
 def fleet_findings(config: FleetConfig, at: str) -> Iterator[Finding]:
@@ -51,13 +54,20 @@ def registry_findings(config: RegistryConfig | None, at: str) -> Iterator[Findin
         yield from import_findings(f"{at}.import_path", config.import_path)
 
 
+def registry_key_findings(
+    config: RegistryConfig | None, at: str, key_of: ClientConfig | ServerConfig, key_at: str
+) -> Iterator[Finding]:
+    """A registry must not be anybody's where an API key goes to those that it lists. `key_at` names the key's table."""
+    if isinstance(config, HttpRegistry) and config.token_var is None and secret_of(key_of.api_key, key_of.api_key_var):
+        yield Finding(
+            (f"{at}.token_var", f"{key_at}.api_key_var"),
+            f"must name an environment variable with the registry's token, as there is an API key ({key_at}): without "
+            "one, whoever announces a server there is sent the key and the prompts",
+        )
+
+
 def _url_findings(url: str, key: str) -> Iterator[Finding]:
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) >= 0
-    except ValueError:
-        is_address = False
     if has_userinfo(url):
         yield Finding((key,), "holds a user or a password, which would be written into files. Leave them out")
-    elif not is_address:
+    elif not is_address(url):
         yield Finding((key,), f'has {url!r}; write an address with http:// or https://, such as "http://10.0.0.7:8000"')

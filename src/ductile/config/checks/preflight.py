@@ -10,10 +10,10 @@ from pathlib import Path
 from ductile.config.checks.access import client_findings, server_findings
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import scheduling_findings
-from ductile.config.checks.asked_servers import EXAMPLE, is_address
+from ductile.config.checks.asked_servers import EXAMPLE
 from ductile.config.checks.asked_servers import server_findings as named_server_findings
 from ductile.config.checks.asked_servers import server_notes as named_server_notes
-from ductile.config.checks.fleet_findings import fleet_findings, registry_findings
+from ductile.config.checks.fleet_findings import fleet_findings, registry_findings, registry_key_findings
 from ductile.config.checks.generation import (
     generation_config_notes,
     generator_findings,
@@ -58,6 +58,7 @@ from ductile.config.schema.trainer import (
     in_steps,
     needs_reference,
 )
+from ductile.config.server_address import is_address
 
 SCORELESS = frozenset({"default", "ipo"})
 """Losses that look at the scorer's log-probs only for their KL term."""
@@ -161,6 +162,8 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
         yield from sampling_findings(key, sampling, read_spec(trainer.model.name))
     yield from generator_findings(inference, "inference.", read_spec(trainer.model.name), config.cluster.device)
     yield from fleet_findings(inference, "inference.")
+    client_at = "orchestrator.client"
+    yield from registry_key_findings(inference.registry, "inference.registry", orchestrator.client, client_at)
     numbers = {trainer.max_steps, orchestrator.max_steps} - {None}
     if config.max_steps is None and len(numbers) > 1:
         what = f"contradicts orchestrator.max_steps ({orchestrator.max_steps}): write max_steps, which sets both"
@@ -230,6 +233,7 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
         yield Finding(("parallel.dp",), what)
     yield from server_findings(config.server, "server")
     yield from registry_findings(config.registry, "registry")
+    yield from registry_key_findings(config.registry, "registry", config.server, "server")
     yield from load_findings(config.bench, config)
 
 

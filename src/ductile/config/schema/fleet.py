@@ -50,8 +50,8 @@ RegistryConfig = Annotated[StaticRegistry | FileRegistry | HttpRegistry | Custom
 
 class FleetConfig(Section):
     registry: RegistryConfig | None = None
-    """How servers are found. `ductile inference` announces itself there, and `ductile rl` looks there for generators
-    besides its slots."""
+    """Place where servers are found. `ductile inference` announces itself there, and `ductile rl` looks there for
+    generators besides its slots."""
     enable_health_monitor: bool = True
     """Probe every server in the background and take out those that do not answer. Without it only those are probed that
     are about to join or have failed, and a server is lost when a request finds its port closed, or runs into its
@@ -103,8 +103,8 @@ class FleetConfig(Section):
     """Proof that a server has a version before it changes over: none; the sum over all its bytes; that, and a checksum
     of each bucket."""
     pause_mode: Literal["abort", "keep", "drain"] = "keep"
-    """What a server does with running requests while it changes over: end them, keep them where they are, or let them
-    finish first."""
+    """Treatment of running requests while a server changes over: they end, stay where they are, or finish first. Those
+    that have not finished after `update_bucket_timeout_seconds` and three probes stay where they are."""
 
     @property
     def detection_bound_s(self) -> float:

@@ -87,7 +87,7 @@ class HealthRules:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReply:
-    """What a server says of itself in reply to a probe."""
+    """Reply of a server to a probe."""
 
     incarnation: str
     version: int
@@ -116,7 +116,7 @@ class ServerHealth:
     """Time at which it came to its state."""
     status: MemberStatus = "joining"
     reason: str = ""
-    """Why it is in its state, a sentence."""
+    """Reason for its state, a sentence."""
     version: int | None = None
     """Version that it has committed, and that was verified; None before the first."""
     digest: str = ""
@@ -129,7 +129,7 @@ class ServerHealth:
     failed_at: float = float("-inf")
     """Time of the latest failure of a request that was counted."""
     is_alone: bool = False
-    """Whether something was heard of another server, or of this one itself, between its last probes, the latest of
+    """True when something was heard of another server, or of this one itself, between its last probes, the latest of
     which failed: so it is not the network."""
     asked_at: float = 0.0
     """Time at which its latest probe was sent."""

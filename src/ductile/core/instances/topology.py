@@ -43,7 +43,7 @@ Action = Literal["keep", "rebuild", "wait", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class TopologyDecision:
-    """What everybody does before the next update; one object, made once.
+    """Decision on what everybody does before the next update; one object, made once.
 
     keep: the group is as it was. rebuild: it is made anew, of these members. wait: too few serve, and there is still
     time for others to come. fail: there is none left, and the run ends."""
@@ -58,7 +58,7 @@ class TopologyDecision:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Who is to blame for probes without an answer."""
+    """Blame for probes without an answer."""
 
     verdict: Literal["none", "servers", "self"]
     instances: tuple[InstanceId, ...] = ()

@@ -1,4 +1,4 @@
-"""What becomes of a weight update at each server, and who is sent it again.
+"""Outcomes of a weight update at each server, and who is sent it again.
 
     committed   it samples from the version
     dead        its process is gone, or another one answers at its address
@@ -18,9 +18,9 @@ import msgspec
 from ductile.core.instances.instances import InstanceId
 
 Fault = Literal["gone", "restarted", "refused", "silent", "undone", "held_up"]
-"""How a server did not commit: its process cannot be reached; it has another incarnation; it said no, and would again;
-it answers nothing; it lives and answers, and the update failed all the same; or another one failed that it was in a
-group with."""
+"""Way in which a server did not commit: its process cannot be reached; it has another incarnation; it said no, and
+would again; it answers nothing; it lives and answers, and the update failed all the same; or another one failed that it
+was in a group with."""
 
 UpdateOutcome = Literal["committed", "stale", "dead"]
 
@@ -31,17 +31,17 @@ OUTCOME_OF: dict[Fault, UpdateOutcome] = {
 
 
 class InstanceOutcome(msgspec.Struct, frozen=True):
-    """What one server has in the end."""
+    """State of one server in the end."""
 
     instance: str
     outcome: UpdateOutcome
     reason: str = ""
-    """Why it has not committed, a sentence without its full stop."""
+    """Reason for which it has not committed, a sentence without its full stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """Why a server did not commit in one attempt."""
+    """Reason for which a server did not commit in one attempt."""
 
     fault: Fault
     reason: str

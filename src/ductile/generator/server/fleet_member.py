@@ -1,4 +1,4 @@
-"""What a server is to its fleet: which process it is, which weights it has, and who may pause it."""
+"""A server as its fleet has it: which process it is, which weights it has, and who may pause it."""
 
 import asyncio
 import secrets
@@ -6,14 +6,12 @@ from contextlib import ExitStack
 
 from ductile.fabric.process import host
 from ductile.generator.engine.limits import Overloaded
-from ductile.generator.server.faults import Faults
 from ductile.generator.server.pause_gate import PauseGate
 from ductile.generator.server.runner import EngineRunner
 from ductile.generator.server.update_machine import UpdateMachine
 from ductile.generator.server.weight_donor import WeightDonor
 from ductile.generator.server.weight_receiver import WeightReceiver
 from ductile.messages.updates import LiveDigest, PauseServer, ResumeServer, ServerState, model_fingerprint
-from ductile.weights.digest import to_text
 from ductile.weights.live_weights import LiveWeights, VersionTensors
 
 
@@ -22,13 +20,12 @@ class FleetMember:
 
     def __init__(self, runner: EngineRunner, live: LiveWeights, stage_weights: bool) -> None:
         self.incarnation = secrets.token_hex(8)
-        self.faults = Faults.of_environment()
         self.gate = PauseGate(runner)
         self._runner = runner
         self._live = live
         self._model = model_fingerprint(live.current.specs())
         self._machine = UpdateMachine()
-        self.receiver = WeightReceiver(runner, live, self._machine, self.faults, self.gate, not stage_weights)
+        self.receiver = WeightReceiver(runner, live, self._machine, self.gate, not stage_weights)
         self.donor = WeightDonor(live, can_keep=stage_weights)
 
     def state(self) -> ServerState:
@@ -78,9 +75,7 @@ class FleetMember:
                 return VersionTensors(engine.version, tensors, held.dtypes)
 
             found = await self._runner.between_steps(look)
-            digest = await asyncio.to_thread(found.digest)
-            parts = {name: to_text(part) for name, part in found.parts.items()}
-            return LiveDigest(found.version, digest, self._runner.digest, parts)
+            return await asyncio.to_thread(found.read, self._runner.digest)
 
     def close(self) -> None:
         self.receiver.close()

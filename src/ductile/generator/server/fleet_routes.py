@@ -13,14 +13,12 @@
 Refusals: 401 without the control token; 409 for what is over or too early; 422 for what does not fit this model.
 """
 
-import asyncio
 from typing import Annotated, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from ductile.generator.server.faults import Dropped, Point
 from ductile.generator.server.fleet_member import FleetMember
 from ductile.generator.server.request_body import BadBody
 from ductile.generator.server.responses import error
@@ -42,13 +40,11 @@ Member = Annotated[FleetMember, Depends(_member)]
 
 @fleet_routes.get("/fleet/state")
 async def state(member: Member) -> Response:
-    await _meet(member, "state")
     return _json(member.state())
 
 
 @fleet_routes.post("/weights/prepare")
 async def prepare(member: Member, http: Request) -> Response:
-    await _meet(member, "prepare")
     return _json(await member.receiver.prepare(_read(PrepareUpdate, http)))
 
 
@@ -64,16 +60,12 @@ async def take_bucket(update_id: str, sender: str, index: int, member: Member, h
 
 @fleet_routes.post("/weights/verify")
 async def verify(member: Member, http: Request) -> Response:
-    await _meet(member, "verify")
     return _json(await member.receiver.verify(_read(EndUpdate, http)))
 
 
 @fleet_routes.post("/weights/commit")
 async def commit(member: Member, http: Request) -> Response:
-    await _meet(member, "commit")
-    progress = await member.receiver.commit(_read(EndUpdate, http))
-    await _meet(member, "commit-reply")
-    return _json(progress)
+    return _json(await member.receiver.commit(_read(EndUpdate, http)))
 
 
 @fleet_routes.post("/weights/abort")
@@ -112,7 +104,6 @@ async def pause(member: Member, http: Request) -> Response:
 
 @fleet_routes.post("/resume")
 async def resume(member: Member, http: Request) -> Response:
-    await _meet(member, "resume")
     return _json(member.resume(_read(ResumeServer, http)))
 
 
@@ -127,11 +118,6 @@ def _json(said: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(said), media_type="application/json")
 
 
-async def _meet(member: FleetMember, point: Point) -> None:
-    if member.faults.folder is not None:
-        await asyncio.to_thread(member.faults.meet, point)
-
-
 def translate_fleet_errors(app: FastAPI) -> None:
     """Have refusals said in OpenAI's form."""
 
@@ -142,9 +128,3 @@ def translate_fleet_errors(app: FastAPI) -> None:
     @app.exception_handler(Unusable)
     async def _(http: Request, problem: Unusable) -> JSONResponse:
         return JSONResponse(error(str(problem), code="unusable"), 422)
-
-    @app.exception_handler(Dropped)
-    async def _(http: Request, problem: Dropped) -> Response:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-        return Response(status_code=499)

@@ -12,12 +12,14 @@ Whoever asks for a bucket of a lease knows the lease's name, and needs nothing e
 many as one of the update that is under way may have; what else comes to a control route, at most `MAX_CONTROL_BYTES`.
 
 Bodies that are on their way share `BODIES_AT_ONCE` times the largest; when that is full, the one that holds most of it
-goes (503), so that a client who asks little is always served.
+goes (503), so that a client who asks little is always served. Buckets are as many as the trainer has ranks, and none
+goes: `BODIES_AT_ONCE` of them are read and loaded, and the rest wait unread.
 """
 
 import asyncio
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -25,8 +27,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ductile.config.checks.access import is_loopback
 from ductile.config.schema.inference import ServerConfig
-from ductile.generator.server.control_token import ControlToken
 from ductile.generator.server.responses import error
+from ductile.messages.control_token import ControlToken
 
 PROBES = frozenset({"/health", "/liveness"})
 
@@ -64,6 +66,8 @@ class RequestGuard:
     ) -> None:
         self._app, self._config, self._control, self._bucket_bytes = app, config, control, bucket_bytes
         self._bodies, self._control_bodies = Bodies(config.timeout_s), Bodies(config.timeout_s)
+        self._buckets = asyncio.Semaphore(BODIES_AT_ONCE)
+        """Held by each bucket until it is loaded."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,16 +79,35 @@ class RequestGuard:
             if scope["method"] == "POST":
                 kind, most_bytes = self._may_be(path)
                 check_body(headers, kind, most_bytes)
+                if path.startswith(BUCKETS):
+                    async with self._turn():
+                        return await self._serve(scope, receive, send, Bodies(self._config.timeout_s), most_bytes)
                 bodies = self._control_bodies if is_control(path) else self._bodies
-                body = await bodies.read(receive, most_bytes)
-                if body is None:
-                    return  # the client went away
-                scope.setdefault("state", {})["body"] = body
-                del body  # the handler that takes it out of the state can forget it
+                return await self._serve(scope, receive, send, bodies, most_bytes)
         except Refusal as refusal:
             await refusal.response(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, bodies: "Bodies", most_bytes: int) -> None:
+        body = await bodies.read(receive, most_bytes)
+        if body is None:
+            return  # the client went away
+        scope.setdefault("state", {})["body"] = body
+        del body  # the handler that takes it out of the state can forget it
+        await self._app(scope, receive, send)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncGenerator[None]:
+        """A bucket's turn to be read and loaded. Raises `Refusal` when it has not come in `server.timeout_s`."""
+        try:
+            await asyncio.wait_for(self._buckets.acquire(), self._config.timeout_s)
+        except TimeoutError:
+            raise _crowded("there are too many buckets at once; try again later") from None
+        try:
+            yield
+        finally:
+            self._buckets.release()
 
     def _may_be(self, path: str) -> tuple[str, int]:
         """The type and the most bytes of a body."""
@@ -150,6 +173,10 @@ def _too_large(most_bytes: int) -> Refusal:
     return Refusal(413, f"the body has more than {most_bytes} bytes; raise server.max_body_bytes, or send less")
 
 
+def _crowded(message: str) -> Refusal:
+    return Refusal(503, message, "server_error", CLOSE | {"Retry-After": "1"})
+
+
 class Bodies:
     """Reads the bodies of requests, and bounds what all that are on their way take together."""
 
@@ -180,8 +207,7 @@ class Bodies:
                     self._make_room(BODIES_AT_ONCE * most_bytes)
         except TimeoutError:
             if deadline not in self._num_bytes:  # it made room
-                message = "there are too many large requests at once; try again later"
-                raise Refusal(503, message, "server_error", CLOSE | {"Retry-After": "1"}) from None
+                raise _crowded("there are too many large requests at once; try again later") from None
             raise Refusal(408, f"the body did not come within {self._timeout_s:g} s", headers=CLOSE) from None
         finally:
             self._num_bytes.pop(deadline, None)

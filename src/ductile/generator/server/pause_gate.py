@@ -15,21 +15,23 @@ class PauseGate:
         self._loop = asyncio.get_running_loop()
         self._lease: asyncio.TimerHandle | None = None
         self.torn = False
-        """Whether the live tensors are of no version, since one that is loaded in place is not committed."""
+        """True while the live tensors are of no version, since one that is loaded in place is not committed."""
 
     @property
     def paused(self) -> bool:
         return self._lease is not None
 
     async def pause(self, message: PauseServer) -> None:
-        """Return when nothing runs any more. A pause of one that is paused begins its lease anew. Where a drain takes
-        longer than the lease, the pause has never been."""
-        self._end_lease()
-        self._lease = self._loop.call_later(message.lease_s, self.resume)
+        """Return when nothing runs any more: the lease begins then. A pause of one that is paused begins its lease
+        anew. Where a drain takes longer than the lease, the pause has never been."""
+        self._begin_lease(message.lease_s)
         try:
             await self._runner.pause(message.mode, message.lease_s)
         except TimeoutError:
             self.resume()
+        else:
+            if self.paused:  # else somebody has resumed it meanwhile
+                self._begin_lease(message.lease_s)
 
     def resume(self) -> None:
         self._end_lease()
@@ -51,6 +53,10 @@ class PauseGate:
             self.torn = False
             if not self.paused:
                 self._runner.resume()
+
+    def _begin_lease(self, lease_s: float) -> None:
+        self._end_lease()
+        self._lease = self._loop.call_later(lease_s, self.resume)
 
     def _end_lease(self) -> None:
         if self._lease is not None:

@@ -1,4 +1,4 @@
-"""Keeps a server's lease in its registry, from when it listens until it has ended."""
+"""A server's lease in its registry, kept from when it listens until it has ended."""
 
 import threading
 import time

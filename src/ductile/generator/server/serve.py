@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -28,12 +29,12 @@ from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.generator.generate_role import load_engine
 from ductile.generator.server.connection import Crowd, crowded
-from ductile.generator.server.control_token import ControlToken, control_token
 from ductile.generator.server.log_limit import LogLimit
 from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
-from ductile.generator.server.server import create_app
+from ductile.generator.server.server import create_app, most_bucket_bytes
 from ductile.lifeline import signal_on_parent_death
+from ductile.messages.control_token import ControlToken, control_token
 from ductile.messages.server_lease import ServerLease
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
@@ -96,7 +97,7 @@ def _server(app: FastAPI, config: ServerConfig) -> "_Server":
     num_connections = _room_for(config.max_connections)
     settings = uvicorn.Config(
         app,
-        http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes, app.state.most_bucket_bytes)),
+        http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes, partial(most_bucket_bytes, app))),
         ws="none",
         log_level="error",
         access_log=False,

@@ -17,6 +17,7 @@ the middleware (`ductile.generator.server.middleware`), before a body is read.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -29,7 +30,6 @@ from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import Overloaded, RequestRefused
 from ductile.generator.server.chat_prompt import render_prompt
 from ductile.generator.server.choice import Asked
-from ductile.generator.server.control_token import ControlToken
 from ductile.generator.server.fleet_routes import fleet_routes, translate_fleet_errors
 from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
 from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TokenRequest
@@ -37,6 +37,7 @@ from ductile.generator.server.request_body import BadBody, read_body
 from ductile.generator.server.responses import Chat, Json, TextCompletion, error
 from ductile.generator.server.runner import EngineFailed, RequestFailed
 from ductile.generator.server.service import TOKEN_MAX_TOKENS, ClientGone, Service, UnknownModel
+from ductile.messages.control_token import ControlToken
 from ductile.tasks.tokenizer import ChatRefused, Tokenizer, TokenizerError
 
 
@@ -76,17 +77,19 @@ def create_app(
         app.state.service.member.close()
         await app.state.service.runner.stop()
 
-    def most_bucket_bytes() -> int:
-        return app.state.service.member.receiver.most_bucket_bytes
-
     app = FastAPI(title="ductile inference", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.include_router(_routes)
     app.include_router(fleet_routes)
-    app.state.most_bucket_bytes = most_bucket_bytes
-    app.add_middleware(RequestGuard, config=config, control=control or ControlToken(), bucket_bytes=most_bucket_bytes)
+    most_bytes = partial(most_bucket_bytes, app)
+    app.add_middleware(RequestGuard, config=config, control=control or ControlToken(), bucket_bytes=most_bytes)
     _translate_errors(app)
     translate_fleet_errors(app)
     return app
+
+
+def most_bucket_bytes(app: FastAPI) -> int:
+    """Return the bytes of the largest bucket of the last update; 0 before any."""
+    return app.state.service.member.receiver.most_bucket_bytes
 
 
 async def _service(http: Request) -> Service:

@@ -215,8 +215,6 @@ class Service:
     ) -> AsyncGenerator[Delta]:
         """`EngineRunner.generate`, counted and limited."""
         self._refuse_overload(len(requests))
-        if self.member.faults.folder is not None:
-            await asyncio.to_thread(self.member.faults.meet, "generate")
         self._num_sequences += len(requests)
         started, first = time.monotonic(), True
         try:

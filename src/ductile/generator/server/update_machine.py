@@ -43,7 +43,9 @@ class Update:
     verify: UpdateProof
     bucket_timeout_s: float
     buckets: Mapping[tuple[str, int], Bucket]
-    """What is expected, by sender and index."""
+    """Buckets that are expected, by sender and index."""
+    most_bucket_bytes: int
+    """Bytes of the largest of them."""
     phase: UpdatePhase = "prepared"
     loaded: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     digest: Digest = ""
@@ -54,9 +56,7 @@ class Update:
         return self.phase in UNDER_WAY
 
     def progress(self) -> UpdateProgress:
-        return UpdateProgress(
-            self.update_id, self.phase, len(self.loaded), len(self.buckets), self.digest, reason=self.reason
-        )
+        return UpdateProgress(self.update_id, self.phase, len(self.loaded), self.digest, self.reason)
 
 
 class UpdateMachine:
@@ -94,7 +94,13 @@ class UpdateMachine:
             self.end("aborted", f"update {update.update_id} of epoch {update.epoch} came in its place")
         self._remember()
         self.last = Update(
-            update.update_id, update.epoch, update.version, update.verify, update.bucket_timeout_s, buckets
+            update.update_id,
+            update.epoch,
+            update.version,
+            update.verify,
+            update.bucket_timeout_s,
+            buckets,
+            max((bucket.num_bytes for bucket in buckets.values()), default=0),
         )
         if not buckets:
             self.last.phase = "staged"
@@ -119,7 +125,7 @@ class UpdateMachine:
         update.phase = "staged" if len(update.loaded) == len(update.buckets) else "receiving"
 
     def check_end(self, message: EndUpdate) -> Update:
-        """The update that a verify or a commit is of. Raises `Fenced`."""
+        """Return the update that a verify or a commit is of. Raises `Fenced`."""
         update = self._current(message.update_id, message.epoch)
         if message.version not in (0, update.version):
             raise Fenced(f"update {update.update_id} is of version {update.version}, and not of {message.version}")
@@ -134,7 +140,7 @@ class UpdateMachine:
             update.phase = "verified"
 
     def may_commit(self, message: EndUpdate) -> Update | None:
-        """The update that is to be committed; None where it is over, one way or the other. Raises `Fenced`."""
+        """Return the update that is to be committed; None where it is over, one way or the other. Raises `Fenced`."""
         update = self.check_end(message)
         if not update.under_way:
             return None
@@ -147,7 +153,7 @@ class UpdateMachine:
         return update
 
     def end(self, phase: UpdatePhase, reason: str = "") -> None:
-        """The update that is under way is committed, aborted or failed."""
+        """Have the update that is under way committed, aborted or failed."""
         if self.last is not None and self.last.under_way:
             self.last.phase, self.last.reason = phase, reason
 
@@ -164,7 +170,7 @@ class UpdateMachine:
         return progress
 
     def progress(self, update_id: str) -> UpdateProgress | None:
-        """How far an update is, or how it ended. None: nobody has spoken of it."""
+        """Return how far an update is, or how it ended. None: nobody has spoken of it."""
         if self.last is not None and self.last.update_id == update_id:
             return self.last.progress()
         return self._over.get(update_id)

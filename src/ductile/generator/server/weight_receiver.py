@@ -1,8 +1,7 @@
 """The receiving end of weight updates in a server: what `UpdateMachine` decides is done here, to tensors and threads.
 
-Buckets come by POST, one route call each, or by a carrier that a thread of this server reads (`carriers.receive`), or
-from another server's lease, which a thread asks for them. All of them go through `_load`. The engine goes on
-generating; it notices the commit alone, between two steps.
+Buckets come by POST, one route call each, or by a carrier that a thread of this server reads (`carriers.receive`). All
+of them go through `_load`. The engine goes on generating; it notices the commit alone, between two steps.
 """
 
 import asyncio
@@ -10,20 +9,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 
-import httpx
-import torch
 from torch import Tensor
 
 from ductile.error_text import error_text
-from ductile.generator.server.faults import Dropped, Faults, bucket_point
 from ductile.generator.server.pause_gate import PauseGate
 from ductile.generator.server.runner import EngineRunner
 from ductile.generator.server.update_machine import Fenced, Unusable, Update, UpdateMachine
 from ductile.messages.updates import Bucket, EndUpdate, Offer, PrepareUpdate, UpdateProgress
 from ductile.weights.carriers import receive
-from ductile.weights.carriers.carrier import checksum_of
+from ductile.weights.carriers.carrier import UpdateFailed, bytes_of, refuse_damaged, sentence
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.staged_weights import StagedWeights
 
@@ -39,12 +34,11 @@ class WeightReceiver:
         runner: EngineRunner,
         live: LiveWeights,
         machine: UpdateMachine,
-        faults: Faults,
         gate: PauseGate,
         in_place: bool,
     ) -> None:
         """in_place: as `StagedWeights` has it."""
-        self._runner, self._live, self._machine, self._faults = runner, live, machine, faults
+        self._runner, self._live, self._machine = runner, live, machine
         self._in_place, self._gate = in_place, gate
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
@@ -64,8 +58,7 @@ class WeightReceiver:
     @property
     def most_bucket_bytes(self) -> int:
         """The largest bucket of the last update; 0 before any."""
-        last = self._machine.last
-        return max((bucket.num_bytes for bucket in last.buckets.values()), default=0) if last else 0
+        return self._machine.last.most_bucket_bytes if self._machine.last else 0
 
     async def prepare(self, message: PrepareUpdate) -> UpdateProgress:
         async with self._ending:
@@ -89,7 +82,7 @@ class WeightReceiver:
                 return self.progress(update.update_id)
             late = f"version {update.version} was not committed within {message.update.total_timeout_s:g} s"
             self._deadline = self._loop.call_later(message.update.total_timeout_s, lambda: self._fail(update, late))
-            self._start_threads(message, update, staged)
+            self._start_receiving(message, update, staged)
         return self.progress(update.update_id)
 
     async def take(
@@ -105,12 +98,16 @@ class WeightReceiver:
             if update.verify == "crc" and not checksum:
                 raise Unusable(f"bucket {index} came without X-Ductile-Checksum, and the update is verified by it")
 
+            tensor = bytes_of(content)
+
             def load() -> None:
-                check_content(bucket, content, checksum)
-                self._load(update, staged, sender, bucket, as_tensor(content))
+                refuse_damaged(sender, bucket, tensor, checksum)
+                self._load(update, staged, sender, bucket, tensor)
 
             try:
                 await self._loop.run_in_executor(self._loaders, load)
+            except UpdateFailed as why:
+                raise Unusable(str(why)) from None
             except ValueError as why:
                 raise Fenced(str(why)) from None
         return self.progress(update_id)
@@ -211,13 +208,7 @@ class WeightReceiver:
             if self._machine.expects(update.update_id, update.epoch, sender, bucket.index) is None:
                 return
             self._busy.add(place)
-            point = bucket_point(len(update.loaded), len(update.buckets))
-        dropped: Dropped | None = None
         try:
-            try:
-                self._faults.meet(point)
-            except Dropped as fault:
-                dropped = fault
             staged.load(bucket, buffer)
             with self._changed:
                 self._machine.loaded(update, sender, bucket.index)
@@ -226,11 +217,9 @@ class WeightReceiver:
                 self._busy.discard(place)
                 self._changed.notify_all()
             self._tell(self._moved.set)
-        if dropped:
-            raise dropped
 
-    def _start_threads(self, message: PrepareUpdate, update: Update, staged: StagedWeights) -> None:
-        """Start what fetches the buckets that nobody posts."""
+    def _start_receiving(self, message: PrepareUpdate, update: Update, staged: StagedWeights) -> None:
+        """Start the thread that gets the buckets which nobody posts."""
         stopped = self._stopped
 
         def sink(offer: Offer, bucket: Bucket, buffer: Tensor) -> None:
@@ -238,23 +227,14 @@ class WeightReceiver:
                 raise Fenced(f"update {update.update_id} is {update.phase}")
             self._load(update, staged, offer.sender, bucket, buffer)
 
-        def run(fetch: Callable[[], None]) -> None:
+        def run() -> None:
             try:
-                fetch()
+                receive(message, sink, stopped)
             except Exception as why:
-                reason = f"version {update.version} did not come: {error_text(why)}"
+                reason = f"version {update.version} did not come: {sentence(why)}"
                 self._tell(lambda: self._fail(update, reason))
 
-        if message.carrier == "http":
-            fetches = [
-                partial(pull, offer, sink, stopped, update.bucket_timeout_s)
-                for offer in message.offers
-                if offer.location
-            ]
-        else:
-            fetches = [partial(receive, message, sink, stopped)]
-        for fetch in fetches:
-            threading.Thread(target=run, args=(fetch,), name=f"weights-{update.version}", daemon=True).start()
+        threading.Thread(target=run, name=f"weights-{update.version}", daemon=True).start()
 
 
 def stage(staged: StagedWeights, message: PrepareUpdate) -> None:
@@ -267,29 +247,3 @@ def stage(staged: StagedWeights, message: PrepareUpdate) -> None:
         if any(box.offset_bytes + box.num_bytes > bucket.num_bytes for box in bucket.boxes):
             raise ValueError(f"a box of bucket {bucket.index} ends behind the bucket's {bucket.num_bytes} bytes")
     staged.prepare(list(tensors.values()), boxes, message.update.base_version)
-
-
-def pull(
-    offer: Offer, sink: Callable[[Offer, Bucket, Tensor], None], stopped: threading.Event, timeout_s: float
-) -> None:
-    """Ask another server for the buckets of its lease, one after the other. Raises `httpx.HTTPError`, `Unusable`."""
-    with httpx.Client(timeout=timeout_s, trust_env=False) as client:
-        for bucket in offer.buckets:
-            if stopped.is_set():
-                return
-            reply = client.get(f"{offer.location}/{bucket.index}").raise_for_status()
-            content = bytearray(reply.content)
-            check_content(bucket, content, reply.headers.get("X-Ductile-Checksum", ""))
-            sink(offer, bucket, as_tensor(content))
-
-
-def check_content(bucket: Bucket, content: bytearray, checksum: str) -> None:
-    """Raise `Unusable` for bytes that are not the bucket's. checksum: `checksum_of`'s; "": none was sent."""
-    if len(content) != bucket.num_bytes:
-        raise Unusable(f"bucket {bucket.index} came with {len(content)} bytes, and has {bucket.num_bytes}")
-    if checksum and checksum != (found := checksum_of(as_tensor(content))):
-        raise Unusable(f"bucket {bucket.index} came with checksum {found}, and {checksum[:16]} was announced")
-
-
-def as_tensor(content: bytearray) -> Tensor:
-    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

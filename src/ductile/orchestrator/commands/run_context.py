@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ductile.core.rollouts.provenance import KnownWeights
 from ductile.observe import Recorder
+from ductile.orchestrator.loop.publisher import UpdateServers
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class RunContext:
     """Returns further metrics of each step."""
     death: Callable[[], Coroutine[Any, Any, str]] | None = None
     """Waits until a process that the run needs is gone, and returns a sentence about it; None: none is watched."""
-    update_servers: Callable[[int], Awaitable[KnownWeights]] | None = None
+    update_servers: UpdateServers | None = None
     """Brings a published version to the run's servers; None where it has none."""
     began_s: float = field(default_factory=time.perf_counter)
     """`time.perf_counter()` of the command's start, for `wall_s`."""

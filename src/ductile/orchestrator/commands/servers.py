@@ -18,6 +18,8 @@ from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
 from ductile.config.schema.trainer import NcclBroadcast
+from ductile.config.server_address import root_of
+from ductile.core.instances.carrier_choice import CarrierChoice, choose_carrier
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.layout.model.parameters import parameters
@@ -28,7 +30,7 @@ from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
 from ductile.fleet.elastic_fleet import ElasticFleet
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.monitor import HttpProbe
-from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of, token_of
+from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of
 from ductile.fleet.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
@@ -37,10 +39,8 @@ from ductile.fleet.shared_state import SharedFleetState
 from ductile.fleet.update_attempt import NUM_ASKED
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
 from ductile.fleet.weight_update import WeightUpdates
-from ductile.generator.server.control_token import token_file
-from ductile.messages.carrier_choice import choose_carrier
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
-from ductile.messages.server_lease import ServerLease
+from ductile.messages.control_token import token_of
 from ductile.messages.updates import ServerState, TensorSpec, WeightCarrier, model_fingerprint
 from ductile.observe import Recorder
 from ductile.roles import Late, Refused
@@ -62,6 +62,8 @@ class Servers:
         self._asked_carrier = broadcast.type if broadcast else None
         self._deadlines = _deadlines(inference, client.timeout_s)
         self._max_num_seqs, self._record = inference.max_num_seqs, record
+        spec = read_spec(config.trainer.model.name)
+        self._vocab_size = spec.vocab_size if spec else None
         is_served = isinstance(inference.registry, HttpRegistry) and inference.registry.serve
         self._served = inference.registry if is_served else None
         self._registry = RememberedLeases(registry_of(inference.registry, self._tell))
@@ -87,6 +89,8 @@ class Servers:
         self._fleet.on_change.add(self._on_change)
         self._members.on_updated.add(self._on_updated)
         self._latest: UpdateResult | None = None
+        self._choices: dict[str, CarrierChoice] = {}
+        """Carriers that were chosen since the last version went out, by the servers' incarnations."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "Servers":
@@ -109,9 +113,11 @@ class Servers:
 
     def _carrier(self, state: ServerState, only: WeightCarrier | None) -> WeightCarrier:
         try:
-            return choose_carrier(host(), state, self._asked_carrier, self._rendezvous, only).carrier
+            choice = choose_carrier(host(), state.host, state.carriers, self._asked_carrier, self._rendezvous, only)
         except ValueError as error:
             raise Refused(str(error)) from error
+        self._choices[state.incarnation] = choice
+        return choice.carrier
 
     async def update(self, version: int) -> KnownWeights:
         """Bring the trainer's weights to all servers (`ElasticFleet.update`), and return what was sent."""
@@ -163,7 +169,7 @@ class Servers:
         self._fleet.register_server(address)
         await self._fleet.look()
         await self._fleet.settled()
-        found = self._fleet.state.at(address.rstrip("/").removesuffix("/v1"))
+        found = self._fleet.state.at(root_of(address))
         if found is None:
             why = next((why for url, why in self._fleet.kept_out.items() if url in address), "nobody answers there yet")
             raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for from now on")
@@ -173,7 +179,7 @@ class Servers:
 
     async def _leave(self, server: str, mode: Literal["drain", "now"]) -> str:
         known = {name for each in self._fleet.state.living for name in (each.instance, each.address)}
-        if server.rstrip("/").removesuffix("/v1") not in known:
+        if root_of(server) not in known:
             raise Unfit(f"{server} is none of the run's servers: {', '.join(sorted(known)) or 'it has none'}")
         self._fleet.deregister_server(server, mode)
         await self._fleet.settled()
@@ -204,7 +210,9 @@ class Servers:
                 self._record.event(ServerChanged(after.instance, was, after.status, sentence=sentence))
 
     def _on_updated(self, result: UpdateResult) -> None:
-        self._latest = result
+        servers = self._fleet.state.servers
+        chosen = {name: self._choices.get(servers[name].incarnation) for name in result.carriers if name in servers}
+        self._latest, self._choices = result, {}
         left = [f"{each.instance} is {each.outcome} ({each.reason})" for each in result.outcomes]
         left = [said for said, each in zip(left, result.outcomes, strict=True) if each.outcome != "committed"]
         num = len(result.committed)
@@ -219,13 +227,15 @@ class Servers:
                 result.num_bytes,
                 result.digest,
                 result.num_bytes_unchanged,
+                {name: choice for name, choice in chosen.items() if choice is not None},
                 sentence=f"{'; '.join([sentence, *left])}." if left else "",
             )
         )
 
     def _member(self, server: TopologyMember) -> UpdateMember[ServerPort]:
         """Raises ValueError where the address is none."""
-        token = self._api_key or self._token(server.address)
+        lease = self._registry.leases.get(server.address)
+        token = self._api_key or token_of(server.address, lease.token_file if lease else "")
         port = ServerPort(
             server.address,
             self._api_key,
@@ -233,19 +243,9 @@ class Servers:
             self._deadlines,
             self._max_num_seqs,
             id=server.instance,
+            vocab_size=self._vocab_size,
         )
         return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
-
-    def _token(self, address: str) -> str | None:
-        """The token of a server's control routes: from the file that its lease names, or that this user's servers on
-        this machine have."""
-        if (lease := self._registry.leases.get(address)) and (token := token_of(lease)):
-            return token
-        parts = urlsplit(address)
-        names = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname or "",)
-        files = [token_file(name, parts.port or 0) for name in names]
-        leases = [ServerLease(address, "", token_file=str(file)) for file in files]
-        return next(filter(None, map(token_of, leases)), None)
 
 
 def models_of(config: RLConfig) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ asked, the version's log-probs are not compared, and its digests are.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, Protocol, Self
@@ -14,8 +15,9 @@ from typing import Literal, Protocol, Self
 from ductile.columns import Floats, Mask, TokenIds
 from ductile.core.instances.instances import Instance
 from ductile.core.rollouts.provenance import Diagnosis, Differences, Evidence, KnownWeights, diagnose
-from ductile.events.rollouts import CanaryDisagreed
-from ductile.messages.workers import WeightDigests
+from ductile.error_text import error_text
+from ductile.events.rollouts import CanaryDisagreed, CanaryFailed
+from ductile.messages.updates import LiveDigest
 from ductile.observe import Recorder
 from ductile.records import GenerateRequest, Generation, Sample
 from ductile.roles import Failure
@@ -35,7 +37,7 @@ class CheckedGenerators(Protocol):
 
     async def canary(self, instance: Instance, request: GenerateRequest) -> Generation: ...
 
-    async def digest_weights(self, instance: Instance) -> WeightDigests: ...
+    async def digest_weights(self, instance: Instance) -> LiveDigest: ...
 
 
 class Reference(Protocol):
@@ -139,13 +141,25 @@ class Canaries:
         self._published[published.version] = published
         for older in sorted(self._published)[:-2]:
             del self._published[older]
-        self._checking = asyncio.create_task(self._check(published.version))
+        self._checking = asyncio.create_task(self._check_or_tell(published.version))
+
+    async def _check_or_tell(self, version: int) -> None:
+        """A check that fails for a reason of its own does not end the run, and is not kept quiet about."""
+        try:
+            await self._check(version)
+        except Exception as error:
+            self.num_skipped += 1
+            why = f"Version {version} could not be checked: {error_text(error)}."
+            self._record.event(CanaryFailed(version, sentence=why))
 
     async def _check(self, version: int) -> None:
         """Have each generator sample, then the reference score all of it at once. Whatever does not reply in time is
         skipped: what is wrong with it is found elsewhere."""
         instances = list(self._generators.instances)
         outcomes = await asyncio.gather(*(self._sample(each, version) for each in instances), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Failure):
+                raise outcome
         sampled = {
             each: found for each, found in zip(instances, outcomes, strict=True) if isinstance(found, SampledCanaries)
         }
@@ -202,16 +216,15 @@ class Canaries:
     async def _further(self, instance: Instance, evidence: Evidence) -> Evidence:
         """The evidence with what else can be asked of the generator."""
         version = evidence.published.version
-        try:
+        with suppress(Failure):  # what is known already has to do
             read = await self._generators.digest_weights(instance)
             if evidence.published.tensors and read.tensors and read.version == version:
-                evidence = replace(evidence, found=KnownWeights(version, read.found, read.tensors, read.adapters))
+                evidence = replace(evidence, found=KnownWeights(version, read.digest, read.tensors))
+        with suppress(Failure):
             if not evidence.plain.within(evidence.limits):
                 anew = await self._sample(instance, version, salt=f"anew-{version}-")
                 if (scores := await self._reference.score(anew.samples, version)) is not None:
                     evidence = replace(evidence, without_cache=anew.differences(scores, greedy=True))
-        except Failure:
-            pass  # what is known already has to do
         return evidence
 
     async def _tell(self, instance: Instance, evidence: Evidence) -> None:

@@ -18,7 +18,8 @@ from ductile.records import Manifest
 from ductile.roles import Scorer, TrainerClient
 
 UpdateServers = Callable[[int], Awaitable[KnownWeights]]
-"""Returns when the servers have the version, which the trainer's weights are, or are left behind."""
+"""Returns when the servers have the version, which the trainer's weights are, or are left behind: what they were
+given."""
 
 
 class Publisher:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ductile.error_text import error_text
 from ductile.messages.updates import Bucket, Offer, PrepareUpdate, WeightCarrier
-from ductile.weights.carriers import control, disk, point_to_point, shared_memory
+from ductile.weights.carriers import control, disk, http, point_to_point, shared_memory
 from ductile.weights.carriers.carrier import Sink, UpdateFailed, refuse_damaged, sentence
 from ductile.weights.carriers.source import Source, connect
 
@@ -26,16 +26,17 @@ def receive(prepare: PrepareUpdate, sink: Sink, stopped: Event) -> None:
     """Give every bucket of every sender to `sink`, each sender's in a thread of its own, and return when all senders
     know that it has them.
 
-    For all carriers but "http", where the server's own route takes the buckets. It blocks until then, at most the
-    update's `total_timeout_s`. Raises `UpdateFailed`, with a sentence, when a sender ends or falls silent, when the
-    sink raises, or soon after `stopped` is set; the senders learn it at once.
+    By carrier "http" these are the buckets of other servers' leases; those that are posted come to the server's own
+    route. It blocks until then, at most the update's `total_timeout_s`. Raises `UpdateFailed`, with a sentence, when a
+    sender ends or falls silent, when the sink raises, or soon after `stopped` is set; the senders learn it at once.
     """
-    if not prepare.offers:
+    offers = [offer for offer in prepare.offers if prepare.carrier != "http" or http.is_lease(offer)]
+    if not offers:
         return
     receiver = _Receiver(prepare, sink)
     deadline = time.monotonic() + prepare.update.total_timeout_s
-    with ThreadPoolExecutor(len(prepare.offers), "weights from") as pool:
-        pending = {pool.submit(receiver.take, offer) for offer in prepare.offers}
+    with ThreadPoolExecutor(len(offers), "weights from") as pool:
+        pending = {pool.submit(receiver.take, offer) for offer in offers}
         while pending:
             done, pending = wait(pending, control.TICK_S, FIRST_EXCEPTION)
             if stopped.is_set():
@@ -49,16 +50,16 @@ def receive(prepare: PrepareUpdate, sink: Sink, stopped: Event) -> None:
 
 
 class _Receiver:
-    """What the threads of one update's senders share."""
+    """State that the threads of one update's senders share."""
 
     def __init__(self, prepare: PrepareUpdate, sink: Sink) -> None:
         self._update, self._sink = prepare.update, sink
         self._carrier: WeightCarrier = prepare.carrier
-        self._instance = _own_instance(prepare)
+        self._instance = "" if prepare.carrier == "http" else _own_instance(prepare)
         self._ended = Event()
         self._sources: list[Source] = []
         self.reason = ""
-        """Why the update failed, as the first thread saw it."""
+        """Reason for which the update failed, as the first thread saw it."""
 
     def take(self, offer: Offer) -> None:
         """Receive from one sender."""
@@ -70,7 +71,7 @@ class _Receiver:
 
     def _take(self, offer: Offer) -> None:
         def load(bucket: Bucket, content: Tensor, checksum: str) -> None:
-            refuse_damaged(offer, bucket, content, checksum)
+            refuse_damaged(offer.sender, bucket, content, checksum)
             try:
                 self._sink(offer, bucket, content)
             except Exception as error:
@@ -80,6 +81,8 @@ class _Receiver:
         update, carrier = self._update, self._carrier
         if carrier == "disk":
             return disk.receive(update, offer, load, self._ended)
+        if carrier == "http":
+            return http.receive(update, offer, load, self._ended)
         silence_s = SILENT_BUCKETS * update.bucket_timeout_s
         at, sender = offer.location, offer.sender
         source = connect(at, sender, self._instance, carrier, update.secret, silence_s, self._ended)

@@ -1,9 +1,10 @@
-"""What all carriers of buckets have in common."""
+"""Parts that all carriers of buckets have in common."""
 
 import math
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -23,13 +24,18 @@ def sentence(error: BaseException) -> str:
     return str(error) if isinstance(error, UpdateFailed) else error_text(error)
 
 
+def bytes_of(content: bytearray) -> Tensor:
+    """The bytes as a tensor (uint8) in the same memory."""
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
 class BucketSender(Protocol):
     """A sender's end of one carrier, for all receivers that chose it. `send` and `wait` are called by a thread each,
     in the order of the buckets; a receiver that fails is dropped and does not hold up the others."""
 
     @property
     def live(self) -> bool:
-        """Whether anybody is left to send to."""
+        """True while anybody is left to send to."""
         ...
 
     def send(self, bucket: Bucket, slot: int, content: Tensor, checksum: str) -> None:
@@ -55,11 +61,16 @@ def checksum_of(content: Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(content.numpy().data)
 
 
-def refuse_damaged(offer: Offer, bucket: Bucket, content: Tensor, expected: str) -> None:
-    """Raises `UpdateFailed` where a bucket's bytes are not those that were sent. "" is no expectation."""
+def refuse_damaged(sender: str, bucket: Bucket, content: Tensor, expected: str) -> None:
+    """Raises `UpdateFailed` where a bucket's bytes are not those that were sent. expected: their `checksum_of`; "":
+    none was sent."""
+    if content.numel() != bucket.num_bytes:
+        raise UpdateFailed(
+            f"bucket {bucket.index} of {sender} came with {content.numel()} bytes, and has {bucket.num_bytes}"
+        )
     if expected and (found := checksum_of(content)) != expected:
         raise UpdateFailed(
-            f"bucket {bucket.index} of {offer.sender} is damaged: its checksum is {found}, and {expected} was sent"
+            f"bucket {bucket.index} of {sender} is damaged: its checksum is {found}, and {expected[:16]} was sent"
         )
 
 

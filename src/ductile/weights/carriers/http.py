@@ -4,28 +4,73 @@ acknowledgement.
     POST /weights/buckets/{update_id}/{sender}/{index}      X-Ductile-Epoch, X-Ductile-Checksum; the bucket's bytes
 
 A sender is told by nobody when a server has been prepared, so it asks for the server's state first.
+
+A server that joins has nobody who posts to it: it asks for the buckets of another server's lease.
+
+    GET <location of the offer>/{index}
 """
 
 import http.client
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from socket import SHUT_RDWR
 from threading import Event
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 from torch import Tensor
 
 from ductile.error_text import error_text
-from ductile.messages.updates import Bucket, Receiver, ServerState, WeightUpdate
-from ductile.weights.carriers.carrier import UpdateFailed
+from ductile.messages.updates import Bucket, Offer, Receiver, ServerState, WeightUpdate
+from ductile.weights.carriers.carrier import UpdateFailed, bytes_of
 from ductile.weights.carriers.control import TICK_S
 
-ASK_AGAIN_S = 0.02
+ASK_AGAIN_S, MOST_PAUSE_S = 0.02, 1.0
+CROWDED = 503
+"""Status of a server that has no room for a bucket, and soon has."""
+SHOWN_BYTES, PIECE_BYTES = 300, 1 << 20
 _LOST = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, http.client.CannotSendRequest)
+
+
+def is_lease(offer: Offer) -> bool:
+    """Return whether the sender is a server that is asked for its buckets; a rank posts them."""
+    return "://" in offer.location
+
+
+def receive(update: WeightUpdate, offer: Offer, load: Callable[[Bucket, Tensor, str], None], stopped: Event) -> None:
+    """Ask for the buckets of a lease, one after the other. Raises `UpdateFailed`."""
+    root = urlsplit(offer.location)
+    connection = _connection(root, update.bucket_timeout_s)
+    try:
+        for bucket in offer.buckets:
+            if stopped.is_set():
+                raise UpdateFailed("the update was stopped")
+            connection.request("GET", f"{root.path}/{bucket.index}")
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    text = response.read(SHOWN_BYTES).decode("utf-8", "replace").strip()
+                    raise UpdateFailed(f"{offer.sender} gave no bucket {bucket.index}: HTTP {response.status}: {text}")
+                content = _read(response, bucket, stopped)
+                load(bucket, bytes_of(content), response.headers.get("X-Ductile-Checksum", ""))
+    except (OSError, http.client.HTTPException) as error:
+        raise UpdateFailed(f"{offer.sender} cannot be reached: {error_text(error)}") from error
+    finally:
+        connection.close()
+
+
+def _read(response: http.client.HTTPResponse, bucket: Bucket, stopped: Event) -> bytearray:
+    """Return the bucket's bytes, and read no more than it has, whatever the sender says. Raises `UpdateFailed`."""
+    content = bytearray()
+    while piece := response.read(min(PIECE_BYTES, bucket.num_bytes + 1 - len(content))):
+        if stopped.is_set():
+            raise UpdateFailed("the update was stopped")
+        content += piece
+        if len(content) > bucket.num_bytes:
+            raise UpdateFailed(f"bucket {bucket.index} has {bucket.num_bytes} bytes, and more of them came")
+    return content
 
 
 class HttpSender:
@@ -74,8 +119,7 @@ class _Poster:
         if receiver.token:
             self._headers["Authorization"] = f"Bearer {receiver.token}"
         root = urlsplit(receiver.url)
-        connect = http.client.HTTPSConnection if root.scheme == "https" else http.client.HTTPConnection
-        self._connection = connect(root.netloc, timeout=update.bucket_timeout_s)
+        self._connection = _connection(root, update.bucket_timeout_s)
         self._state_path = f"{root.path.rstrip('/')}/fleet/state"
         self._path = f"{root.path.rstrip('/')}/weights/buckets/{quote(update.update_id, '')}/{quote(sender, '')}"
         self._ended = Event()
@@ -94,7 +138,7 @@ class _Poster:
         self._requests[bucket.index] = request
 
     def wait(self, index: int) -> str:
-        """Why the receiver did not take the bucket; "" if it did."""
+        """Return why the receiver did not take the bucket; "" if it did."""
         request = self._requests[index]
         while not request.done() and time.monotonic() - self._progress_at <= self._timeout_s:
             wait_for([request], TICK_S)
@@ -132,9 +176,14 @@ class _Poster:
         headers = {**self._headers, "Content-Length": str(bucket.num_bytes)}
         if checksum:
             headers["X-Ductile-Checksum"] = checksum
-        status, reply = self._ask("POST", f"{self._path}/{bucket.index}", content.numpy().data, headers)
-        if status != 200:
-            raise UpdateFailed(f"refused bucket {bucket.index}: HTTP {status}: {self._shown(reply)}")
+        pause_s, until = ASK_AGAIN_S, time.monotonic() + self._timeout_s
+        while True:
+            status, reply = self._ask("POST", f"{self._path}/{bucket.index}", content.numpy().data, headers)
+            if status == 200:
+                return
+            if status != CROWDED or time.monotonic() + pause_s > until or self._ended.wait(pause_s):
+                raise UpdateFailed(f"refused bucket {bucket.index}: HTTP {status}: {self._shown(reply)}")
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     def _wait_until_prepared(self) -> None:
         while not self._prepared:
@@ -154,7 +203,7 @@ class _Poster:
                 raise UpdateFailed(f"is not receiving the update but {progress.phase}: {progress.reason}")
 
     def _ask(self, method: str, path: str, body: memoryview | None, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Status and body of the reply. A connection that the server has closed meanwhile is made anew once."""
+        """Return status and body of the reply. A connection that the server has closed meanwhile is made anew once."""
         kept = self._connection.sock is not None
         while not self._ended.is_set():
             try:
@@ -169,5 +218,10 @@ class _Poster:
         raise UpdateFailed("was left out")
 
     def _shown(self, reply: bytes) -> str:
-        text = reply[:300].decode("utf-8", "replace").strip()
+        text = reply[:SHOWN_BYTES].decode("utf-8", "replace").strip()
         return text.replace(self._token, "***") if self._token else text
+
+
+def _connection(root: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
+    connect = http.client.HTTPSConnection if root.scheme == "https" else http.client.HTTPConnection
+    return connect(root.netloc, timeout=timeout_s)

@@ -32,8 +32,15 @@ class SlotRing:
     def __init__(self, name: str, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, aligned(max(1, slot_bytes))
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, self.num_slots * self.slot_bytes)
-        self._content = torch.frombuffer(mmap.mmap(self._fd, num_slots * self.slot_bytes), dtype=torch.uint8)
+        try:
+            os.ftruncate(self._fd, self.num_slots * self.slot_bytes)
+            self._content = torch.frombuffer(mmap.mmap(self._fd, num_slots * self.slot_bytes), dtype=torch.uint8)
+            self._seal()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _seal(self) -> None:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         try:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals | F_SEAL_FUTURE_WRITE)  # only the mapping above may write

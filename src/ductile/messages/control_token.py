@@ -3,17 +3,23 @@
 $XDG_RUNTIME_DIR/ductile/servers/<host>-<port>.json, or below ~/.cache
 """
 
-import json
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISDIR
+from urllib.parse import urlsplit
+
+import msgspec
 
 from ductile.disk import write_whole
+from ductile.user_files import NotOwn, read_own
+
+MOST_BYTES = 16 << 10
+"""Largest token file that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,13 @@ class ControlToken:
 
     text: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     file: Path | None = None
+
+
+class _TokenFile(msgspec.Struct):
+    host: str
+    port: int
+    pid: int
+    token: str
 
 
 class UnsafeFolder(ValueError):
@@ -35,12 +48,12 @@ def token_file(host: str, port: int) -> Path:
 
 
 @contextmanager
-def control_token(host: str, port: int) -> Iterator[ControlToken]:
+def control_token(host: str, port: int) -> Generator[ControlToken]:
     """A new token, which is in the file until the end. Where no file can be written the server goes on, and nobody can
     give it weights. Raises `UnsafeFolder`."""
     file = token_file(host, port)
     token = ControlToken(file=file)
-    content = json.dumps({"host": host, "port": port, "pid": os.getpid(), "token": token.text})
+    content = msgspec.json.encode(_TokenFile(host, port, os.getpid(), token.text)).decode()
     try:
         file.parents[2].mkdir(parents=True, exist_ok=True)
         for folder in (file.parents[1], file.parent):
@@ -62,9 +75,21 @@ def control_token(host: str, port: int) -> Iterator[ControlToken]:
                 file.unlink()
 
 
-def read_token(host: str, port: int) -> str | None:
-    """Return the token of a server of this user on this machine; None where there is none."""
+def token_of(url: str, file: str = "") -> str | None:
+    """Return the token of the server at `url`: from the file that its lease names, else from where this user's servers
+    on this machine keep theirs. None where there is no token file of this user's alone, made by a server at that very
+    host and port: a lease may come from anywhere, and nothing else is read and sent to it."""
+    parts = urlsplit(url)
+    names = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname or "",)
+    files = [*([Path(file)] if file else []), *(token_file(name, parts.port or 0) for name in names)]
+    return next(
+        (found.token for each in files if (found := _read(each)) and found.host in names and found.port == parts.port),
+        None,
+    )
+
+
+def _read(file: Path) -> _TokenFile | None:
     try:
-        return json.loads(token_file(host, port).read_text("utf-8"))["token"]
-    except (OSError, ValueError, KeyError):
+        return msgspec.json.decode(read_own(file, MOST_BYTES, private=True), type=_TokenFile)
+    except (NotOwn, OSError, msgspec.DecodeError):
         return None

@@ -1,14 +1,9 @@
 import pytest
 
-from ductile.messages.carrier_choice import choose_carrier
-from ductile.messages.updates import ServerState, WeightCarrier
+from ductile.core.instances.carrier_choice import WeightCarrier, choose_carrier
 
 ALL: tuple[WeightCarrier, ...] = ("shared_memory", "point_to_point", "http", "disk")
 FAR = "10.0.0.1:29500"
-
-
-def state(host: str, carriers: tuple[WeightCarrier, ...] = ALL) -> ServerState:
-    return ServerState("incarnation", "model", 0, "", 0, carriers=carriers, host=host)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +26,14 @@ def state(host: str, carriers: tuple[WeightCarrier, ...] = ALL) -> ServerState:
 def test_the_fastest_way_that_both_have_or_the_one_that_is_asked_for(
     host: str, carriers: tuple[WeightCarrier, ...], asked: str | None, rendezvous: str, carrier: str, reason: str
 ) -> None:
-    choice = choose_carrier("here", state(host, carriers), asked, rendezvous)
+    choice = choose_carrier("here", host, carriers, asked, rendezvous)
     assert choice.carrier == carrier
     assert reason in choice.reason
 
 
 @pytest.mark.parametrize("only", ["http", "disk", "point_to_point"])
 def test_where_one_is_left_it_goes_before_the_one_that_is_asked_for(only: WeightCarrier) -> None:
-    choice = choose_carrier("here", state("there"), "filesystem", FAR, only)
+    choice = choose_carrier("here", "there", ALL, "filesystem", FAR, only)
     assert choice == (only, f"inference.join_transport is {only!r}")
 
 
@@ -54,7 +49,7 @@ def test_a_way_of_joining_that_cannot_be_is_refused(
     carriers: tuple[WeightCarrier, ...], only: WeightCarrier, error: str
 ) -> None:
     with pytest.raises(ValueError, match=error):
-        choose_carrier("here", state("there", carriers), only=only)
+        choose_carrier("here", "there", carriers, only=only)
 
 
 @pytest.mark.parametrize(
@@ -70,4 +65,4 @@ def test_what_cannot_be_is_refused(
     carriers: tuple[WeightCarrier, ...], asked: str | None, rendezvous: str, error: str
 ) -> None:
     with pytest.raises(ValueError, match=error):
-        choose_carrier("here", state("there", carriers), asked, rendezvous)
+        choose_carrier("here", "there", carriers, asked, rendezvous)
