@@ -63,10 +63,11 @@ from ductile.messages.updates import (
     UpdateProgress,
     WeightCarrier,
     WeightUpdate,
+    total_of,
 )
 from ductile.weights.buckets import OwnedTensor, offer_of
 from ductile.weights.carriers import receive
-from ductile.weights.digest import copy_with_digest, total_of
+from ductile.weights.digest import copy_with_digest
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.sender import WeightSender
 from ductile.weights.staged_weights import StagedWeights

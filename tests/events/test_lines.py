@@ -31,7 +31,7 @@ EVENTS = (
     servers.ServerChanged("10.0.0.7:8000", "ready", "suspect"),
     servers.ServerLeft("10.0.0.7:8000", True),
     servers.ServerNoted(),
-    servers.WeightUpdateEnded(3, (InstanceOutcome("a", "stale", "it hangs"),), 2, 1.5, 0.1, 64, "0" * 16, WAYS),
+    servers.WeightUpdateEnded(3, (InstanceOutcome("a", "stale", "it hangs"),), 2, 1.5, 0.1, 64, "0" * 16, 32, WAYS),
     steps.WorkBegan(SETTING),
     steps.StepProfiled(StepProfile(1, 0.0, 1.0, (), (4, 7), 9.0, SPEEDS, COSTS)),
     steps.BatchesReady(100, 2, 1),

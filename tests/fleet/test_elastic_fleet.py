@@ -534,7 +534,7 @@ def test_a_ruler_that_slept_cannot_bring_its_version_over_the_new_one_s() -> Non
             told: list[str] = []
 
             async def update(state: SharedFleetState, version: int) -> None:
-                updates = WeightUpdates(ranks, UpdateOptions(), lambda _: "http", state.next_epoch)
+                updates = WeightUpdates(ranks, UpdateOptions(), lambda state, only: "http", state.next_epoch)
                 await updates.update(version, [server.member])
                 servers[0].says(epoch=server.epoch)
 

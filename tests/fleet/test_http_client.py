@@ -11,7 +11,7 @@ import pytest
 
 from ductile.fleet.http_client import HttpClient, Kind, NoReply
 from ductile.fleet.server_http import ServerDeadlines, ServerHttp
-from ductile.roles import Failure, Late, NotTaken, SlotLost
+from ductile.roles import Failure, Interrupted, Late, NotTaken, SlotLost
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 LATE_S = 0.1
@@ -37,8 +37,8 @@ def says_too_much(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 FOUND: list[tuple[Handler | None, Kind, type[Failure] | None]] = [
     (None, "closed", SlotLost),
-    (resets, "lost", SlotLost),
-    (ends, "lost", SlotLost),
+    (resets, "lost", Interrupted),
+    (ends, "lost", Interrupted),
     (says_nothing, "silent", Late),
     (says_too_much, "odd", None),
 ]

@@ -12,7 +12,9 @@ A fault that was met leaves a file `<point>.reached`. The folder is that of the 
 import asyncio
 import os
 import time
+from collections import Counter
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -39,6 +41,7 @@ AFTER = {"/weights/commit": "commit-reply"}
 PLACES = ("bucket-first", "bucket-mid", "bucket-last")
 
 load, create_app = WeightReceiver._load, serve.create_app
+_counting, _num_begun = Lock(), Counter[str]()
 
 
 class Dropped(Exception):
@@ -77,8 +80,11 @@ def bucket_point(num_loaded: int, num_expected: int) -> str | None:
 
 def faulty_load(self: WeightReceiver, update: Any, *args: Any) -> None:
     dropped: Dropped | None = None
+    with _counting:  # buckets of several senders are loaded at a time
+        num_begun = _num_begun[update.update_id]
+        _num_begun[update.update_id] += 1
     try:
-        meet(bucket_point(len(update.loaded), len(update.buckets)))
+        meet(bucket_point(num_begun, len(update.buckets)))
     except Dropped as fault:
         dropped = fault
     load(self, update, *args)

@@ -59,6 +59,7 @@ def train(trainer: Trainer, lengths: tuple[tuple[int, ...], ...], rank: int = 0,
     losses = []
     for step, of_step in enumerate(lengths):
         samples = make_samples(of_step, seed=step)
+        trainer.score(samples)  # a forward pass without a backward one leaves no trace
         trainer.forward_backward(pack(samples, num_ranks, 40)[rank])
         losses.append(trainer.optim_step(loss_denominator(samples)).loss)
     return losses
@@ -68,6 +69,8 @@ def train_on_ranks(groups: Groups, members: tuple[int, ...], settings: dict) -> 
     context = ParallelContext(groups, ParallelLayout.of(members))
     trainer = Trainer(TrainerConfig.model_validate(settings), context)
     losses = train(trainer, LENGTHS, context.data_parallel_rank, len(members))
+    trainer.score(make_samples(LENGTHS[0]))
+    assert all(parameter in trainer.optimizer.state for parameter in trainer.model.parameters())
     return losses, {name: tensor.tolist() for name, tensor in trainer.publish_weights()}
 
 

@@ -1,6 +1,6 @@
 """HTTP to whoever a fleet talks to, each request with a deadline. Where there is no reply, why is one of five kinds:
 
-closed    nobody listens at the address
+closed    nobody listens at the address, or this client is closed
 lost      the connection was lost, or there is no way there
 silent    no bytes for longer than a deadline: a stopped process still takes connections
 unasked   something keeps us from asking anybody: no server is to blame for it
@@ -113,7 +113,7 @@ class OpenReply:
         while True:
             self._attempts -= 1
             if self._client.is_closed:
-                raise NoReply("lost", f"{self._url} was not asked: its server has left the fleet")
+                raise NoReply("closed", f"{self._url} was not asked: its server has left the fleet")
             try:
                 self._response = await self._client.send(self._request, stream=True)
             except (httpx.HTTPError, OSError) as error:

@@ -85,7 +85,13 @@ class ServerHttp:
         url, limit_s = self.root + route, deadline_s or self.deadlines.control_s
         headers = {"Content-Type": "application/json"} | (self._control if control else {})
         with _failures():
-            reply = await self._client.ask(method, url, limit_s, headers, body)
+            try:
+                reply = await self._client.ask(method, url, limit_s, headers, body)
+            except NoReply as error:
+                if method != "GET" or error.kind != "lost":
+                    raise
+                # An old connection says nothing of the server: a new one shows whether anybody listens.
+                reply = await self._client.ask(method, url, limit_s, headers, body)
         return self._read(reply, url)
 
     async def events(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:

@@ -94,13 +94,17 @@ class UpdateAttempt:
         self._changed = ChangeSignal()
 
     def incarnation(self, name: InstanceId) -> str:
-        """Return the process that a member is, which has said its state."""
-        return self._states[name].incarnation
+        """Return the process that a member is: what it says now, or said before where it does not answer."""
+        state = self._states.get(name)
+        return state.incarnation if state else self._members[name].incarnation
 
     def fail(self, name: InstanceId, error: Failure | Shortfall | str) -> None:
-        """A member is out. Nothing happens when it is none, is out already or has committed."""
-        if name in self._members and name not in self.short and name not in self.committed:
-            self.short[name] = error if isinstance(error, Shortfall) else shortfall(error)
+        """A member is out. Nothing happens when it is none, is out already or has committed; that one is gone is worth
+        more than that something there was not done."""
+        why = error if isinstance(error, Shortfall) else shortfall(error)
+        is_news = name not in self.short or (self.short[name].fault, why.fault) == ("undone", "gone")
+        if name in self._members and is_news and name not in self.committed:
+            self.short[name] = why
             self._changed.notify_all()
 
     async def run(self) -> None:

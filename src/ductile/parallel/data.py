@@ -44,6 +44,14 @@ def shard(
                 module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the whole parameters that a forward pass without a backward one has left: they are shards again, as all that
+    reads or changes them takes them to be."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parts: SlotParts) -> None:
     """Copy this slot's part out of full tensors; those of which it has none may come too. Every parameter of the model
     must come exactly once."""

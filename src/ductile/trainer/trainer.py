@@ -191,7 +191,10 @@ class Trainer:
         if self._pipeline is not None:
             raise ValueError("stages of a pipeline cannot score without a loss")
         packed = PackedSamples.of(samples, self.device)
-        logprobs, _ = score(self.model, packed, self.context, self.config.model.head_chunk_tokens, self._cp_style)
+        try:
+            logprobs, _ = score(self.model, packed, self.context, self.config.model.head_chunk_tokens, self._cp_style)
+        finally:
+            data.reshard(self.model)
         return as_columns(samples, logprobs)
 
     def publish_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -29,7 +29,7 @@ class StagedWeights:
         self._made: dict[str, Tensor] = {}
         """Tensors that were made for this version: all but those that it has in common with the live one."""
         self._summed: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
-        """Of each tensor the boxes, by their start, whose digest was taken as they were copied: elements and part."""
+        """Boxes of each tensor, by their start, whose digest was taken as they were copied: elements and part."""
 
     def prepare(
         self, tensors: Sequence[TensorSpec], boxes: Sequence[TensorBox], base_version: int | None = None

@@ -1,6 +1,6 @@
 import pytest
 
-from ductile.core.instances.carrier_choice import WeightCarrier, choose_carrier
+from ductile.core.instances.carrier_choice import CarrierChoice, WeightCarrier, choose_carrier
 
 ALL: tuple[WeightCarrier, ...] = ("shared_memory", "point_to_point", "http", "disk")
 FAR = "10.0.0.1:29500"
@@ -34,7 +34,7 @@ def test_the_fastest_way_that_both_have_or_the_one_that_is_asked_for(
 @pytest.mark.parametrize("only", ["http", "disk", "point_to_point"])
 def test_where_one_is_left_it_goes_before_the_one_that_is_asked_for(only: WeightCarrier) -> None:
     choice = choose_carrier("here", "there", ALL, "filesystem", FAR, only)
-    assert choice == (only, f"inference.join_transport is {only!r}")
+    assert choice == CarrierChoice(only, f"inference.join_transport is {only!r}")
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from ductile.config.schema.fleet import FileRegistry, FleetConfig
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
 from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.registry import registry_of, token_of
+from ductile.fleet.registry import registry_of
 from ductile.fleet.server_http import ServerDeadlines
 from ductile.fleet.server_members import ServerMembers
 from ductile.fleet.server_port import ServerPort
 from ductile.fleet.shared_state import SharedFleetState
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
 from ductile.fleet.weight_update import WeightUpdates
+from ductile.messages.control_token import token_of
 from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Manifest, Sampling
@@ -119,7 +120,7 @@ class Fleet:
     def _member(self, server: TopologyMember) -> UpdateMember[ServerPort]:
         lease = self.leases[server.address]
         deadlines = ServerDeadlines(state_s=0.4, control_s=10.0, verify_s=60.0)
-        token = token_of(lease)
+        token = token_of(lease.url, lease.token_file)
         port = ServerPort(server.address, None, token, deadlines, id=server.instance)
         return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
 
