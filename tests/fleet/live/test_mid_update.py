@@ -59,6 +59,8 @@ class Rank:
         self._sender: WeightSender | None = None
         self._report: asyncio.Future[SendReport] | None = None
         self.digests: dict[int, str] = {}
+        self.num_buckets = 0
+        """Buckets of the version that was sent last."""
 
     @contextmanager
     def keeping(self, version: int) -> Generator[None]:
@@ -85,7 +87,9 @@ class Rank:
 
         self._report = report
         self._sender = WeightSender(update, offer_of("slot-0", owned, update.bucket_bytes), fill, tell)
-        return [self._sender.start()]
+        offer = self._sender.start()
+        self.num_buckets = len(offer.buckets)
+        return [offer]
 
     async def sent(self, update_id: str) -> Sequence[SendReport]:
         assert self._report is not None
@@ -158,7 +162,7 @@ async def in_the_middle(it: Fleet, victim: ServerProcess, number: int, point: st
             await asyncio.sleep(0.05)
             seen = (await client.get(f"{victim.url}/fleet/state")).json()["update"]
             if seen and not publishing.done() and seen["phase"] in ("prepared", "receiving"):
-                total = seen["num_expected"]
+                total = it.rank.num_buckets
                 places = {"bucket-first": 0, "bucket-mid": total // 2, "bucket-last": total - 1}
                 if seen["num_buckets"] == places[point]:
                     break
@@ -172,7 +176,7 @@ async def in_the_middle(it: Fleet, victim: ServerProcess, number: int, point: st
     print(f"{signal.Signals(number).name} {point}: {took_s:.2f} s, {it.results[-1].attempts} attempts")
     assert [each.outcome for each in it.results[-1].outcomes if each.instance in other] == ["committed"]
     assert [each.outcome for each in it.results[-1].outcomes if each.instance not in other] == ["dead"]
-    assert (found.version, found.found) == (it.version, it.results[-1].digest)
+    assert (found.version, found.digest) == (it.version, it.results[-1].digest)
     generated = await it.pool.generate(GenerateRequest("r", TokenIds((1, 2, 3)), Sampling(max_tokens=5)))
     assert {*generated.versions} == {it.version}
     assert took_s < CONSISTENT_S
