@@ -21,8 +21,9 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.generator.generate_role import load_engine
 from ductile.kernels.device import peak_memory, peak_of
+from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate
 from ductile.messages.updates import WeightUpdate
-from ductile.messages.workers import BeginUpdate, FinishUpdate, Publish, Receive, Score
+from ductile.messages.workers import Publish, Receive, Score
 from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment

@@ -7,18 +7,9 @@ import pytest
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fleet.remote_trainer import RemoteTrainer
 from ductile.fleet.sending import SAYS_S
+from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, UpdateBegun, UpdateSent
 from ductile.messages.updates import Offer, Receiver, SendReport, WeightUpdate
-from ductile.messages.workers import (
-    BeginUpdate,
-    Command,
-    Done,
-    Failed,
-    FinishUpdate,
-    OptimStep,
-    Reply,
-    UpdateBegun,
-    UpdateSent,
-)
+from ductile.messages.workers import Command, Done, Failed, OptimStep, Reply
 from ductile.roles import Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox

@@ -13,8 +13,8 @@ from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.donor import Donor
 from ductile.fleet.update_parties import UpdateMember, UpdateOptions
 from ductile.fleet.weight_update import WeightUpdates
+from ductile.messages.outgoing_updates import BeginUpdate
 from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, VersionLease, total_of
-from ductile.messages.workers import BeginUpdate
 from ductile.roles import Interrupted, Late, Refused, SlotLost, TrainerLost
 from tests.orchestrator.doubles import clock, run
 

@@ -19,8 +19,9 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer import owners
 from ductile.fabric import rendezvous
 from ductile.fleet.update_parties import summed_by_name
+from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate
 from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, WeightCarrier, WeightUpdate, total_of
-from ductile.messages.workers import BeginUpdate, FinishUpdate, ForwardBackward, OptimStep, Publish
+from ductile.messages.workers import ForwardBackward, OptimStep, Publish
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch
 from ductile.roles import RoleAssignment, StateKept

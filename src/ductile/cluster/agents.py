@@ -38,7 +38,7 @@ from ductile.messages.agents import (
     StartSlot,
     ToAgent,
 )
-from ductile.messages.workers import RoleName
+from ductile.messages.message import RoleName
 from ductile.transport.codec import BadFrame, decode_as, encode_message
 from ductile.transport.frames import FrameRouter
 from ductile.transport.router import Router

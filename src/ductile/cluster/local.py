@@ -6,7 +6,7 @@ from pathlib import Path
 from ductile.cluster.node import Node
 from ductile.cluster.nodes import NodesCluster, SlotNode
 from ductile.config.schema.cluster import ClusterConfig
-from ductile.messages.workers import RoleName
+from ductile.messages.message import RoleName
 from ductile.transport.router import Router
 from ductile.transport.sockets import LOOPBACK, SocketFolder
 

@@ -23,7 +23,8 @@ from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.error_text import capitalised
 from ductile.messages.agents import NodeSettings
-from ductile.messages.workers import Done, Hello, RoleName, Stop, Surveyed
+from ductile.messages.message import RoleName
+from ductile.messages.workers import Done, Hello, Stop, Surveyed
 from ductile.roles import Failure
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox, SlotEvent

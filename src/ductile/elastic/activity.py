@@ -7,10 +7,10 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
 from ductile.core.scheduling.facts.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
 from ductile.elastic.situation import Situation
+from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut
 from ductile.messages.workers import (
     Abort,
     AssignRole,
-    BeginUpdate,
     Command,
     Commit,
     DigestWeights,
@@ -18,13 +18,11 @@ from ductile.messages.workers import (
     EngineStats,
     ExportModel,
     Finalize,
-    FinishUpdate,
     Forget,
     ForwardBackward,
     Freeze,
     Generate,
     LeaseWeights,
-    LeaveOut,
     LoadState,
     MigrateOut,
     OptimStep,

@@ -41,7 +41,7 @@ class CanaryDisagreed(RunEvent, tag="canary_disagreed", frozen=True):
     version: int
     instance: InstanceId
     diagnosis: DiagnosisKind
-    """What is wrong, as `ductile.core.rollouts.provenance.diagnose` finds it."""
+    """Fault that was found, as `ductile.core.rollouts.provenance.diagnose` finds it."""
 
 
 class CanaryFailed(RunEvent, tag="canary_failed", frozen=True):

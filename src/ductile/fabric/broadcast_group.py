@@ -32,8 +32,9 @@ class BroadcastGroup:
 
 
 class Broadcast:
-    """One that is under way. It must be waited for before the last reference to its group goes: the group's end waits
-    for it, and keeps all other threads of the process waiting with it. Until then it keeps the group's sockets open."""
+    """A broadcast that is under way. It must be waited for before the last reference to its group goes: the group's
+    end waits for it, and keeps all other threads of the process waiting with it. Until then it keeps the group's
+    sockets open."""
 
     def __init__(self, work: dist.Work, kept: object) -> None:
         """kept: lives until it is over."""

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from ductile.core.instances.instances import Instance
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.messages.workers import AssignRole, Done, RoleName
+from ductile.messages.message import RoleName
+from ductile.messages.workers import AssignRole, Done
 from ductile.transport.fanout import ask_each
 from ductile.transport.mailbox import Mailbox
 

@@ -31,7 +31,7 @@ class Returned:
 
 
 InstanceEvent = SlotEvent | Returned
-"""What an instance says unasked, its end included."""
+"""Events that an instance sends unasked, its end included."""
 
 
 class InstancePort(Protocol):

@@ -163,7 +163,7 @@ class Judge:
         return tuple(TopologyMember.of(servers[each]) for each in wanted if each in servers and servers[each].is_living)
 
     def update_ended(self, version: int, digest: Digest, outcomes: Iterable[InstanceOutcome]) -> None:
-        """What has become of a version at each of its receivers. Only those that were sent it can have committed it."""
+        """Note a version's outcome at each of its receivers. Only those that were sent it can have committed it."""
         now = self._state.clock()
         for each in outcomes:
             id, why = InstanceId(each.instance), each.reason

@@ -1,4 +1,4 @@
-"""What the trainer is sent at a time: a micro-batch or a few of each data-parallel rank, and how it went."""
+"""The trainer's micro-steps, sent one at a time: a micro-batch or a few of each data-parallel rank, and how it went."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -26,16 +26,14 @@ from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.fleet.kept_versions import KeptVersions
 from ductile.fleet.micro_steps import AHEAD_S, IN_FLIGHT, MicroStep, MicroStepDone, PendingSamples, in_steps, tokens_of
 from ductile.fleet.sending import Sending
+from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun
 from ductile.messages.updates import Offer, SendReport, WeightCarrier, WeightUpdate
 from ductile.messages.workers import (
-    BeginUpdate,
     Command,
     Done,
     ExportModel,
-    FinishUpdate,
     ForwardBackward,
     ForwardBackwardDone,
-    LeaveOut,
     LoadState,
     OptimStep,
     Publish,
@@ -44,7 +42,6 @@ from ductile.messages.workers import (
     Score,
     Scores,
     Stepped,
-    UpdateBegun,
     Withdraw,
 )
 from ductile.records import AS_IN_SOURCE, ChatFormat, Manifest, Sample, StepReport
@@ -195,7 +192,7 @@ class RemoteTrainer:
             return [begun[slot].offer for slot in self.layout.slots]
 
     async def sent(self, update_id: str) -> list[SendReport]:
-        """What each rank says, once all are through, also where receivers failed. Raises SlotLost, Late or Refused."""
+        """Return each rank's report, once all are through, also if some failed. Raises SlotLost, Late or Refused."""
         if self._sending is None or self._sending.update.update_id != update_id:
             raise Refused(f"no weight update {update_id} is under way at the trainer")
         return await self._sending.reports()

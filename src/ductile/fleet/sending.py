@@ -6,8 +6,8 @@ from contextlib import suppress
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
+from ductile.messages.outgoing_updates import FinishUpdate, LeaveOut, UpdateSent
 from ductile.messages.updates import SendReport, WeightUpdate
-from ductile.messages.workers import FinishUpdate, LeaveOut, UpdateSent
 from ductile.roles import Late, SlotLost
 from ductile.transport.fanout import raise_worst
 from ductile.transport.mailbox import Died, Mailbox, SlotEvent

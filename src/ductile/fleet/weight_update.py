@@ -43,7 +43,7 @@ class WeightUpdates:
         self.known: KnownWeights | None = None
         """Version that was committed last; None before the first."""
         self.under_way = ""
-        """What is done at the moment: "version 3", "server-1 joins"; "" when nothing is."""
+        """Work at the moment: "version 3", "server-1 joins"; "" when nothing is."""
         self._trainer, self._options, self._choose = trainer, options, choose
         self._next_epoch, self._clock = next_epoch, clock
         self._turn = asyncio.Lock()

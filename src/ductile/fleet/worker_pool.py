@@ -346,7 +346,7 @@ class WorkerPool:
 
 
 async def _received(port: InstancePort, manifest: Manifest) -> Failure | None:
-    """What the instance failed with; None where the version is live on it."""
+    """Failure of the instance; None where the version is live on it."""
     try:
         await port.receive(manifest)
     except Failure as failure:

@@ -1,4 +1,4 @@
-"""What `ductile compare` asks of the process that has both models, and what that finds."""
+"""Request of `ductile compare` to the process that has both models, and its findings."""
 
 from math import inf
 from typing import Any

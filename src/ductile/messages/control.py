@@ -113,7 +113,7 @@ class FleetStatus(Words, tag="fleet"):
     under_way: str = ""
     """The weight update or the join that is under way; "" when there is none."""
     sentence: str = ""
-    """What has come of what was asked for."""
+    """Outcome of what was asked for, for a person."""
 
 
 class RunStatus(Words, tag="status"):

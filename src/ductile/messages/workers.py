@@ -11,7 +11,9 @@ import msgspec
 from ductile.columns import Floats
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.layout.model.peak import Arithmetic
-from ductile.messages.updates import LiveDigest, Offer, SendReport, WeightUpdate
+from ductile.messages.message import Message, RoleName
+from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun, UpdateSent
+from ductile.messages.updates import LiveDigest
 from ductile.records import (
     AS_IN_SOURCE,
     ChatFormat,
@@ -24,25 +26,6 @@ from ductile.records import (
     StepReport,
     TrainProgress,
 )
-
-RoleName = Literal["train", "generate", "score"]
-
-
-class Message(msgspec.Struct, tag=True):
-    def roles_after(self, roles: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
-        """Roles of a slot that had `roles` and has done what the message says."""
-        return roles
-
-    def count_tokens(self) -> int:
-        """Number of tokens that the message carries data of; what encoding it takes goes by that."""
-        return 0
-
-    @property
-    def is_beside(self) -> bool:
-        """True when a slot does what the message says in a thread of its own, beside what its main thread works at. All
-        other commands are executed in order."""
-        return False
-
 
 # -- Commands: any slot ------------------------------------------------------------------------------------------
 
@@ -125,37 +108,6 @@ class Withdraw(Message):
     """Free what `Publish` of this version and older ones holds. Reply: `Done`."""
 
     version: int
-
-
-class BeginUpdate(Message):
-    """Begin to send the weights, as they are, to the update's receivers, beside training. Reply: `UpdateBegun` at
-    once; an `UpdateSent` event says when this rank is through. What would change or move the weights waits for that, at
-    most as long as the update may take. The same update again is no error, and changes nothing."""
-
-    update: WeightUpdate
-
-
-class FinishUpdate(Message):
-    """Free what the update holds; where it was aborted, stop sending. Reply: `Done`."""
-
-    update_id: str
-    aborted: bool
-
-    @property
-    def is_beside(self) -> bool:
-        return True
-
-
-class LeaveOut(Message):
-    """Do not wait for a receiver that is out of the update which is under way. Reply: `Done`."""
-
-    update_id: str
-    instance: str
-    reason: str
-
-    @property
-    def is_beside(self) -> bool:
-        return True
 
 
 class SaveState(Message):
@@ -241,7 +193,7 @@ class Generate(Message):
     """Take these requests. Reply: `Done` at once; results come later in `Finished` events, each request in one."""
 
     requests: tuple[GenerateRequest, ...]
-    caches: dict[str, KVHandle] = {}
+    caches: dict[str, KVHandle] = msgspec.field(default_factory=dict[str, KVHandle])
     """KV caches that another generator has computed, by request id. A cache that cannot be read any more, or was
     computed under other weights, is computed again."""
 
@@ -376,11 +328,6 @@ class Published(Message):
     manifest: Manifest | None = None
 
 
-class UpdateBegun(Message):
-    offer: Offer
-    """What this rank sends: its own boxes."""
-
-
 class Scores(Message):
     logprobs: tuple[Floats, ...]
     """One column a sample, as long as its tokens; entry 0 is 0."""
@@ -394,7 +341,7 @@ class MigratedOut(Message):
     requests: tuple[GenerateRequest, ...]
     """The requests with the tokens that they have so far, ready to be sent to another generator under the same ids.
     Requests that ended before are missing: their `Finished` was sent before this."""
-    caches: dict[str, KVHandle] = {}
+    caches: dict[str, KVHandle] = msgspec.field(default_factory=dict[str, KVHandle])
 
 
 # -- Events (slot to orchestrator) -----------------------------------------------------------------------------------
@@ -421,12 +368,6 @@ class PreparationEnded(Message):
     """Why the slot cannot take part in the change; None when it can."""
 
 
-class UpdateSent(Message):
-    """This rank is through with an update, also where it failed."""
-
-    report: SendReport
-
-
 class Finished(Message):
     generations: tuple[Generation, ...]
 
@@ -442,7 +383,7 @@ class EngineStats(Message):
     cache_used: float
     """Share of the KV blocks in use, 0 to 1."""
     version: int
-    generated: dict[str, int] = {}
+    generated: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Tokens sampled so far, by request in flight."""
     decoded: tuple[tuple[float, float, float], ...] = ()
     """Steps since the last statistics that only decoded: (sequences, tokens in their contexts, seconds), each the mean

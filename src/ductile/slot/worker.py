@@ -23,6 +23,8 @@ import torch
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.error_text import error_text
 from ductile.kernels.device import is_out_of_memory, name_of, peak_memory, peak_of
+from ductile.messages.message import RoleName
+from ductile.messages.outgoing_updates import FinishUpdate, LeaveOut
 from ductile.messages.workers import (
     AssignRole,
     Command,
@@ -30,16 +32,13 @@ from ductile.messages.workers import (
     EndLease,
     Envelope,
     Failed,
-    FinishUpdate,
     LeaseWeights,
-    LeaveOut,
     MigrateOut,
     Ping,
     Prepare,
     Receive,
     ReleaseRole,
     Reply,
-    RoleName,
     Score,
     Stop,
     Survey,

@@ -13,18 +13,16 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ResizeOrder
 from ductile.error_text import error_text
 from ductile.fabric.groups import Groups
+from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun, UpdateSent
 from ductile.messages.updates import Offer, WeightUpdate
 from ductile.messages.workers import (
-    BeginUpdate,
     Commit,
     Done,
     ExportModel,
     Finalize,
-    FinishUpdate,
     ForwardBackward,
     ForwardBackwardDone,
     Freeze,
-    LeaveOut,
     LoadState,
     OptimStep,
     Prepare,
@@ -36,8 +34,6 @@ from ductile.messages.workers import (
     Scores,
     Stepped,
     TransferState,
-    UpdateBegun,
-    UpdateSent,
     Withdraw,
 )
 from ductile.parallel.distributed_checkpoint import StateError

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from ductile.columns import Column
-from ductile.messages.workers import Envelope, Message
+from ductile.messages.message import Message
+from ductile.messages.workers import Envelope
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """No message is larger. A token of a `ForwardBackward` takes 7 or 8 bytes, and as many more with a scorer's log-probs,

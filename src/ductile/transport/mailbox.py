@@ -13,16 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ductile.concurrency.deadline import said
-from ductile.messages.workers import (
-    Command,
-    Envelope,
-    Event,
-    Failed,
-    Heartbeat,
-    Hello,
-    Reply,
-    RoleName,
-)
+from ductile.messages.message import RoleName
+from ductile.messages.workers import Command, Envelope, Event, Failed, Heartbeat, Hello, Reply
 from ductile.roles import REFUSALS, Failure, Late, Refused, SlotLost
 from ductile.transport.parcel import Parcel
 

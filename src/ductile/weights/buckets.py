@@ -1,4 +1,4 @@
-"""What one sender has of a version, in buckets: a pure function of its boxes and of the bytes that a bucket takes.
+"""One sender's part of a version, in buckets: a pure function of its boxes and of the bytes that a bucket takes.
 
     tensors, each with the sender's boxes  ->  Offer
 

@@ -35,7 +35,7 @@ class ServerConfig(Section):
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     """Largest body of a request, in bytes."""
     stage_weights: bool = True
-    """Whether new weights are staged beside the live ones, so that requests go on and an update can be taken back.
+    """True: new weights are staged beside the live ones, so that requests go on and an update can be taken back.
     false takes half the memory: weights are overwritten as they come, and nothing is generated until the commit."""
     timeout_s: float = Field(default=30.0, gt=0)
     """A client has this long to send a request's headers, again for its body, and to take what was sent to it."""

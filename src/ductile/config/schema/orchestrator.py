@@ -157,7 +157,7 @@ class OrchestratorConfig(Section):
     max_off_policy_steps: int = Field(default=8, ge=0)
     """The most versions that a group's oldest token may be behind the weights that it trains."""
     on_stale: OnStale = "drop"
-    """What becomes of completions that take longer than `max_off_policy_steps`. drop: their group is thrown away, and
+    """Fate of completions that take longer than `max_off_policy_steps`. drop: their group is thrown away, and
     asked again, so long ones are learned from less often; wait: the trainer takes the oldest groups first, and waits
     for those that would become too old."""
     sampling: SamplingConfig = SamplingConfig()

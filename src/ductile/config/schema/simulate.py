@@ -59,7 +59,7 @@ class SimulatedWork(Section):
     max_async_level: int = Field(default=0, ge=0)
     max_off_policy_steps: int = Field(default=8, ge=0)
     on_stale: OnStale = "drop"
-    """What becomes of a group that takes longer, as `orchestrator.on_stale` says of a run."""
+    """Fate of a group that takes longer, as `orchestrator.on_stale` says of a run."""
 
 
 class SimulatedSpeeds(Section):

@@ -55,7 +55,7 @@ class Differences:
 
     @staticmethod
     def between(ours: Iterable[float], theirs: Iterable[float]) -> "Differences":
-        """What is not finite on one side only is infinitely far."""
+        """A value that is not finite on one side only is infinitely far."""
         apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
         apart = [each if each == each else float("inf") for each in apart]
         return Differences(max(apart, default=0.0), sum(apart) / max(1, len(apart)))
@@ -70,7 +70,7 @@ LIMITS: Mapping[str, Differences] = {"float32": Differences(2e-3, 1e-3), "bfloat
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of one generator and one published version. What is None was not asked."""
+    """Knowledge of one generator and one published version; None where it was not asked."""
 
     published: KnownWeights
     labels: Sequence[tuple[int, str]]

@@ -22,7 +22,7 @@ from typing import Literal
 from ductile.core.instances.placement import many
 
 OnStale = Literal["drop", "wait"]
-"""What becomes of a group whose completions take longer than `max_off_policy_steps`: it is dropped and its prompt asked
+"""Fate of a group whose completions take longer than `max_off_policy_steps`: it is dropped and its prompt asked
 again; or the trainer waits for it."""
 
 

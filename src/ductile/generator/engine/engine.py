@@ -157,8 +157,8 @@ class Engine:
         return [sequence.request.id for sequence in self.scheduler.running]
 
     def peek(self, id: str, start: int = 0) -> tuple[list[int], list[float], list[int]] | None:
-        """What a live request has generated from completion token `start` on: tokens, log-probs, versions. None: not
-        live."""
+        """Return what a live request has generated from completion token `start` on: tokens, log-probs, versions. None:
+        it is not live."""
         sequence = self._live.get(id)
         if sequence is None:
             return None

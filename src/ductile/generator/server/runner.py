@@ -99,7 +99,7 @@ class EngineRunner:
         """Listeners by request id. Only the thread touches them, the engine (others may read it) and `_probes`."""
         self._probes: list[asyncio.Queue[Delta | Exception]] = []
         self._paused = self._draining = False
-        """Whether no step is made, and whether none will be once all that is in the engine has ended."""
+        """True, first, when no step is made; second, when none will be once all that is in the engine has ended."""
         self._held: list[_Held] = []
         """Calls of `generate` that wait for the draining to end."""
         self._drained: list[asyncio.Queue[Exception | None]] = []

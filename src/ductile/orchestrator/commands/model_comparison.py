@@ -105,7 +105,7 @@ def _text(tokenizer: Tokenizer, token: ComparedToken) -> str:
 
 
 def _found(asked: Compare) -> Comparison:
-    """What the process finds. Raises Refused, SlotLost or Late."""
+    """Return what the process finds. Raises Refused, SlotLost or Late."""
     fd = os.memfd_create("ductile-compare", 0)
     try:
         os.write(fd, msgspec.json.encode(asked))

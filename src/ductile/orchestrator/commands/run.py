@@ -40,7 +40,7 @@ from ductile.fleet.instance_port import RoleSlots
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.remote_trainer import RemoteTrainer, VersionReceivers
 from ductile.fleet.scorer import RemoteScorer
-from ductile.messages.workers import RoleName
+from ductile.messages.message import RoleName
 from ductile.orchestrator.commands.bench import Bench
 from ductile.orchestrator.commands.compose import Prepared, canaries_of, prepare, run_loop
 from ductile.orchestrator.commands.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only

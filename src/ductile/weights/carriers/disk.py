@@ -83,7 +83,7 @@ class DiskSender:
         """Nobody is waited for."""
 
     def close(self, reason: str = "") -> dict[str, str]:
-        """What has been written stays until `remove`."""
+        """Write the manifest, unless something failed. What has been written stays until `remove`."""
         if not reason and self.live:
             try:
                 _write(self._folder / "manifest.json", msgspec.json.encode(FolderManifest(tuple(self._checksums))))
