@@ -34,10 +34,10 @@ from ductile.core.instances.instances import instance_on
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.rollouts.staleness import StalenessBound
 from ductile.elastic.step_accounting import StepAccounting
-from ductile.fleet.assign_role import assign_role, begin_instances
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.instance_port import RoleSlots
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.requests.assign_role import assign_role, begin_instances
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.requests.instance_port import RoleSlots
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.generator.engine.sequence import Sequence
 from ductile.messages.workers import (
     Done,

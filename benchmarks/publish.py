@@ -51,7 +51,7 @@ from budget import Budget, CannotGoOn, arguments
 from ductile.cluster.node import FREED_MEMORY_STAYS
 from ductile.core.transfer.topology import MIB
 from ductile.fabric import pages, rendezvous
-from ductile.fleet.update_parties import UpdateOptions
+from ductile.fleet.updates.update_parties import UpdateOptions
 from ductile.messages.updates import (
     Bucket,
     Offer,

@@ -41,8 +41,8 @@ from ductile.config.schema.cluster import ClusterConfig
 from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.elastic.transaction import ResizeOptions, Transaction
-from ductile.fleet.assign_role import assign_role
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.requests.assign_role import assign_role
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.records import Sample
 from ductile.transport.deadlines import Deadlines
 from models import QWEN3, SMALL, make_model

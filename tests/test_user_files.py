@@ -47,7 +47,8 @@ def test_no_file_of_a_user_is_read_in_another_way() -> None:
         "orchestrator/control/control.py", "orchestrator/ending/progress.py", "generator/server/serve.py",
         "config/reading/docs.py", "observe.py", "sim/replay.py", "config/checks/written.py",
         "config/reading/imports.py", "config/checks/reward_signature.py", "user_files.py", "cgroups.py",
-        "fleet/authority.py", "generator/compare.py", "generator/server/registrar.py", "messages/control_token.py",
+        "fleet/registry/authority.py", "generator/compare.py", "generator/server/registrar.py",
+        "messages/control_token.py",
         "weights/carriers/disk.py",
         "orchestrator/ending/supervise.py", "orchestrator/commands/sinks.py", "orchestrator/commands/run_meaning.py",
     }  # fmt: skip

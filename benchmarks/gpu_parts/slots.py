@@ -14,11 +14,11 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.instances.instances import Instance, instance_on
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.elastic.transaction import ResizeOptions, Transaction
-from ductile.fleet.assign_role import assign_role
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.instance_port import RoleSlots
-from ductile.fleet.leases import WeightLeases
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.requests.assign_role import assign_role
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.requests.instance_port import RoleSlots
+from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import AssignRole
 from ductile.records import GenerateRequest, Sample, Sampling

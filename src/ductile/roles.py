@@ -1,4 +1,4 @@
-"""What the loop may ask of the others. Across processes `fleet.trainer`, `fleet.generators` and `fleet.scorer`
+"""What the loop may ask of the others. Across processes `fleet.trainer` and `fleet.requests`
 implement these; tests do in memory.
 
 Every call either returns or raises a `Failure` within its deadline: `SlotLost` when a process died, `Late` when it did

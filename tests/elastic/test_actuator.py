@@ -10,16 +10,15 @@ from ductile.core.layout.choice.layout_rules import NO_RULES
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, RankShape
 from ductile.core.scheduling.costs.cost_model import CostModel, FixedCost
 from ductile.core.scheduling.facts.cluster_state import Unfinished
-from ductile.core.scheduling.orders import Migration
+from ductile.core.scheduling.orders import Migration, Release
 from ductile.elastic.actuator import MAX_HELD_S, LiveActuator
 from ductile.elastic.execution import NotDone
 from ductile.elastic.measuring import Measuring
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
-from ductile.fleet.fleet import Fleet
-from ductile.fleet.migration import MigrationResult
-from ductile.fleet.release import Release
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.requests.migration import MigrationResult
+from ductile.fleet.run_roles import RunRoles
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.workers import Finalize, ForwardBackward, Freeze, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
 from ductile.transport.deadlines import Deadlines
@@ -81,7 +80,7 @@ class Rig:
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
         self.told = Told()
         self.generators = SimpleNamespace(all_instances=())
-        fleet = Fleet(self.trainer, self.generators, None, {"generate": {}})
+        fleet = RunRoles(self.trainer, self.generators, None, {"generate": {}})
         self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS, fleet)
         self.recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace()
         accounting = SimpleNamespace(batch=lambda pending, num_queued: None)

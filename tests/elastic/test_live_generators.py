@@ -15,12 +15,12 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.instances.instances import instance_on
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Migration
-from ductile.fleet.assign_role import assign_role
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.instance_port import RoleSlots
-from ductile.fleet.leases import WeightLeases
-from ductile.fleet.remote_trainer import RemoteTrainer
-from ductile.fleet.scorer import RemoteScorer
+from ductile.fleet.requests.assign_role import assign_role
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.requests.instance_port import RoleSlots
+from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.scorer import RemoteScorer
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.workers import LeaseWeights
 from ductile.records import GenerateRequest, Generation, Sample, Sampling
 from ductile.transport.deadlines import Deadlines

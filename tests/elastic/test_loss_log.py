@@ -9,7 +9,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.elastic.loss_log import LossLog
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.observe import Recorder, read_jsonl
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ductile.elastic.recovery import GIVE_UP_S, LASTS_S, LONGEST_PAUSE_S, Recovery, pause_s
-from ductile.fleet.fleet import Fleet
+from ductile.fleet.run_roles import RunRoles
 from ductile.messages.workers import AssignRole, LeaseWeights, Publish, Receive, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Manifest
@@ -40,7 +40,7 @@ async def recovering(cluster: Cluster, folder: Path, max_restarts: int = 5, is_s
 
     record, slots = Recorder(folder), MemoryCluster(cluster.mailbox, list(cluster.slots.slots), begin, START_S)
     slots.ends_without(lambda slot: slot == TRAINER)
-    fleet = Fleet(cluster.trainer, cluster.generators, scorer, {"generate": {}, "score": {}})
+    fleet = RunRoles(cluster.trainer, cluster.generators, scorer, {"generate": {}, "score": {}})
     replaced, groups = how.get("replaced", ()), how.get("groups", {})
     recovery = Recovery(
         slots,

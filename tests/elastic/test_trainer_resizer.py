@@ -20,8 +20,8 @@ from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelL
 from ductile.elastic.loss_log import LossLog
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
-from ductile.fleet.assign_role import assign_role
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.requests.assign_role import assign_role
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import Done, Ping, ReleaseRole
 from ductile.observe import Recorder, read_jsonl

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.orders import Release
 from ductile.elastic.participants import GRACE_S, LOOK_S, NUM_LOOKS
 from ductile.elastic.transaction import CAUSES_S, ResizeOptions, Transaction
-from ductile.fleet.micro_steps import IN_FLIGHT
-from ductile.fleet.release import Release
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.trainer.micro_steps import IN_FLIGHT
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import (
     AssignRole,

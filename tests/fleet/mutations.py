@@ -49,7 +49,7 @@ DEFECTS = (
         "a version is sent by the first rank alone",
         (
             Edit(
-                "fleet/remote_trainer.py",
+                "fleet/trainer/remote_trainer.py",
                 "begun = await self._all(BeginUpdate(update), UpdateBegun)\n",
                 "begun = await ask_each(self._mailbox, {self.layout.first: BeginUpdate(update)}, 5.0, UpdateBegun)\n"
                 "                return [begun[self.layout.first].offer]\n",
@@ -88,7 +88,13 @@ DEFECTS = (
     Defect(
         4,
         "the recorded list is overwritten before it is compared",
-        (Edit("fleet/shared_state.py", "self._untold.append((before, after))", "self._untold.append((after, after))"),),
+        (
+            Edit(
+                "fleet/servers/shared_state.py",
+                "self._untold.append((before, after))",
+                "self._untold.append((after, after))",
+            ),
+        ),
         JOINS,
     ),
     Defect(
@@ -114,12 +120,12 @@ DEFECTS = (
         "the ranks' end is waited for first, and nobody watches",
         (
             Edit(
-                "fleet/update_attempt.py",
+                "fleet/updates/update_attempt.py",
                 "while self._left and not sending.done():",
                 "await asyncio.wait([sending])\n            while not sending.done():",
             ),
             Edit(
-                "fleet/update_attempt.py",
+                "fleet/updates/update_attempt.py",
                 "await self._senders.leave_out(update.update_id, name, self.short[name].reason)",
                 "pass",
             ),
@@ -134,7 +140,13 @@ DEFECTS = (
     Defect(
         9,
         "servers are probed one after the other",
-        (Edit("fleet/monitor.py", "self._room = asyncio.Semaphore(MOST_PROBES)", "self._room = asyncio.Semaphore(1)"),),
+        (
+            Edit(
+                "fleet/servers/monitor.py",
+                "self._room = asyncio.Semaphore(MOST_PROBES)",
+                "self._room = asyncio.Semaphore(1)",
+            ),
+        ),
         f"{ROWS}test_a_server_that_answers_slowly_delays_no_other",
     ),
     Defect(
@@ -142,7 +154,7 @@ DEFECTS = (
         "the list is read, changed and written outside the lock",
         (
             Edit(
-                "fleet/shared_state.py",
+                "fleet/servers/shared_state.py",
                 "        with self._lock:\n            before = self._now\n",
                 "        if True:\n            before = self._now\n",
             ),
@@ -166,7 +178,7 @@ DEFECTS = (
         "the lock of the trainer is kept after an exception",
         (
             Edit(
-                "fleet/remote_trainer.py",
+                "fleet/trainer/remote_trainer.py",
                 "            self.check()\n            yield\n        finally:\n            self._turn.release()\n",
                 "            self.check()\n            yield\n        except BaseException:\n            raise\n"
                 "        else:\n            self._turn.release()\n",
@@ -193,11 +205,15 @@ DEFECTS = (
         (
             Edit("core/instances/health.py", "if reply.incarnation != self.incarnation:", "if not reply.incarnation:"),
             Edit(
-                "fleet/server_port.py",
+                "fleet/servers/server_port.py",
                 "if self.incarnation and incarnation != self.incarnation:",
                 "if self.incarnation and not incarnation:",
             ),
-            Edit("fleet/server_port.py", "if not self._is_trusted(span.version, span.digest):", "if not span.digest:"),
+            Edit(
+                "fleet/servers/server_port.py",
+                "if not self._is_trusted(span.version, span.digest):",
+                "if not span.digest:",
+            ),
         ),
         f"{ROWS}test_tokens_of_base_weights_are_never_taken",
     ),
@@ -206,7 +222,7 @@ DEFECTS = (
         "a request stays with its server, also when that is gone",
         (
             Edit(
-                "fleet/generators.py",
+                "fleet/requests/generators.py",
                 "                    self._begin_again(entry, error)\n",
                 "                    if isinstance(error, SlotLost):\n                        raise\n"
                 "                    self._begin_again(entry, error)\n",

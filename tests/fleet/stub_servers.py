@@ -10,8 +10,8 @@ import msgspec
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
-from ductile.fleet.fleet_members import Warmed
-from ductile.fleet.update_parties import UpdateResult
+from ductile.fleet.servers.fleet_members import Warmed
+from ductile.fleet.updates.update_parties import UpdateResult
 from ductile.messages.updates import ServerState
 from ductile.roles import Failure, Refused, SlotLost
 

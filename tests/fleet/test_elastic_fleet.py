@@ -16,11 +16,11 @@ from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet import ElasticFleet
-from ductile.fleet.authority import FolderAuthority
-from ductile.fleet.registry import LeaseFolder
-from ductile.fleet.shared_state import SharedFleetState
-from ductile.fleet.update_parties import UpdateOptions
-from ductile.fleet.weight_update import WeightUpdates
+from ductile.fleet.registry.authority import FolderAuthority
+from ductile.fleet.registry.registries import LeaseFolder
+from ductile.fleet.servers.shared_state import SharedFleetState
+from ductile.fleet.updates.update_parties import UpdateOptions
+from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.server_lease import ServerLease, lease_file
 from ductile.roles import Interrupted, Late, Refused, SlotLost
 from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until

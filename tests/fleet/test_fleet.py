@@ -2,18 +2,18 @@
 
 import pytest
 
-from ductile.fleet.fleet import Fleet
-from ductile.fleet.release import Release
+from ductile.core.scheduling.orders import Release
+from ductile.fleet.run_roles import RunRoles
 from ductile.roles import Refused
 from tests.core.scheduling.scenes import id_on
 from tests.fleet.generate_slots import generator
 from tests.fleet.test_migration import Cluster, order, steps, with_cluster
 
 
-def fleet_of(cluster: Cluster) -> tuple[Fleet, list[int], list[float]]:
+def fleet_of(cluster: Cluster) -> tuple[RunRoles, list[int], list[float]]:
     """The fleet, the tokens of caches that it was told of, and the seconds that generators took to end."""
     tokens, seconds = list[int](), list[float]()
-    fleet = Fleet(cluster.trainer, cluster.generators, None, {})
+    fleet = RunRoles(cluster.trainer, cluster.generators, None, {})
     fleet.on_migrated.add(lambda num_tokens, took_s: tokens.append(num_tokens))
     fleet.on_released.add(seconds.append)
     return fleet, tokens, seconds

@@ -8,9 +8,9 @@ from collections.abc import Collection
 import pytest
 
 from ductile.config.schema.cluster import ClusterConfig
-from ductile.fleet.generators import NOT_TAKEN_S, RemoteGenerators
-from ductile.fleet.in_flight import RequestsInFlight
-from ductile.fleet.instance_port import RoleSlots
+from ductile.fleet.requests.generators import NOT_TAKEN_S, RemoteGenerators
+from ductile.fleet.requests.in_flight import RequestsInFlight
+from ductile.fleet.requests.instance_port import RoleSlots
 from ductile.messages.workers import Abort, Command, Done, EngineStats, Finished, Generate, Heartbeat, Reply
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, NotTaken, Refused, SlotLost

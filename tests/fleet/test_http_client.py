@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from ductile.fleet.http_client import HttpClient, Kind, NoReply
-from ductile.fleet.server_http import ServerDeadlines, ServerHttp
+from ductile.fleet.servers.server_http import ServerDeadlines, ServerHttp
 from ductile.roles import Failure, Interrupted, Late, NotTaken, SlotLost
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ductile.fleet import http_client, http_generators
-from ductile.fleet.http_generators import HttpGenerators
+from ductile.fleet.servers.http_generators import HttpGenerators
 from ductile.records import GenerateRequest, Manifest, Sampling
 from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
 from tests.fleet.fake_server import FakeServer, token

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from ductile.core.instances.instances import Instance, InstanceId, instance_on
 from ductile.core.scheduling.orders import Migration
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.instance_port import InstanceEvent, Returned, RoleSlots
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.requests.instance_port import InstanceEvent, Returned, RoleSlots
 from ductile.messages.workers import (
     AssignRole,
     Command,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Migration
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.instance_port import RoleSlots
-from ductile.fleet.leases import WeightLeases
-from ductile.fleet.remote_trainer import RemoteTrainer
-from ductile.fleet.worker_pool import MOST_LOST
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.requests.instance_port import RoleSlots
+from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.worker_pool import MOST_LOST
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.workers import Abort, AssignRole, Forget, Generate, LeaseWeights, MigrateOut, Receive
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost

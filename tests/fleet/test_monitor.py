@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ductile.config.schema.fleet import FleetConfig
-from ductile.fleet.monitor import MOST_PROBES, HttpProbe, Monitor, ProbeOutcome
+from ductile.fleet.servers.monitor import MOST_PROBES, HttpProbe, Monitor, ProbeOutcome
 from tests.fleet.stub_servers import StubServer, stub_servers, until
 
 QUICK = FleetConfig(health_check_interval_seconds=0.05, probe_timeout_seconds=0.04)

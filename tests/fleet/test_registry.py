@@ -12,10 +12,10 @@ import pytest
 
 from ductile.config.schema.fleet import CustomRegistry, FileRegistry, FleetConfig, HttpRegistry, RegistryConfig
 from ductile.config.server_address import is_root
-from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority, first_epoch
-from ductile.fleet.discovery import Discovery
-from ductile.fleet.registry import LeaseFolder, RegistryClient, RegistryDown, StaticServers, registry_of
-from ductile.fleet.registry_server import LeaseTable, registry_app, serve_registry
+from ductile.fleet.registry.authority import Authority, FolderAuthority, HttpAuthority, first_epoch
+from ductile.fleet.registry.discovery import Discovery
+from ductile.fleet.registry.registries import LeaseFolder, RegistryClient, RegistryDown, StaticServers, registry_of
+from ductile.fleet.registry.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.generator.server.registrar import Registrar
 from ductile.messages.control_token import token_of
 from ductile.messages.server_lease import LeaseError, ServerLease, lease_file, lease_from

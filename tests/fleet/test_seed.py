@@ -14,8 +14,8 @@ from ductile.core.instances.topology import TopologyDecision
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fabric.groups import Groups
 from ductile.fleet.elastic_fleet import ElasticFleet
-from ductile.fleet.registry import LeaseFolder
-from ductile.fleet.shared_state import SharedFleetState
+from ductile.fleet.registry.registries import LeaseFolder
+from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.messages.server_lease import ServerLease, lease_file
 from ductile.weights.pipeline import BucketPipeline, Stage
 from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.scheduling.orders import Migration
-from ductile.fleet.completion_stream import SampledSpan, StreamedPiece, strange_token
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.server_http import ServerDeadlines
-from ductile.fleet.server_port import ServerPort
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.servers.completion_stream import SampledSpan, StreamedPiece, strange_token
+from ductile.fleet.servers.server_http import ServerDeadlines
+from ductile.fleet.servers.server_port import ServerPort
 from ductile.messages.updates import EndUpdate, LiveDigest, PauseServer, UpdateProgress
 from ductile.messages.workers import DigestWeights, WeightDigests
 from ductile.records import GenerateRequest, Generation, Manifest, Sampling

@@ -10,7 +10,7 @@ import pytest
 from ductile.core.instances.fleet_state import FleetState
 from ductile.core.instances.health import ProbeReply, TransitionRefused
 from ductile.core.instances.instances import InstanceId
-from ductile.fleet.shared_state import SharedFleetState
+from ductile.fleet.servers.shared_state import SharedFleetState
 
 NUM_THREADS, NUM_OPERATIONS = 8, 1000
 

@@ -6,8 +6,8 @@ import pytest
 
 from ductile.core.batch.packing import SampleTooLong
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.fleet.micro_steps import AHEAD_S, IN_FLIGHT, MicroStepDone
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.trainer.micro_steps import AHEAD_S, IN_FLIGHT, MicroStepDone
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.workers import ExportModel, ForwardBackward, OptimStep, Publish, SaveState, Withdraw
 from ductile.roles import Late, Refused, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines

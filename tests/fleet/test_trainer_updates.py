@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.fleet.remote_trainer import RemoteTrainer
-from ductile.fleet.sending import SAYS_S
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
+from ductile.fleet.trainer.sending import SAYS_S
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, UpdateBegun, UpdateSent
 from ductile.messages.updates import Offer, Receiver, SendReport, WeightUpdate
 from ductile.messages.workers import Command, Done, Failed, OptimStep, Reply

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.rollouts.provenance import KnownWeights
-from ductile.fleet.donor import Donor
-from ductile.fleet.update_parties import UpdateMember, UpdateOptions
-from ductile.fleet.weight_update import WeightUpdates
+from ductile.fleet.updates.donor import Donor
+from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions
+from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.outgoing_updates import BeginUpdate
 from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, VersionLease, total_of
 from ductile.roles import Interrupted, Late, Refused, SlotLost, TrainerLost

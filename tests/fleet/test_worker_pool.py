@@ -8,9 +8,9 @@ import pytest
 from ductile.columns import Floats
 from ductile.core.instances.instances import Instance, instance_on, slot_groups
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.fleet.instance_port import RoleSlots
-from ductile.fleet.scorer import RemoteScorer
-from ductile.fleet.worker_pool import MOST_LOST
+from ductile.fleet.requests.instance_port import RoleSlots
+from ductile.fleet.requests.scorer import RemoteScorer
+from ductile.fleet.requests.worker_pool import MOST_LOST
 from ductile.messages.workers import (
     AssignRole,
     EndLease,

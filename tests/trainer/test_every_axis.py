@@ -17,7 +17,7 @@ from ductile.core.scheduling.resize_rulings import describe, judge
 from ductile.core.transfer.order import stays_put
 from ductile.core.transfer.planning import Planner
 from ductile.elastic.transaction import ResizeOptions, Transaction
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import AssignRole, Envelope, ForwardBackward, Prepare
 from ductile.parallel import parallelize

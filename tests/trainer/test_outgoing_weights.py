@@ -18,7 +18,7 @@ from ductile.config.schema.trainer import SFTLoss, SGDConfig, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer import owners
 from ductile.fabric import rendezvous
-from ductile.fleet.update_parties import summed_by_name
+from ductile.fleet.updates.update_parties import summed_by_name
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate
 from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, WeightCarrier, WeightUpdate, total_of
 from ductile.messages.workers import ForwardBackward, OptimStep, Publish

@@ -17,15 +17,14 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.costs.cost_model import CostModel
 from ductile.core.scheduling.facts.cluster_state import ClusterState, SlotState, TrainerState
 from ductile.core.scheduling.facts.profile import Setting
-from ductile.core.scheduling.orders import RoleChange
+from ductile.core.scheduling.orders import Release, RoleChange
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.execution import NotDone
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.situation import pending
 from ductile.elastic.step_accounting import StepAccounting
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
-from ductile.fleet.fleet import Fleet
-from ductile.fleet.release import Release
+from ductile.fleet.run_roles import RunRoles
 from ductile.messages.workers import Finished, SlotPhase
 from ductile.roles import Failure
 from ductile.transport.mailbox import Died, SlotEvent
@@ -41,7 +40,7 @@ class LiveActuator:
         self,
         setting: Setting,
         cluster: Cluster,
-        fleet: Fleet,
+        fleet: RunRoles,
         resizer: TrainerResizer,
         recovery: Recovery,
         activity: SlotActivity,

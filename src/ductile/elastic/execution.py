@@ -22,8 +22,7 @@ from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import Instance, InstanceId, in_order
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.facts.cluster_state import ClusterState
-from ductile.core.scheduling.orders import Decision, Migration, RoleChange, instances_after, layout_after
-from ductile.fleet.release import Release
+from ductile.core.scheduling.orders import Decision, Migration, Release, RoleChange, instances_after, layout_after
 
 
 class NotDone(Exception):

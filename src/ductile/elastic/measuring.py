@@ -8,14 +8,14 @@ from functools import partial
 from ductile.concurrency.listeners import Listeners
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.core.scheduling.costs.cost_model import CostModel
-from ductile.fleet.fleet import Fleet
-from ductile.fleet.micro_steps import MicroStepDone
+from ductile.fleet.run_roles import RunRoles
+from ductile.fleet.trainer.micro_steps import MicroStepDone
 from ductile.messages.workers import EngineStats
 from ductile.transport.mailbox import Mailbox, SlotEvent
 
 
 class Measuring:
-    def __init__(self, mailbox: Mailbox, fleet: Fleet, costs: CostModel) -> None:
+    def __init__(self, mailbox: Mailbox, fleet: RunRoles, costs: CostModel) -> None:
         self.on_change = Listeners[[]]()
         """Told when something is known anew: after each micro-step, and once there is a first speed of generation."""
         self._trainer, self._costs = fleet.trainer, costs

@@ -26,7 +26,7 @@ from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, Serving, instance_on
 from ductile.error_text import capitalised
 from ductile.events.slots import SlotGivenBack, SlotRestarted, SlotRestarting
-from ductile.fleet.fleet import Fleet
+from ductile.fleet.run_roles import RunRoles
 from ductile.observe import Recorder
 from ductile.roles import Failure
 from ductile.transport.mailbox import Died, SlotEvent
@@ -58,7 +58,7 @@ class Recovery:
     def __init__(
         self,
         cluster: Cluster,
-        fleet: Fleet,
+        fleet: RunRoles,
         record: Recorder,
         max_restarts: int,
         change_over: Callable[[int], Awaitable[None]],

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ductile.elastic.step_accounting import SamplesInFlight, StepAccounting
-from ductile.fleet.fleet import Fleet
+from ductile.fleet.run_roles import RunRoles
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Situation:
     """A policy has the trainer wait."""
 
 
-def situation_of(accounting: StepAccounting, fleet: Fleet) -> Situation:
+def situation_of(accounting: StepAccounting, fleet: RunRoles) -> Situation:
     """The situation at this moment."""
     return Situation(
         accounting.to_start(fleet.generators.num_waiting) > 0,
@@ -27,6 +27,6 @@ def situation_of(accounting: StepAccounting, fleet: Fleet) -> Situation:
     )
 
 
-def pending(fleet: Fleet) -> SamplesInFlight:
+def pending(fleet: RunRoles) -> SamplesInFlight:
     """Samples that the trainer has been given and has not done yet."""
     return SamplesInFlight(fleet.trainer.pending_samples, fleet.trainer.pending_tokens)

@@ -15,15 +15,15 @@ from ductile.core.instances.placement import slots_of
 from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.choice.requested_layout import LayoutRequest, RequestError, requested_layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.scheduling.orders import Release
 from ductile.core.scheduling.resize_rulings import describe
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.error_text import error_text
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.slots import SlotStarted
-from ductile.fleet.fleet import Fleet
-from ductile.fleet.release import Release
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.run_roles import RunRoles
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.observe import Recorder
 from ductile.roles import TrainerLost
@@ -48,7 +48,7 @@ class TrainerResizer:
         options: ResizeOptions,
         record: Recorder,
         num_slots: int,
-        fleet: Fleet | None = None,
+        fleet: RunRoles | None = None,
         rules: LayoutRules = NO_RULES,
     ) -> None:
         """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else."""

@@ -3,7 +3,7 @@
     AssignRole      joiners build what needs no state          training goes on
     Prepare         groups, skeleton, buffers, plan            training goes on, old slots are told in the middle of it;
                                                                all prepare beside what they do, and say when they have
-    (release)       joiners' other roles (`Fleet.release`)     ┐
+    (release)       joiners' other roles (`RunRoles.release`)     ┐
     Freeze          all say their plan's key and progress      │
     TransferState   all say what they sent and received        ├ the pause, at a boundary
     Commit          the new state is the state                 │
@@ -27,6 +27,7 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.structured import undisturbed
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.scheduling.orders import Release
 from ductile.core.scheduling.resize_rulings import (
     Phase,
     Ruling,
@@ -39,9 +40,8 @@ from ductile.core.scheduling.resize_rulings import (
 )
 from ductile.elastic.participants import LOOK_S, Participants
 from ductile.error_text import error_text
-from ductile.fleet.fleet import Fleet
-from ductile.fleet.release import Release
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.run_roles import RunRoles
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import (
     AssignRole,
@@ -108,7 +108,7 @@ class Transaction:
         kill: Callable[[int, str], None],
         clock: Callable[[], float] = time.perf_counter,
         release: Release | None = None,
-        fleet: Fleet | None = None,
+        fleet: RunRoles | None = None,
     ) -> None:
         """kill(slot, sentence): end a slot that does not reply, and lose it in the mailbox. release: what the fleet
         releases when all is prepared and the trainer stands still, such as the joiners' other roles. fleet: may be None

@@ -4,7 +4,8 @@
                                      requests, updates ↗                                ↘ members
 
 It is the one authority over its servers: whoever updates weights or routes requests asks it for a decision, and nobody
-else looks at clocks, lists or flags. It moves no bytes: that is for its members (`ductile.fleet.fleet_members`).
+else looks at clocks, lists or flags. It moves no bytes: that is for its members
+(`ductile.fleet.servers.fleet_members`).
 """
 
 import asyncio
@@ -22,14 +23,14 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import Action, TopologyDecision, TopologyMember, require_members
 from ductile.core.instances.update_outcomes import lacking
 from ductile.error_text import error_text
-from ductile.fleet.authority import Authority, first_epoch
-from ductile.fleet.discovery import Discovery
-from ductile.fleet.fleet_members import FleetMembers
-from ductile.fleet.joining import Joining
-from ductile.fleet.judge import Judge
-from ductile.fleet.monitor import HttpProbe, Monitor, Probe, ProbeOutcome
-from ductile.fleet.registry import Registry, RegistryDown, StaticServers
-from ductile.fleet.shared_state import SharedFleetState
+from ductile.fleet.registry.authority import Authority, first_epoch
+from ductile.fleet.registry.discovery import Discovery
+from ductile.fleet.registry.registries import Registry, RegistryDown, StaticServers
+from ductile.fleet.servers.fleet_members import FleetMembers
+from ductile.fleet.servers.joining import Joining
+from ductile.fleet.servers.judge import Judge
+from ductile.fleet.servers.monitor import HttpProbe, Monitor, Probe, ProbeOutcome
+from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.roles import Failure, Interrupted, Late
 
 POLL_S = 5.0

@@ -28,9 +28,8 @@ from ductile.core.scheduling.facts.cluster_state import (
     first_instances,
 )
 from ductile.core.scheduling.facts.ledger import Activity, Ledger, idle_cause
-from ductile.core.scheduling.orders import Migration, RoleChange
+from ductile.core.scheduling.orders import Migration, Release, RoleChange
 from ductile.elastic.step_accounting import SamplesInFlight, StepAccounting
-from ductile.fleet.release import Release
 from ductile.sim.loads import SimulatedLoads
 from ductile.sim.scenario import Scenario
 from ductile.sim.simulated_engine import SimulatedEngine, SimulatedRequest

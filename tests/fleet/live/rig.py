@@ -31,9 +31,9 @@ from typing import Any
 
 from ductile.config.schema.run import RLConfig
 from ductile.core.instances.health import ServerHealth
-from ductile.fleet.fleet import Fleet
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.update_parties import UpdateResult
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.run_roles import RunRoles
+from ductile.fleet.updates.update_parties import UpdateResult
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.commands.servers import Servers as RunServers
 from ductile.records import GenerateRequest, Generation, Sampling
@@ -125,7 +125,7 @@ class Rig:
         self._epochs = []
         self.trainer = self.trainers.new_remote()
         self.generators = RemoteGenerators(None, (), 16, 16, deadlines)
-        fleet = Fleet(self.trainer, self.generators, None, {})
+        fleet = RunRoles(self.trainer, self.generators, None, {})
         self.record = Recorder(self.folder / "run")
         self.run_servers = RunServers(config, fleet, self.record, self.folder / "run")
         self.fleet = self.run_servers._fleet

@@ -12,8 +12,8 @@ import pytest
 from ductile.config.schema.fleet import FileRegistry, FleetConfig
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
-from ductile.fleet.fleet_members import Warmed
-from ductile.fleet.registry import registry_of
+from ductile.fleet.registry.registries import registry_of
+from ductile.fleet.servers.fleet_members import Warmed
 from ductile.messages.control_token import token_of
 from tests.fleet.server_processes import ServerProcesses
 from tests.fleet.stub_servers import StubMembers

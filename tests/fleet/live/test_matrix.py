@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ductile.fleet.update_parties import UpdateResult
+from ductile.fleet.updates.update_parties import UpdateResult
 from tests.fleet.live.rig import BUCKET_S, SILENT_S, Rig
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]

@@ -15,14 +15,14 @@ from ductile.columns import TokenIds
 from ductile.config.schema.fleet import FileRegistry, FleetConfig
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.registry import registry_of
-from ductile.fleet.server_http import ServerDeadlines
-from ductile.fleet.server_members import ServerMembers
-from ductile.fleet.server_port import ServerPort
-from ductile.fleet.shared_state import SharedFleetState
-from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
-from ductile.fleet.weight_update import WeightUpdates
+from ductile.fleet.registry.registries import registry_of
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.servers.server_http import ServerDeadlines
+from ductile.fleet.servers.server_members import ServerMembers
+from ductile.fleet.servers.server_port import ServerPort
+from ductile.fleet.servers.shared_state import SharedFleetState
+from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions, UpdateResult
+from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
 from ductile.model.checkpoint import load_model

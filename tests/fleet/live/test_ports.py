@@ -12,9 +12,9 @@ import httpx
 import pytest
 from torch import Tensor
 
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.server_http import ServerDeadlines
-from ductile.fleet.server_port import ServerPort
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.servers.server_http import ServerDeadlines
+from ductile.fleet.servers.server_port import ServerPort
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import EndUpdate, LeaseVersion, PauseServer, PrepareUpdate, ResumeServer
 from ductile.model.checkpoint import load_model

@@ -635,7 +635,7 @@ def test_a_slow_server_gets_less(rig: Rig) -> None:
 
 
 def test_of_two_controllers_one_rules(rig: Rig, tmp_path) -> None:
-    from ductile.fleet.authority import FolderAuthority
+    from ductile.fleet.registry.authority import FolderAuthority
 
     async def story() -> None:
         registry = {"type": "file", "folder": str(tmp_path / "leases"), "ttl_seconds": 0.9}

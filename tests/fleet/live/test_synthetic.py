@@ -25,8 +25,8 @@ from ductile.core.instances.fleet_state import FleetState
 from ductile.core.instances.health import ProbeReply
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import FleetTopology, TopologyMember
-from ductile.fleet.monitor import Monitor, ProbeOutcome
-from ductile.fleet.shared_state import SharedFleetState
+from ductile.fleet.servers.monitor import Monitor, ProbeOutcome
+from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.messages.updates import Bucket
 from ductile.weights.carriers.carrier import bytes_of
 from ductile.weights.digest import box_digest, to_text, whole_digest

@@ -9,8 +9,8 @@ from ductile.cluster.local import LocalCluster
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.fleet.assign_role import assign_role
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.requests.assign_role import assign_role
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.workers import ReleaseRole
 from ductile.transport.deadlines import Deadlines
 from tests.fleet.live import ranks

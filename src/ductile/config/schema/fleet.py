@@ -31,7 +31,7 @@ class HttpRegistry(Section):
     """Address of the registry, such as "http://10.0.0.1:8500"."""
     serve: bool = False
     """`ductile rl` serves the registry itself, at `url`, as long as it runs; servers announce themselves there again
-    when a run begins. Otherwise somebody else serves it (`ductile.fleet.registry_server`)."""
+    when a run begins. Otherwise somebody else serves it (`ductile.fleet.registry.registry_server`)."""
     token_var: str | None = None
     """The environment variable that holds the registry's token; default: it asks for none."""
     ttl_seconds: float = Field(default=15.0, gt=0)
@@ -41,7 +41,7 @@ class HttpRegistry(Section):
 class CustomRegistry(Section):
     type: Literal["custom"] = "custom"
     import_path: ImportPath
-    """A function that returns a `ductile.fleet.registry.Registry`; called with `kwargs`."""
+    """A function that returns a `ductile.fleet.registry.registries.Registry`; called with `kwargs`."""
     kwargs: dict[str, object] = {}
 
 

@@ -38,6 +38,15 @@ class Migration:
     """Whether the rollout's cache travels too; otherwise the target prefills its context again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Rollouts that migrate to generators that are there, and instances that end after that. A resize has it done once
+    all is prepared."""
+
+    migrations: tuple[Migration, ...] = ()
+    instances: tuple[Instance, ...] = ()
+
+
 Order = RoleChange | Migration
 ORDERS = (
     'RoleChange(slot, before, after), whose roles are tuples like ("train", "generate"), or '

@@ -32,14 +32,14 @@ from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.events.slots import SlotStarted
-from ductile.fleet.assign_role import assign_role, begin_instances
-from ductile.fleet.fleet import Fleet
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.http_generators import HttpGenerators
-from ductile.fleet.instance_port import RoleSlots
-from ductile.fleet.leases import WeightLeases
-from ductile.fleet.remote_trainer import RemoteTrainer, VersionReceivers
-from ductile.fleet.scorer import RemoteScorer
+from ductile.fleet.requests.assign_role import assign_role, begin_instances
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.requests.instance_port import RoleSlots
+from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.scorer import RemoteScorer
+from ductile.fleet.run_roles import RunRoles
+from ductile.fleet.servers.http_generators import HttpGenerators
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer, VersionReceivers
 from ductile.messages.message import RoleName
 from ductile.orchestrator.commands.bench import Bench
 from ductile.orchestrator.commands.compose import Prepared, canaries_of, prepare, run_loop
@@ -237,7 +237,7 @@ async def _live(
     activity: SlotActivity,
     session: Session,
     rules: LayoutRules,
-    fleet: Fleet | None = None,
+    fleet: RunRoles | None = None,
     servers: Servers | None = None,
 ) -> AsyncGenerator[TrainerResizer]:
     """Meanwhile the run serves `ductile status`, `ductile resize` and `ductile fleet`. trainer_config: as the slots
@@ -263,7 +263,7 @@ async def _live(
 
 async def _take_roles(
     config: RLConfig, prepared: Prepared, placement: Placement, cluster: Cluster, rules: LayoutRules
-) -> Fleet:
+) -> RunRoles:
     """Give all slots their roles; they load their models at the same time."""
     mailbox, deadlines = cluster.mailbox, Deadlines.of(config.cluster)
     timeout_s = deadlines.command_s
@@ -287,7 +287,7 @@ async def _take_roles(
     def slots_of(role: Serving, rendezvous: str = "") -> RoleSlots:
         return RoleSlots(mailbox, role, timeout_s, cluster.condemn, trainer.needs, rendezvous)
 
-    return Fleet(
+    return RunRoles(
         trainer,
         RemoteGenerators(slots_of("generate"), generators, num_seqs, block_tokens, deadlines, leases),
         RemoteScorer(slots_of("score", cluster.rendezvous), scorers, deadlines, leases) if scorers else None,

@@ -25,7 +25,7 @@ from ductile.elastic.step_accounting import StepAccounting
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.events.decisions import DecisionJournal
 from ductile.events.rollouts import RequestRestarted
-from ductile.fleet.fleet import Fleet
+from ductile.fleet.run_roles import RunRoles
 from ductile.observe import Recorder
 from ductile.orchestrator.commands.compose import Prepared
 from ductile.orchestrator.loop.buffer import Buffer
@@ -39,7 +39,7 @@ class Scheduling:
         config: RLConfig,
         prepared: Prepared,
         cluster: Cluster,
-        fleet: Fleet,
+        fleet: RunRoles,
         resizer: TrainerResizer,
         recovery: Recovery,
         activity: SlotActivity,
@@ -135,7 +135,7 @@ def limits_of(config: RLConfig) -> Limits:
     return Limits(max_num_seqs=config.inference.max_num_seqs, slots_per_scorer=config.scorer.tp)
 
 
-def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, rules: LayoutRules, *, on_gpu: bool) -> Setting:
+def setting_of(config: RLConfig, prepared: Prepared, fleet: RunRoles, rules: LayoutRules, *, on_gpu: bool) -> Setting:
     orchestrator, home = config.orchestrator, placement_of(config)
     return Setting(
         home=home,

@@ -26,19 +26,19 @@ from ductile.core.layout.model.parameters import parameters
 from ductile.core.rollouts.provenance import KnownWeights
 from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft, ServerNoted, WeightUpdateEnded
 from ductile.fabric.process import host
-from ductile.fleet.authority import Authority, FolderAuthority, HttpAuthority
 from ductile.fleet.elastic_fleet import ElasticFleet
-from ductile.fleet.fleet import Fleet
-from ductile.fleet.monitor import HttpProbe
-from ductile.fleet.registry import Leases, Registry, RegistryDown, registry_of
-from ductile.fleet.registry_server import LeaseTable, registry_app, serve_registry
-from ductile.fleet.server_http import ServerDeadlines
-from ductile.fleet.server_members import ServerMembers
-from ductile.fleet.server_port import ServerPort
-from ductile.fleet.shared_state import SharedFleetState
-from ductile.fleet.update_attempt import NUM_ASKED
-from ductile.fleet.update_parties import UpdateMember, UpdateOptions, UpdateResult
-from ductile.fleet.weight_update import WeightUpdates
+from ductile.fleet.registry.authority import Authority, FolderAuthority, HttpAuthority
+from ductile.fleet.registry.registries import Leases, Registry, RegistryDown, registry_of
+from ductile.fleet.registry.registry_server import LeaseTable, registry_app, serve_registry
+from ductile.fleet.run_roles import RunRoles
+from ductile.fleet.servers.monitor import HttpProbe
+from ductile.fleet.servers.server_http import ServerDeadlines
+from ductile.fleet.servers.server_members import ServerMembers
+from ductile.fleet.servers.server_port import ServerPort
+from ductile.fleet.servers.shared_state import SharedFleetState
+from ductile.fleet.updates.update_attempt import NUM_ASKED
+from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions, UpdateResult
+from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import ServerState, TensorSpec, WeightCarrier, model_fingerprint
@@ -54,7 +54,7 @@ def has_servers(config: RLConfig) -> bool:
 class Servers:
     """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop."""
 
-    def __init__(self, config: RLConfig, fleet: Fleet, record: Recorder, folder: Path) -> None:
+    def __init__(self, config: RLConfig, fleet: RunRoles, record: Recorder, folder: Path) -> None:
         """folder: the run's. Raises ImportPathError for a custom registry that cannot be imported."""
         client, inference = config.orchestrator.client, config.inference
         self._api_key = secret_of(client.api_key, client.api_key_var)
@@ -279,7 +279,7 @@ async def _serving(config: HttpRegistry) -> AsyncGenerator[None]:
 
 
 class RememberedLeases:
-    """A registry that remembers what it said last. Follows `ductile.fleet.registry.Registry`."""
+    """A registry that remembers what it said last. Follows `ductile.fleet.registry.registries.Registry`."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

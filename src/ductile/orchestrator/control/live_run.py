@@ -14,7 +14,7 @@ from ductile.cluster.cluster import Cluster
 from ductile.core.layout.choice.requested_layout import LayoutRequest
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
-from ductile.fleet.remote_trainer import RemoteTrainer
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import (
     FleetRequest,
     FleetStatus,

@@ -129,7 +129,7 @@ class LeaseFolder:
 
 
 class RegistryClient:
-    """A registry over HTTP (`ductile.fleet.registry_server`), which drops the leases that are not renewed itself."""
+    """A registry over HTTP (`registry_server`), which drops the leases that are not renewed itself."""
 
     def __init__(
         self, url: str, token: str | None, ttl_s: float, tell: Callable[[str], None] = lambda sentence: None

@@ -23,9 +23,17 @@ from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
-from ductile.fleet.kept_versions import KeptVersions
-from ductile.fleet.micro_steps import AHEAD_S, IN_FLIGHT, MicroStep, MicroStepDone, PendingSamples, in_steps, tokens_of
-from ductile.fleet.sending import Sending
+from ductile.fleet.trainer.kept_versions import KeptVersions
+from ductile.fleet.trainer.micro_steps import (
+    AHEAD_S,
+    IN_FLIGHT,
+    MicroStep,
+    MicroStepDone,
+    PendingSamples,
+    in_steps,
+    tokens_of,
+)
+from ductile.fleet.trainer.sending import Sending
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun
 from ductile.messages.updates import Offer, SendReport, WeightCarrier, WeightUpdate
 from ductile.messages.workers import (
@@ -56,7 +64,7 @@ on, or servers, to which they send it, so that the next optimizer step waits unt
 
 
 class RemoteTrainer:
-    """Follows `ductile.roles.TrainerClient` and `ductile.fleet.update_parties.Senders`."""
+    """Follows `ductile.roles.TrainerClient` and `ductile.fleet.updates.update_parties.Senders`."""
 
     carrier: WeightCarrier | None = None
 

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
-from ductile.core.scheduling.orders import Migration
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.release import Release
-from ductile.fleet.remote_trainer import RemoteTrainer
-from ductile.fleet.scorer import RemoteScorer
+from ductile.core.scheduling.orders import Migration, Release
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.requests.scorer import RemoteScorer
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.roles import Failure, SlotLost
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class RunRoles:
     """Example: a run that trains on slots 0-1, generates on 2 and scores on 3 has `slots_by_role`
     {"train": (0, 1), "generate": (2,), "score": (3,)} until a policy or a user changes that."""
 

@@ -1,6 +1,6 @@
 """The transaction by which servers get a version of the weights: one at a time, and all or nothing at each of them.
 
-Each attempt (`ductile.fleet.update_attempt`) has one outcome for each server. The live set is an input, decided while
+Each attempt (`fleet.updates.update_attempt`) has one outcome for each server. The live set is an input, decided while
 nothing is under way. What failed is looked at before it is judged (`core.instances.update_outcomes`): those that are
 not at fault are sent it again, in a new epoch and from bucket 0.
 
@@ -15,8 +15,8 @@ from dataclasses import replace
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import InstanceOutcome, next_attempt
 from ductile.core.rollouts.provenance import KnownWeights
-from ductile.fleet.update_attempt import UpdateAttempt
-from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, UpdateResult
+from ductile.fleet.updates.update_attempt import UpdateAttempt
+from ductile.fleet.updates.update_parties import AnyMember, Senders, UpdateOptions, UpdateResult
 from ductile.messages.updates import Digest, ServerState, WeightCarrier
 from ductile.roles import Refused, SlotLost
 

@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.fleet.completion_stream import (
+from ductile.fleet.requests.instance_port import InstanceEvent, Returned
+from ductile.fleet.servers.completion_stream import (
     ROUTE,
     NoTokens,
     PartialCompletion,
@@ -28,8 +29,7 @@ from ductile.fleet.completion_stream import (
     completion_body,
     read_piece,
 )
-from ductile.fleet.instance_port import InstanceEvent, Returned
-from ductile.fleet.server_http import Barred, ServerDeadlines, ServerHttp
+from ductile.fleet.servers.server_http import Barred, ServerDeadlines, ServerHttp
 from ductile.messages.updates import (
     Digest,
     EndUpdate,
@@ -72,7 +72,7 @@ REMEMBERED = 16
 
 
 class ServerPort:
-    """Follows `ductile.fleet.instance_port.InstancePort`. `open` it before all else; `release` it in the end."""
+    """Follows `fleet.requests.instance_port.InstancePort`. `open` it before all else; `release` it in the end."""
 
     is_needed = can_lease = False
 

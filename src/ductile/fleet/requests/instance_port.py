@@ -1,7 +1,7 @@
 """Ports: the one way to ask, tell, measure and give up an instance, whatever it is.
 
     SlotsPort    an instance on slots of the run, over the mailbox
-    ServerPort   a server that the run did not start, over HTTP (`ductile.fleet.server_port`)
+    ServerPort   a server that the run did not start, over HTTP (`ductile.fleet.servers.server_port`)
 
 The pool and all that is built on it go over ports and know no slots.
 """
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, Serving
-from ductile.fleet.assign_role import assignment
+from ductile.fleet.requests.assign_role import assignment
 from ductile.messages.workers import Command, Receive, ReleaseRole, Reply
 from ductile.records import GenerateRequest, Manifest
 from ductile.roles import Failure, Late

@@ -28,7 +28,7 @@ from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import Shortfall
 from ductile.core.rollouts.provenance import KnownWeights
-from ductile.fleet.update_parties import AnyMember, Senders, UpdateOptions, shortfall, summed_by_name
+from ductile.fleet.updates.update_parties import AnyMember, Senders, UpdateOptions, shortfall, summed_by_name
 from ductile.messages.updates import (
     Digest,
     EndUpdate,
@@ -71,7 +71,7 @@ class UpdateAttempt:
         base: KnownWeights | None = None,
     ) -> None:
         """base: the version before, where what has not changed since then may be left out; that is so when all members
-        have it. choose, next_epoch: as `ductile.fleet.weight_update.WeightUpdates` has them."""
+        have it. choose, next_epoch: as `ductile.fleet.updates.weight_update.WeightUpdates` has them."""
         self.short: dict[InstanceId, Shortfall] = {}
         """Members that have not committed, and will not."""
         self.committed: list[InstanceId] = []

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 
-from ductile.fleet.server_port import ServerPort
+from ductile.fleet.servers.server_port import ServerPort
 from ductile.messages.updates import (
     EndVersionLease,
     LeaseVersion,

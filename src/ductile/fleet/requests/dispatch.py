@@ -10,8 +10,8 @@ from contextlib import suppress
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, in_order
-from ductile.fleet.in_flight import InFlight
-from ductile.fleet.worker_pool import WorkerPool
+from ductile.fleet.requests.in_flight import InFlight
+from ductile.fleet.requests.worker_pool import WorkerPool
 from ductile.messages.workers import Abort, Generate
 from ductile.roles import Failure, Late
 

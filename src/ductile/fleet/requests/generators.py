@@ -17,12 +17,12 @@ from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.routing import route
 from ductile.core.scheduling.facts.cluster_state import Lengths, Unfinished
 from ductile.core.scheduling.orders import Migration
-from ductile.fleet.dispatch import Dispatch
-from ductile.fleet.in_flight import InFlight, RequestsInFlight
-from ductile.fleet.instance_port import InstanceEvent, Returned, RoleSlots
-from ductile.fleet.leases import WeightLeases
-from ductile.fleet.migration import MigrationResult, Migrator
-from ductile.fleet.worker_pool import ANY_VERSION, MOST_LOST, WorkerPool
+from ductile.fleet.requests.dispatch import Dispatch
+from ductile.fleet.requests.in_flight import InFlight, RequestsInFlight
+from ductile.fleet.requests.instance_port import InstanceEvent, Returned, RoleSlots
+from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.migration import MigrationResult, Migrator
+from ductile.fleet.requests.worker_pool import ANY_VERSION, MOST_LOST, WorkerPool
 from ductile.messages.updates import LiveDigest
 from ductile.messages.workers import DigestWeights, EngineStats, Finished, Heartbeat, Score, TrainCommand, WeightDigests
 from ductile.records import GenerateRequest, Generation

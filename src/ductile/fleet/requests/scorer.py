@@ -9,9 +9,9 @@ from ductile.columns import Floats
 from ductile.concurrency.deadline import said
 from ductile.core.batch.packing import split_by_tokens
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.fleet.instance_port import RoleSlots
-from ductile.fleet.leases import WeightLeases
-from ductile.fleet.worker_pool import MOST_LOST, WorkerPool
+from ductile.fleet.requests.instance_port import RoleSlots
+from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.worker_pool import MOST_LOST, WorkerPool
 from ductile.messages.workers import Score, Scores
 from ductile.records import Sample
 from ductile.roles import Failure, Late, Refused, SlotLost

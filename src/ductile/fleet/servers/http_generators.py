@@ -1,5 +1,5 @@
 """OpenAI-compatible servers as `ductile.roles.Generators`: rollouts from servers that keep their own weights, which
-nobody watches (`ductile.fleet.server_port` says what they must understand)."""
+nobody watches (`ductile.fleet.servers.server_port` says what they must understand)."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -7,9 +7,9 @@ from types import TracebackType
 import httpx
 
 from ductile.concurrency.structured import gather_all
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.server_http import ServerDeadlines
-from ductile.fleet.server_port import ServerPort
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.servers.server_http import ServerDeadlines
+from ductile.fleet.servers.server_port import ServerPort
 from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Refused
 from ductile.transport.deadlines import Deadlines

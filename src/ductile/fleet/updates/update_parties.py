@@ -1,4 +1,4 @@
-"""Parties to a weight update (`ductile.fleet.weight_update`): who sends it, and who is sent it; and its result."""
+"""Parties to a weight update (`fleet.updates.weight_update`): who sends it, and who is sent it; and its result."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,8 +26,8 @@ from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 
 
 class Senders(Protocol):
-    """Holders of the version: the trainer's ranks (`ductile.fleet.remote_trainer`), or a server that gives its
-    weights to one that joins (`ductile.fleet.donor`)."""
+    """Holders of the version: the trainer's ranks (`ductile.fleet.trainer.remote_trainer`), or a server that gives its
+    weights to one that joins (`ductile.fleet.updates.donor`)."""
 
     @property
     def carrier(self) -> WeightCarrier | None:
@@ -54,7 +54,7 @@ class Senders(Protocol):
 
 
 class ServerControl(Protocol):
-    """Control routes of one server (`ductile.fleet.server_port`). Each raises SlotLost, Late or Refused."""
+    """Control routes of one server (`ductile.fleet.servers.server_port`). Each raises SlotLost, Late or Refused."""
 
     async def state(self) -> ServerState: ...
 

@@ -17,14 +17,14 @@ from typing import Protocol
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import sort_key
-from ductile.fleet.instance_port import InstancePort
+from ductile.fleet.requests.instance_port import InstancePort
 from ductile.messages.workers import EndLease, LeaseWeights, Published
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
 
 
 class WeightSource(Protocol):
-    """First source of all weights: the trainer of `ductile.fleet.remote_trainer`."""
+    """First source of all weights: the trainer of `ductile.fleet.trainer.remote_trainer`."""
 
     def can_lease(self, version: int) -> bool: ...
 

@@ -8,7 +8,8 @@ A version goes live on all of them while none joins, so none ends up on another 
 it, or does not do its work in time, is given up (`leave_behind`) and holds up nobody but itself: slots are killed and
 come back as a new instance (`ductile.elastic.recovery`), a server waits for a version that it takes.
 
-Each instance is behind a port (`ductile.fleet.instance_port`), and nothing here asks what is on the other side of it.
+Each instance is behind a port (`ductile.fleet.requests.instance_port`), and nothing here asks what is on the other side
+of it.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.read_write_lock import ReadWriteLock
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order, slots_on
 from ductile.error_text import error_text
-from ductile.fleet.instance_port import InstanceEvent, InstancePort, RoleSlots, SlotsPort
-from ductile.fleet.leases import WeightLeases
+from ductile.fleet.requests.instance_port import InstanceEvent, InstancePort, RoleSlots, SlotsPort
+from ductile.fleet.requests.leases import WeightLeases
 from ductile.messages.workers import Command, Reply
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
@@ -36,7 +37,7 @@ MOST_LOST = 5
 
 
 class WorkerPool:
-    """Base of the role's client: `ductile.fleet.generators.RemoteGenerators`, `ductile.fleet.scorer.RemoteScorer`."""
+    """Base of the role's client: `generators.RemoteGenerators`, `scorer.RemoteScorer`."""
 
     def __init__(
         self,

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.routing import route
 from ductile.core.scheduling.orders import Migration
-from ductile.fleet.dispatch import Dispatch
-from ductile.fleet.in_flight import InFlight, RequestsInFlight
-from ductile.fleet.worker_pool import WorkerPool
+from ductile.fleet.requests.dispatch import Dispatch
+from ductile.fleet.requests.in_flight import InFlight, RequestsInFlight
+from ductile.fleet.requests.worker_pool import WorkerPool
 from ductile.messages.workers import Forget, Generate, MigratedOut, MigrateOut
 from ductile.records import KVHandle
 from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from ductile.config.schema.fleet import FleetConfig
 from ductile.core.instances.quarantine import FlapRules, Quarantine
-from ductile.fleet.registry import Leases, Registry, RegistryDown
+from ductile.fleet.registry.registries import Leases, Registry, RegistryDown
 
 
 class Discovery:

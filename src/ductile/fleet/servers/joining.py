@@ -16,9 +16,9 @@ from ductile.core.instances.health import LIVING, ServerHealth, TransitionRefuse
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember, joins_due
 from ductile.error_text import error_text
-from ductile.fleet.discovery import Discovery
-from ductile.fleet.fleet_members import FleetMembers, Warmed
-from ductile.fleet.shared_state import SharedFleetState
+from ductile.fleet.registry.discovery import Discovery
+from ductile.fleet.servers.fleet_members import FleetMembers, Warmed
+from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.roles import Failure
 
 AGAIN_S = 0.2

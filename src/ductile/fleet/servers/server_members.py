@@ -14,12 +14,12 @@ from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.instances.update_outcomes import InstanceOutcome
-from ductile.fleet.donor import Donor
-from ductile.fleet.fleet_members import Warmed
-from ductile.fleet.generators import RemoteGenerators
-from ductile.fleet.server_port import ServerPort
-from ductile.fleet.update_parties import Senders, UpdateMember, UpdateResult
-from ductile.fleet.weight_update import WeightUpdates
+from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.servers.fleet_members import Warmed
+from ductile.fleet.servers.server_port import ServerPort
+from ductile.fleet.updates.donor import Donor
+from ductile.fleet.updates.update_parties import Senders, UpdateMember, UpdateResult
+from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.roles import Failure, Late, Refused, SlotLost
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
-from ductile.fleet.update_parties import UpdateResult
+from ductile.fleet.updates.update_parties import UpdateResult
 from ductile.messages.updates import Digest
 from ductile.roles import Failure
 

@@ -12,10 +12,10 @@ from ductile.core.instances.health import HealthRules, ProbeReply, ServerHealth
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember, blame, wedged_receivers
 from ductile.core.instances.update_outcomes import InstanceOutcome
-from ductile.fleet.discovery import Discovery
-from ductile.fleet.fleet_members import FleetMembers
-from ductile.fleet.monitor import ProbeOutcome
-from ductile.fleet.shared_state import SharedFleetState
+from ductile.fleet.registry.discovery import Discovery
+from ductile.fleet.servers.fleet_members import FleetMembers
+from ductile.fleet.servers.monitor import ProbeOutcome
+from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.messages.updates import Digest, ServerState
 from ductile.roles import Failure, Interrupted, Late, SlotLost
 
@@ -32,7 +32,7 @@ class Judge:
         has_authority: bool,
         tell: Callable[[str], None],
     ) -> None:
-        """has_authority: of several fleets one rules (`ductile.fleet.authority`)."""
+        """has_authority: of several fleets one rules (`ductile.fleet.registry.authority`)."""
         self.rules = rules
         self.own_fault = ""
         """Why no server can be asked, where the fault is on our side, a sentence."""

@@ -9,7 +9,7 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.routing import GeneratorLoad, predicted_tokens
 from ductile.core.scheduling.facts.cluster_state import Unfinished
-from ductile.fleet.completion_lengths import CompletionLengths
+from ductile.fleet.requests.completion_lengths import CompletionLengths
 from ductile.messages.workers import EngineStats
 from ductile.records import GenerateRequest, Generation
 

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ductile.fleet.registry import MOST_SERVERS
+from ductile.fleet.registry.registries import MOST_SERVERS
 from ductile.messages.server_lease import MOST_BYTES, LeaseError, ServerLease, lease_from
 
 _Endpoint = Callable[[Request], Awaitable[Response]]

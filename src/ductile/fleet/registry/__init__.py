@@ -1,0 +1,1 @@
+"""Where servers announce themselves, and which run rules those that are there."""

@@ -1,0 +1,1 @@
+"""Servers that the run did not start: found, watched, judged, asked."""

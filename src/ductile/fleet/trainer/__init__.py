@@ -1,0 +1,1 @@
+"""The trainer behind its Protocol, and what its ranks are at."""

@@ -1,0 +1,1 @@
+"""A version of the weights on its way to servers, as a transaction."""
