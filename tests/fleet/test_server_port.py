@@ -460,6 +460,19 @@ def test_that_we_have_no_more_files_is_no_fault_of_the_server() -> None:
     run(story())
 
 
+def test_a_suspect_is_no_capacity_while_another_one_is_well() -> None:
+    async def story() -> None:
+        first, second = FakeServer(), FakeServer()
+        async with fleet(first, second) as made:
+            told: list[int] = []
+            made.pool.on_change.add(lambda: told.append(made.pool.capacity))
+            for server, why in ((first, "it is late"), (second, "it is late"), (first, ""), (second, "")):
+                made.pool.suspect(InstanceId(server.url), why)
+            assert told == [4, 8, 4, 8]
+
+    run(story())
+
+
 def test_a_suspect_gets_nothing_and_each_request_a_server_of_its_version() -> None:
     async def story() -> None:
         first, second, third = FakeServer(), FakeServer(), FakeServer()
@@ -467,6 +480,9 @@ def test_a_suspect_gets_nothing_and_each_request_a_server_of_its_version() -> No
             made.pool.suspect(InstanceId(first.url), "it missed a probe")
             assert all(map(is_whole, await asyncio.gather(*(made.ask(number) for number in range(6))), range(6)))
             assert (len(first.bodies), len(second.bodies), len(third.bodies)) == (0, 3, 3)
+            made.pool.suspect(InstanceId(first.url), "HTTP 500", on_trial=True)
+            assert all(map(is_whole, await asyncio.gather(*(made.ask(number) for number in range(7))), range(7)))
+            assert (len(first.bodies), len(second.bodies), len(third.bodies)) == (1, 6, 6)
             made.pool.suspect(InstanceId(first.url), "")
             for server, port in ((first, made.ports[0]), (second, made.ports[1])):
                 server.version, server.digest = 1, NEXT.digest

@@ -25,6 +25,7 @@ class Histories(RuleBasedStateMachine):
         self.before = self.state
         self.now = 0.0
         self.process = dict.fromkeys(ADDRESSES, 0)
+        self.tokens_at = dict.fromkeys(ADDRESSES, -1.0)
         self.committed: dict[str, int] = {}
         self.newest = 0
 
@@ -48,12 +49,14 @@ class Histories(RuleBasedStateMachine):
     def reply(self, at: str) -> ProbeReply:
         return ProbeReply(self.incarnation(at), self.committed.get(self.incarnation(at), 0))
 
-    @rule(at=address)
-    def answers(self, at: str) -> None:
+    @rule(at=address, samples=st.booleans())
+    def answers(self, at: str, samples: bool) -> None:
+        if samples:
+            self.tokens_at[at] = self.now
         if self.state.at(at) is None:
             self.change(self.state.joined(at, self.reply(at), self.now))
         else:
-            self.judge(at, lambda one: one.answered(self.reply(at), self.now, RULES))
+            self.judge(at, lambda one: one.answered(self.reply(at), self.now, RULES, self.tokens_at[at]))
 
     @rule(at=address)
     def is_found_again(self, at: str) -> None:
@@ -115,9 +118,11 @@ class Histories(RuleBasedStateMachine):
             assert self.committed[server.incarnation] == server.version
 
     @invariant()
-    def who_is_ready_has_no_failure_to_its_name(self) -> None:
+    def who_is_ready_answers_and_has_sampled_since_a_request_failed(self) -> None:
         for server in self.state.servers.values():
-            assert server.status != "ready" or not (server.probe_failures or server.request_failures)
+            if server.status == "ready":
+                assert not server.probe_failures
+                assert not server.request_failures or self.tokens_at[server.address] > server.failed_at
             assert not server.on_trial or (server.status == "suspect" and server.request_failures)
 
     @invariant()

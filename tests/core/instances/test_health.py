@@ -111,6 +111,18 @@ def test_an_answered_probe_ends_no_row_of_failed_requests() -> None:
     assert (one.status, one.reason) == ("dead", "3 requests in a row failed, the last: no tokens")
 
 
+def test_one_on_trial_is_ready_with_a_token_and_its_row_goes_on_until_a_completion() -> None:
+    one = server().request_failed("HTTP 500", 1.0, RULES)
+    for number in range(2, 4):
+        one = one.answered(reply(), number, RULES, token_at=0.9)  # what it sampled before says nothing
+    assert (one.status, one.on_trial) == ("suspect", True)
+    one = one.answered(reply(), 4.0, RULES, token_at=3.5)
+    assert (one.status, one.on_trial, one.request_failures) == ("ready", False, 1)
+    again = one.sent(5, 4.5).committed(5, "", 5.0).request_failed("reset", 6.0, RULES)
+    assert (one.sent(5, 4.5).committed(5, "", 5.0).status, again.request_failures) == ("ready", 2)
+    assert one.generated(5.0, RULES).request_failures == 0
+
+
 def test_one_on_trial_is_ready_with_its_first_completion_and_none_that_misses_a_probe_is_on_trial() -> None:
     one = server().request_failed("HTTP 500", 1.0, RULES)
     one = one.answered(reply(), 2.0, RULES).answered(reply(), 3.0, RULES)

@@ -9,10 +9,10 @@ reason comes out.
    stale or dead: a stale one takes part in the next update, a dead one joins as a new member.
 3. A server is condemned by silence, never for being slow: an answer that comes late ends a row of failed probes, and so
    do tokens that come in the meantime.
-4. Probes and requests are counted apart: a wedged engine answers probes. Good probes end only what probes have found;
-   a row of failed requests ends with a completion alone, also where a version is committed meanwhile. Good probes put
-   its server on trial: it gets one request at a time, until one comes to its end. Requests that fail side by side are
-   one failure.
+4. Probes and requests are counted apart: a wedged engine answers probes. Good probes end only what probes have found.
+   A suspect whose requests have failed they put on trial: it gets one request at a time, until a token comes. Its row
+   of failed requests ends with a completion alone: one that fails after some tokens goes on in it, and new weights do
+   not mend an engine. Requests that fail side by side are one failure.
 5. An incarnation is one process. Another incarnation at the same address is another member, without a history.
 """
 
@@ -166,9 +166,14 @@ class ServerHealth:
         since = self.since if after == self.status else now
         return replace(self, status=after, reason=reason, since=since, on_trial=False)
 
-    def answered(self, reply: ProbeReply, now: float, rules: HealthRules) -> "ServerHealth":
+    def answered(
+        self, reply: ProbeReply, now: float, rules: HealthRules, token_at: float = float("-inf")
+    ) -> "ServerHealth":
         """The server has answered a probe, which tells about the process and its version, and nothing of whether it can
-        generate. One that is not living stays as it is."""
+        generate. One that is not living stays as it is.
+
+        token_at: when a token of one of our requests last came from it.
+        """
         if not self.is_living:
             return self
         if reply.incarnation != self.incarnation:
@@ -192,7 +197,7 @@ class ServerHealth:
             idle = now - seen.progressed_at
             why = f"it answers probes, and has sampled no token for {idle:.0f} s with {reply.num_requests} requests"
             return seen.moved("die", why, now)
-        return seen._recovered(now, rules)
+        return seen._recovered(now, rules, token_at)
 
     def unanswered(
         self,
@@ -259,14 +264,15 @@ class ServerHealth:
         """The server has made a version live, and it is verified.
 
         Raises TransitionRefused for a version that it was not sent: one that has come back while an update was under
-        way has none of it. Failures stay counted: new weights do not mend an engine that is wedged.
+        way has none of it. A suspect stays one, and failures stay counted.
         """
         self._require_no_older(version)
         if self.offered != version:
             raise TransitionRefused(f"{self.instance} was not sent version {version}, so it cannot have committed it")
         live = self.moved("commit", f"it has committed version {version}", now)
         live = replace(live, version=version, digest=digest, committed_at=now, offered=None)
-        if live.status == "ready" and (self.status == "suspect" or live.probe_failures or live.request_failures):
+        has_failed = live.probe_failures or (live.request_failures and self.status != "ready")
+        if live.status == "ready" and (self.status == "suspect" or has_failed):
             return live.moved("doubt", self.reason if self.status == "suspect" else "it has failed lately", now)
         return live
 
@@ -301,10 +307,10 @@ class ServerHealth:
             return f"the digest of its version {self.version} is {reply.digest}, and was {self.digest}"
         return ""
 
-    def _recovered(self, now: float, rules: HealthRules) -> "ServerHealth":
+    def _recovered(self, now: float, rules: HealthRules, token_at: float = float("-inf")) -> "ServerHealth":
         if self.status != "suspect" or self.probe_failures or self.good_probes < rules.good_probes:
             return self
-        if self.request_failures:
+        if self.request_failures and token_at <= self.failed_at:
             return replace(self, on_trial=True)
         return self.moved("recover", "it answers again", now)
 

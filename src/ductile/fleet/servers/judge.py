@@ -86,7 +86,8 @@ class Judge:
         if reply.epoch > state.epoch and any(each.incarnation == reply.incarnation for each in state.servers.values()):
             self._state.fence(f"{address} has seen epoch {reply.epoch}, which another controller has made")
         if server is not None:
-            self._state.judge(server.instance, lambda each: each.answered(reply, now, self.rules))
+            token_at = self._members.heard_at(server.instance)
+            self._state.judge(server.instance, lambda each: each.answered(reply, now, self.rules, token_at))
         elif self._models and reply.model not in ("", *self._models):
             why = (
                 f"{address} has another model ({reply.model}) than the run ({self._models[0]}): start it with the run's"
