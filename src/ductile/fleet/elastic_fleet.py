@@ -264,6 +264,7 @@ class ElasticFleet:
                 async with asyncio.timeout(min(1.0, self._patience_s)):
                     await self._changed.wait()
         if decision.action == "fail":
+            self._lacking_since = None  # who asks again waits as long again
             raise Late(decision.reason)
         return decision
 
