@@ -586,6 +586,27 @@ def test_what_ended_an_update_is_raised_and_servers_abort_also_where_a_rank_cann
     run(story())
 
 
+def test_a_rank_that_dies_as_the_version_is_sent_again_takes_it_from_no_server_that_has_it():
+    async def story():
+        it = scene(Server("a"), Server("b"), reported=[{"b": "bucket 3 was not acknowledged"}])
+        sent = it.ranks.sent
+
+        async def sent_once(update_id):
+            if len(it.ranks.updates) == 2:
+                raise SlotLost("slot 1 was killed")
+            return await sent(update_id)
+
+        it.ranks.sent = sent_once
+        result = await it.publish()
+        assert outcomes(result) == {"a": "committed", "b": "stale"}
+        assert "slot 1 was killed" in result.outcomes[-1].reason
+        assert (it.servers["a"].version, it.updates.version, it.updates.digest) == (2, 2, DIGEST)
+        assert it.servers["b"].said[-1] == "abort"
+        it.check()
+
+    run(story())
+
+
 def test_ranks_that_say_nothing_do_not_hold_the_run_up():
     async def story():
         it = scene(Server("a"), takes_s=1e6)
