@@ -11,7 +11,7 @@ import threading
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -344,6 +344,26 @@ def test_a_receiver_that_stops_as_soon_as_it_has_come_is_left_out(
         assert made.servers["here"].until("staged") == expected(SIZES)
     assert made.report().failed == {"stopped": "stopped was left out: it did not answer 2 probes in a row"}
     stopped.close()
+
+
+def test_a_server_whose_host_takes_no_connection_is_left_out(fleet: Callable[[WeightCarrier], Fleet]) -> None:
+    """As one that has lost its power: it answers nothing at all."""
+    made = fleet("http")
+    made.receiver("here")
+    with ExitStack() as stack:
+        host = stack.enter_context(socket.create_server((LOOPBACK, 0), backlog=0))
+        for _ in range(4):  # the kernel takes no more until somebody accepts these
+            connecting = stack.enter_context(socket.socket())
+            connecting.setblocking(False)
+            connecting.connect_ex(host.getsockname())
+        gone = Receiver("gone", "http", f"http://{LOOPBACK}:{host.getsockname()[1]}", TOKEN)
+        present, made.receivers = made.receivers, [*made.receivers, gone]
+        update, made.receivers = made.update(bucket_timeout_s=60.0), present
+        made.prepare(update, made.send(update, SIZES))
+        made.servers["here"].until("bucket", "0")
+        made.senders[0].leave_out("gone", "it did not answer 2 probes in a row")
+        assert made.servers["here"].until("staged") == expected(SIZES)
+        assert made.report().failed == {"gone": "gone was left out: it did not answer 2 probes in a row"}
 
 
 @pytest.mark.parametrize("carrier", ACKNOWLEDGED)

@@ -29,6 +29,8 @@ from ductile.weights.carriers.carrier import UpdateFailed, bytes_of
 from ductile.weights.carriers.control import TICK_S
 
 ASK_AGAIN_S, MOST_PAUSE_S = 0.02, 1.0
+CONNECT_S = 0.25
+"""Seconds that a server has to take a connection the first time; each time after that twice as long."""
 CROWDED = 503
 """Status of a server that has no room for a bucket, and soon has."""
 SHOWN_BYTES, PIECE_BYTES = 300, 1 << 20
@@ -207,6 +209,8 @@ class _Poster:
         kept = self._connection.sock is not None
         while not self._ended.is_set():
             try:
+                if self._connection.sock is None:
+                    self._connect()
                 self._connection.request(method, path, body, headers)
                 response = self._connection.getresponse()
                 return response.status, response.read()
@@ -216,6 +220,23 @@ class _Poster:
                     raise
                 kept = False
         raise UpdateFailed("was left out")
+
+    def _connect(self) -> None:
+        """Connect, in several tries: `end` wakes no thread that waits for a host which is gone, and answers nothing."""
+        left_s, try_s = self._timeout_s, CONNECT_S
+        while self._connection.sock is None and not self._ended.is_set():
+            self._connection.timeout = min(try_s, left_s)
+            try:
+                self._connection.connect()
+            except TimeoutError:
+                self._connection.close()
+                if left_s <= try_s:
+                    raise
+                left_s, try_s = left_s - try_s, 2 * try_s
+        connected = self._connection.sock
+        if connected is None or self._ended.is_set():
+            raise UpdateFailed("was left out")
+        connected.settimeout(self._timeout_s)
 
     def _shown(self, reply: bytes) -> str:
         text = reply[:SHOWN_BYTES].decode("utf-8", "replace").strip()
