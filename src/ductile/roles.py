@@ -163,7 +163,8 @@ class TrainerClient(Protocol):
 class Generators(Protocol):
     @property
     def capacity(self) -> int:
-        """How many sequences all generators together run at once."""
+        """How many sequences all generators together run at once. Those that may be about to fail count only where none
+        is well."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Generation:

@@ -92,6 +92,7 @@ class StubMembers:
         self.drain_fails: Failure | None = None
         self.story: list[str] = []
         self.suspects: dict[InstanceId, str] = {}
+        self.on_trial: frozenset[InstanceId] = frozenset()
         self.tokens_at: dict[InstanceId, float] = {}
         self.donors: dict[InstanceId, list[InstanceId]] = {}
         self.may_warm, self.may_drain = asyncio.Event(), asyncio.Event()
@@ -120,8 +121,9 @@ class StubMembers:
     def readmit(self, server: InstanceId) -> None:
         self.story.append(f"readmit {server}")
 
-    def suspect(self, server: InstanceId, why: str) -> None:
+    def suspect(self, server: InstanceId, why: str, on_trial: bool) -> None:
         self.suspects = {**self.suspects, server: why}
+        self.on_trial = self.on_trial | {server} if on_trial else self.on_trial - {server}
 
     def heard_at(self, server: InstanceId) -> float:
         return self.tokens_at.get(server, float("-inf"))

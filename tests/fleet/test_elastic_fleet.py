@@ -121,13 +121,17 @@ def test_a_suspect_is_asked_last() -> None:
 def test_the_pool_is_told_of_suspects_and_when_they_are_well_again() -> None:
     async def story() -> None:
         async with case(2) as one:
-            one.fleet.request_failed(one.id(1), "HTTP 500")
+            id = one.id(1)
+            one.fleet.request_failed(id, "HTTP 500")
             await one.fleet.settled()
-            assert one.members.suspects == {one.id(1): "HTTP 500"}
-            one.members.on_ended(one.id(1), None, 0.0)
-            await one.looks(2)
-            assert one.fleet.state.of(one.id(1)).status == "ready"
-            assert one.members.suspects == {one.id(1): ""}
+            assert (one.members.suspects, one.members.on_trial) == ({id: "HTTP 500"}, frozenset())
+            await one.looks(5)
+            assert (one.members.suspects, one.members.on_trial) == ({id: "HTTP 500"}, {id})
+            assert one.fleet.state.of(id).status == "suspect", "no probe shows that it can generate"
+            one.members.on_ended(id, None, 0.0)
+            await one.fleet.settled()
+            assert one.fleet.state.of(id).status == "ready"
+            assert (one.members.suspects, one.members.on_trial) == ({id: ""}, frozenset())
 
     asyncio.run(story())
 
@@ -203,20 +207,26 @@ def test_one_that_dies_before_it_has_ever_served_is_taken_from_a_version_that_is
 def test_a_wedged_server_whose_probes_are_answered_is_taken_out_by_its_requests() -> None:
     async def story() -> None:
         async with case(2) as one:
-            for _ in range(3):
-                one.fleet.request_failed(one.id(1), "no token came")
+            id = one.id(1)
+            for failed in range(3):
+                assert (id in one.members.on_trial) == (failed > 0)
+                one.fleet.request_failed(id, "no token came")
                 await one.looks(3)
-            assert one.serving == [0] or one.changes[-1][1] == "ready"
-            assert (one.servers[1].url, "dead") in {(url, status) for url, status, _ in one.changes}
+            states = [status for url, status, _ in one.changes if url == one.servers[1].url]
+            assert states[states.index("suspect") :][:2] == ["suspect", "dead"]
+            assert one.fleet.state.servers.get(id) is None, "it has joined as another member"
 
     asyncio.run(story())
 
 
-def test_a_server_that_samples_nothing_is_taken_out_though_it_answers() -> None:
+@pytest.mark.parametrize("requests", [{"num_running": 4}, {"num_waiting": 4}], ids=str)
+def test_a_server_that_samples_nothing_is_taken_out_though_it_answers(requests: dict[str, int]) -> None:
+    """An engine that is wedged as a request comes runs none."""
+
     async def story() -> None:
         async with case(2, progress_timeout_seconds=60) as one:
             one.members.may_warm.clear()
-            one.servers[1].says(num_running=4, num_sampled=7)
+            one.servers[1].says(**requests, num_sampled=7)
             await one.looks()
             one.now = 59.0
             await one.looks()
@@ -362,8 +372,8 @@ def test_a_drain_that_fails_ends_as_well() -> None:
     asyncio.run(story())
 
 
-def test_a_suspect_comes_back_when_it_answers_and_is_out_at_once_on_hard_evidence() -> None:
-    """Though nobody asks it for anything while there is another one; requests that fail again are counted on."""
+def test_one_whose_requests_fail_side_by_side_is_tried_again_and_is_out_at_once_on_hard_evidence() -> None:
+    """Requests that fail again are counted on."""
 
     async def story() -> None:
         async with case(2) as one:
@@ -371,10 +381,11 @@ def test_a_suspect_comes_back_when_it_answers_and_is_out_at_once_on_hard_evidenc
                 one.now = began_at + 1.0
                 for _ in range(8):  # side by side: one incident
                     one.members.on_ended(one.id(1), Interrupted("the connection was reset"), began_at)
-                assert one.fleet.state.of(one.id(1)).status == "suspect"
+                await one.fleet.settled()
+                assert one.id(1) not in one.members.on_trial
                 await one.looks(2)
-                assert one.fleet.state.of(one.id(1)).status == "ready"
-            assert one.members.suspects[one.id(1)] == ""
+                assert one.fleet.state.of(one.id(1)).status == "suspect"
+                assert one.id(1) in one.members.on_trial
             one.members.may_warm.clear()
             one.members.on_ended(one.id(0), SlotLost("nobody listens"), 3.0)
             one.members.on_ended(one.id(1), Interrupted("the connection was reset"), 5.0)

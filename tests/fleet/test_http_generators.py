@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.fleet import http_client, http_generators
+from ductile.fleet import http_client
+from ductile.fleet.servers import http_generators
 from ductile.fleet.servers.http_generators import HttpGenerators
 from ductile.records import GenerateRequest, Manifest, Sampling
 from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost

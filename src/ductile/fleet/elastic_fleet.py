@@ -335,6 +335,8 @@ class ElasticFleet:
             was = before.servers.get(server.instance)
             if was is None or was.status != server.status:
                 self._act(was, server, after.epoch)
+            elif was.on_trial != server.on_trial:
+                self._joining.tell_suspicion(server)
         for was in before.servers.values():  # another process has its address, and its place
             if was.is_living and was.instance not in after.servers:
                 self._act(was, was.moved("die", "another process has its address", self._clock()), after.epoch)

@@ -14,7 +14,7 @@ from ductile.concurrency.background import finish
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.core.instances.routing import route
+from ductile.core.instances.routing import Suspicion, route
 from ductile.core.scheduling.facts.cluster_state import Lengths, Unfinished
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.requests.dispatch import Dispatch
@@ -67,20 +67,20 @@ class RemoteGenerators(WorkerPool):
         when the generator got it, by the event loop's clock."""
         super().__init__("generate", slots, instances, deadlines, leases)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
-        self._suspects: dict[InstanceId, str] = {}
         self._in_flight = RequestsInFlight(lambda: asyncio.get_running_loop().time())
         self._dispatch = Dispatch(self)
 
     @property
     def capacity(self) -> int:
-        return sum(self._ports[each.id].max_num_seqs or self._max_num_seqs for each in self.instances)
+        """Sequences that the generators run at once; those that are suspect count only where none is well."""
+        able = [each for each in self.instances if each.id not in self._in_flight.suspects] or self.instances
+        return sum(self._ports[each.id].max_num_seqs or self._max_num_seqs for each in able)
 
-    def suspect(self, id: InstanceId, why: str) -> None:
-        """The generator gets only what no other one can take; with "" for a reason, what it can, again."""
-        if why:
-            self._suspects[id] = why
-        else:
-            self._suspects.pop(id, None)
+    def suspect(self, id: InstanceId, why: str, on_trial: bool = False) -> None:
+        """The generator gets only what no other one can take; on trial one request at a time; with "" for a reason,
+        what it can, again."""
+        self._in_flight.suspect(id, Suspicion(why, on_trial) if why else None)
+        self.on_change()
 
     async def generate(self, request: GenerateRequest, versions: range = ANY_VERSION) -> Generation:
         """Waits for a generator while there is none. Raises SlotLost, Late, Refused or Interrupted. versions: those
@@ -183,7 +183,7 @@ class RemoteGenerators(WorkerPool):
     ) -> None:
         there = await self.some(f"request {entry.name}", lost, versions)
         instances = [instance for instance in there if instance not in unwilling] or there
-        request, loads = entry.request, self._in_flight.loads(instances, self._suspects)
+        request, loads = entry.request, self._in_flight.loads(instances)
         chosen = route(request.group, loads, len(request.prompt), self._block_tokens).instance
         self._in_flight.note_instance(entry, next(each for each in instances if each.id == chosen))
         self._dispatch.send(entry)
@@ -258,7 +258,6 @@ class RemoteGenerators(WorkerPool):
                     entry.take(request)
                     entry.fail(failure)
             case Died(reason):
-                self._suspects.pop(instance.id, None)
                 self._in_flight.forget(instance)
                 for entry in self._in_flight.at(instance):
                     if not entry.migrating:

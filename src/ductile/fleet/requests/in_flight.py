@@ -2,12 +2,12 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.core.instances.routing import GeneratorLoad, predicted_tokens
+from ductile.core.instances.routing import GeneratorLoad, Suspicion, predicted_tokens
 from ductile.core.scheduling.facts.cluster_state import Unfinished
 from ductile.fleet.requests.completion_lengths import CompletionLengths
 from ductile.messages.workers import EngineStats
@@ -65,6 +65,8 @@ class InFlight:
 class RequestsInFlight:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.completion_lengths = CompletionLengths()
+        self.suspects: dict[InstanceId, Suspicion] = {}
+        """Generators that may be about to fail."""
         self._clock = clock
         self._by_name: dict[str, InFlight] = {}
         self._num_aborted: Counter[str] = Counter()
@@ -167,19 +169,25 @@ class RequestsInFlight:
                 entry.generated, entry.not_taken_since_s = max(entry.generated, generated), None
                 self._predict(entry)
 
-    def loads(
-        self, instances: Sequence[Instance], suspects: Mapping[InstanceId, str] | None = None
-    ) -> list[GeneratorLoad]:
-        """Predicted work that each generator still has. suspects: why some are, as `GeneratorLoad` has it."""
-        remaining = {each.id: 0.0 for each in instances}
+    def suspect(self, id: InstanceId, suspicion: Suspicion | None) -> None:
+        """Note that the generator is suspect; None: that it is not."""
+        if suspicion is None:
+            self.suspects.pop(id, None)
+        else:
+            self.suspects[id] = suspicion
+
+    def loads(self, instances: Sequence[Instance]) -> list[GeneratorLoad]:
+        """Predicted work that each generator still has."""
+        remaining, num_sequences = {each.id: 0.0 for each in instances}, Counter[InstanceId]()
         groups: dict[InstanceId, set[str]] = {name: set() for name in remaining}
         for entry in self._by_name.values():
             if (name := entry.where) is not None and name in remaining:
                 remaining[name] += entry.predicted_tokens
+                num_sequences[name] += 1
                 if entry.request.group:
                     groups[name].add(entry.request.group)
         return [
-            GeneratorLoad(name, tokens, frozenset(groups[name]), (suspects or {}).get(name, ""))
+            GeneratorLoad(name, tokens, frozenset(groups[name]), num_sequences[name], self.suspects.get(name))
             for name, tokens in remaining.items()
         ]
 
@@ -201,6 +209,7 @@ class RequestsInFlight:
 
     def forget(self, instance: Instance) -> None:
         """The generator is none any more, and no other one will have its id."""
+        self.suspects.pop(instance.id, None)
         self._num_tokens.pop(instance.id, None)
         self._progress_at_s.pop(instance.id, None)
 

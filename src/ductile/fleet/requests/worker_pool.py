@@ -58,7 +58,7 @@ class WorkerPool:
         # waits for them is not to blame, and the run need not end.
         self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
         self.on_change = Listeners[[]]()
-        """Told when `instances` have changed, or a call of `some` begins to wait for one."""
+        """Told when `instances` have changed, or what they can take, or a call of `some` begins to wait for one."""
         self._role: Serving = role
         self._slots, self._deadlines, self._leases = slots, deadlines, leases
         self._ports: dict[InstanceId, InstancePort] = {}

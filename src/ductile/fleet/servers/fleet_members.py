@@ -57,8 +57,9 @@ class FleetMembers(Protocol):
 
     def readmit(self, server: InstanceId) -> None: ...
 
-    def suspect(self, server: InstanceId, why: str) -> None:
-        """The server gets only what no other one can take; with "" for a reason, what it can, again."""
+    def suspect(self, server: InstanceId, why: str, on_trial: bool) -> None:
+        """The server gets only what no other one can take; on trial one request at a time; with "" for a reason, what
+        it can, again."""
         ...
 
     def heard_at(self, server: InstanceId) -> float:

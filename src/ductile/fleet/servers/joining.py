@@ -83,7 +83,12 @@ class Joining:
             case _:
                 pass
         if server.status == "suspect" or (was is not None and was.status == "suspect"):
-            self._members.suspect(id, server.reason if server.status == "suspect" else "")
+            self.tell_suspicion(server)
+
+    def tell_suspicion(self, server: ServerHealth) -> None:
+        """Have the server get fewer requests, or more again."""
+        reason = server.reason if server.status == "suspect" else ""
+        self._members.suspect(server.instance, reason, server.on_trial)
 
     def begin_due(self) -> None:
         """Begin the joins that are due. What is not due is seen again: nothing is noted down and forgotten."""

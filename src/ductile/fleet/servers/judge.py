@@ -105,8 +105,9 @@ class Judge:
             self._state.change(lambda state: state.above(reply.epoch).joined(address, reply, now))
 
     def _unanswered(self, server: ServerHealth, outcome: ProbeOutcome, now: float) -> None:
-        others = [each.heard_at for each in self._state.now.living if each.instance != server.instance]
-        others_at, replied = max(others, default=float("-inf")), outcome.kind == "odd"
+        others = [each for each in self._state.now.living if each.instance != server.instance]
+        heard = [max(each.heard_at, self._members.heard_at(each.instance)) for each in others]
+        others_at, replied = max(heard, default=float("-inf")), outcome.kind == "odd"
         token_at = self._members.heard_at(server.instance)
         self._state.judge(
             server.instance,
@@ -191,8 +192,8 @@ def _reply_of(state: ServerState, asked_at: float) -> ProbeReply:
         digest=state.digest,
         model=state.model,
         epoch=state.epoch,
-        num_running=state.num_running,
-        is_paused=state.paused,
+        num_requests=state.num_running + state.num_waiting,
+        is_paused=state.paused or not state.serving,
         num_sampled=state.num_sampled,
         update_id=update.update_id if update is not None and is_receiving else "",
         num_buckets=update.num_buckets if update is not None else 0,

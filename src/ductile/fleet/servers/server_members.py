@@ -110,8 +110,8 @@ class ServerMembers:
     def readmit(self, server: InstanceId) -> None:
         self._pool.readmit(server)
 
-    def suspect(self, server: InstanceId, why: str) -> None:
-        self._pool.suspect(server, why)
+    def suspect(self, server: InstanceId, why: str, on_trial: bool) -> None:
+        self._pool.suspect(server, why, on_trial)
 
     def heard_at(self, server: InstanceId) -> float:
         member = self._servers.get(server)
