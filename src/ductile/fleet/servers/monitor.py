@@ -19,8 +19,8 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.config.schema.fleet import FleetConfig
 from ductile.error_text import error_text
-from ductile.fleet.http_client import HttpClient, HttpReply, NoReply, bearer
 from ductile.messages.updates import ServerState
+from ductile.transport.http_client import HttpClient, HttpReply, NoReply, bearer
 
 MOST_PROBES = 64
 """Probes under way at a time."""

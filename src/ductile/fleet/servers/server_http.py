@@ -1,6 +1,6 @@
 """HTTP to one server, and what goes wrong with it as a `Failure`. No text that comes out of here has a key in it.
 
-closed                SlotLost     hard evidence       (the kinds of `fleet.http_client.NoReply`)
+closed                SlotLost     hard evidence       (the kinds of `transport.http_client.NoReply`)
 lost                  Interrupted  it may be our network
 silent                Late
 unasked, 429, 503     NotTaken     another instance may take it, or this one later
@@ -19,8 +19,8 @@ from typing import Any, cast
 import httpx
 
 from ductile.config.server_address import is_address, root_of
-from ductile.fleet.http_client import MOST_BYTES, HttpClient, HttpReply, Kind, NoReply, bearer, read_all
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
+from ductile.transport.http_client import MOST_BYTES, HttpClient, HttpReply, Kind, NoReply, bearer, read_all
 
 SHOWN_CHARS = 500
 FAILURE_OF: dict[Kind, type[Failure]] = {
