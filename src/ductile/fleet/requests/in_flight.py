@@ -1,17 +1,19 @@
 """The books of all requests in flight: where each is, how far it is, and how much work every generator still has."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.routing import GeneratorLoad, predicted_tokens
-from ductile.core.scheduling.facts.cluster_state import Unfinished
-from ductile.fleet.requests.completion_lengths import CompletionLengths
+from ductile.core.scheduling.facts.cluster_state import Lengths, Unfinished
 from ductile.messages.workers import EngineStats
 from ductile.records import GenerateRequest, Generation
+
+KEPT_LENGTHS = 2048
+"""Completions whose lengths are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +62,37 @@ class InFlight:
     @property
     def on_wire(self) -> GenerateRequest:
         return replace(self.request, id=self.name)
+
+
+class CompletionLengths:
+    """Lengths of the latest completions. An aborted one is not counted: it says nothing about lengths."""
+
+    def __init__(self) -> None:
+        self.ended: deque[int] = deque(maxlen=KEPT_LENGTHS)
+        """Tokens of each completion that the model ended."""
+        self.cut: deque[int] = deque(maxlen=KEPT_LENGTHS)
+        """Tokens of each completion that hit its limit."""
+        self.num_seen = 0
+        self._tokens = 0
+        self._prompts: deque[int] = deque(maxlen=KEPT_LENGTHS)
+
+    def note(self, request: GenerateRequest, generation: Generation) -> None:
+        if generation.finish_reason == "abort":
+            return
+        num_tokens = len(generation.token_ids)
+        (self.cut if generation.finish_reason == "length" else self.ended).append(num_tokens)
+        self._prompts.append(len(request.prompt))
+        self.num_seen += 1
+        self._tokens += num_tokens
+
+    @property
+    def mean(self) -> float | None:
+        """Mean tokens of a completion over the whole run; None before the first completion."""
+        return self._tokens / self.num_seen if self.num_seen else None
+
+    def lengths(self) -> Lengths:
+        prompt_mean = sum(self._prompts) / len(self._prompts) if self._prompts else 0.0
+        return Lengths(tuple(self.ended), tuple(self.cut), prompt_mean)
 
 
 class RequestsInFlight:
