@@ -46,7 +46,6 @@ class WeightSender:
         self._left_out: dict[str, str] = {}
         self._aborted = Event()
         self._listener: ControlListener | None = None
-        self._audiences: list[Audience] = []
         self._carriers: list[BucketSender] = []
         self._disk: DiskSender | None = None
         self._digest = 0
