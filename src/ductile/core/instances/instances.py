@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
-from ductile.core.instances.placement import Role, compact
+from ductile.core.instances.placement import Role
+from ductile.core.layout.choice.layout_text import compact
 
 InstanceId = NewType("InstanceId", str)
 Serving = Literal["generate", "score"]

@@ -12,8 +12,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import groupby
 from typing import Literal
+
+from ductile.core.layout.choice.layout_text import compact
 
 Role = Literal["train", "generate", "score"]
 SlotsGiven = str | int | Sequence[str | int]
@@ -235,15 +236,6 @@ def _sharing(placement: Placement, role: Role) -> str:
         if placement.of(other):
             return f"{name},{SPELLED[role]}: {compact(placement.of(other))}"
     return f"{SPELLED[role]}: 0"
-
-
-def compact(slots: Sequence[int]) -> str:
-    """Slot numbers as ranges: (0, 1, 2, 5) as "0-2,5"."""
-    parts: list[str] = []
-    for _, run in groupby(enumerate(slots), key=lambda numbered: numbered[1] - numbered[0]):
-        numbers = [slot for _, slot in run]
-        parts.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
-    return ",".join(parts)
 
 
 def slots_of(slots: Collection[int]) -> str:
