@@ -58,7 +58,7 @@ class Placement:
 
     @property
     def shares(self) -> bool:
-        """Whether some slot holds both the trainer's state and a generator."""
+        """True when some slot holds both the trainer's state and a generator."""
         return bool({*self.train} & {*self.generate})
 
     @property
@@ -69,7 +69,7 @@ class Placement:
         return self.by_role[role]
 
     def roles(self, slot: int) -> tuple[Role, ...]:
-        """Roles of the slot, in the order train, generate, score."""
+        """Return the roles of the slot, in the order train, generate, score."""
         return tuple(role for role, slots in self.by_role.items() if slot in slots)
 
 
@@ -154,7 +154,7 @@ def _is_all(entry: SlotsGiven) -> bool:
 
 
 def _slots(names: str, entry: SlotsGiven) -> tuple[int, ...]:
-    """`"0-1,3"`, `3` or `[0, "1-2"]` as slot numbers, ascending."""
+    """Return `"0-1,3"`, `3` or `[0, "1-2"]` as slot numbers, ascending."""
     words = [str(item) for item in entry] if not isinstance(entry, str | int) else str(entry).split(",")
     violations: list[str] = []
     slots: list[int] = []
@@ -231,7 +231,7 @@ def _gaps(placement: Placement) -> list[str]:
 
 
 def _sharing(placement: Placement, role: Role) -> str:
-    """An entry that puts `role` on the slots of another role."""
+    """Return an entry that puts `role` on the slots of another role."""
     for other, name in SPELLED.items():
         if placement.of(other):
             return f"{name},{SPELLED[role]}: {compact(placement.of(other))}"
@@ -239,10 +239,10 @@ def _sharing(placement: Placement, role: Role) -> str:
 
 
 def slots_of(slots: Collection[int]) -> str:
-    """The slots in words, in ascending order: "slot 3", "slots 0-2,5"."""
+    """Return the slots in words, in ascending order: "slot 3", "slots 0-2,5"."""
     return f"slot{'' if len(slots) == 1 else 's'} {compact(sorted(slots))}"
 
 
 def many(number: int, noun: str) -> str:
-    """The number with its noun: "1 rollout", "3 rollouts"."""
+    """Return the number with its noun: "1 rollout", "3 rollouts"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The books of all requests in flight: where each is, how far it is, and how much work every generator still has."""
+"""Books of all requests in flight: where each is, how far it is, and how much work every generator still has."""
 
 import asyncio
 from collections import Counter, deque
@@ -132,7 +132,7 @@ class RequestsInFlight:
         self.note_instance(entry, None)
 
     def not_taken_for_s(self, entry: InFlight) -> float:
-        """Seconds for which no generator has taken the request."""
+        """Return the seconds for which no generator has taken the request."""
         return 0.0 if entry.not_taken_since_s is None else self._clock() - entry.not_taken_since_s
 
     def close(self, entry: InFlight, aborted: bool) -> None:
@@ -166,14 +166,15 @@ class RequestsInFlight:
         await self._changed.wait_for(lambda: not self.at(instance), timeout_s)
 
     def progress_at_s(self, entry: InFlight) -> float | None:
-        """Time at which the request's generator last made progress, or got the request. None between two generators:
-        none is to blame, and the migration has deadlines of its own."""
+        """Return the time at which the request's generator last made progress, or got the request. None between two
+        generators: none is to blame, and the migration has deadlines of its own."""
         if entry.instance is None or entry.migrating:
             return None
         return max(entry.since_s, self._progress_at_s.get(entry.instance.id, entry.since_s))
 
     def note_other_work(self, instance: Instance) -> None:
-        """Its slot is at a command of another role: meanwhile the generator cannot make progress."""
+        """Note that the generator's slot is at a command of another role: meanwhile the generator cannot make
+        progress."""
         self._progress_at_s[instance.id] = self._clock()
 
     def note_completions(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:
@@ -203,7 +204,8 @@ class RequestsInFlight:
     def loads(
         self, instances: Sequence[Instance], suspects: Mapping[InstanceId, str] | None = None
     ) -> list[GeneratorLoad]:
-        """Predicted work that each generator still has. suspects: why some are, as `GeneratorLoad` has it."""
+        """Return the predicted work that each generator still has. suspects: why some are, as `GeneratorLoad` has
+        it."""
         remaining = {each.id: 0.0 for each in instances}
         groups: dict[InstanceId, set[str]] = {name: set() for name in remaining}
         for entry in self._by_name.values():
@@ -217,7 +219,7 @@ class RequestsInFlight:
         ]
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """All requests that are at a generator, as policies see them; their ids are those on the wire."""
+        """Return all requests that are at a generator, as policies see them; their ids are those on the wire."""
         return tuple(
             Unfinished(
                 id=entry.name,
@@ -233,7 +235,7 @@ class RequestsInFlight:
         )
 
     def forget(self, instance: Instance) -> None:
-        """The generator is none any more, and no other one will have its id."""
+        """Forget a generator that is none any more; no other one will have its id."""
         self._num_tokens.pop(instance.id, None)
         self._progress_at_s.pop(instance.id, None)
 

@@ -158,8 +158,8 @@ class LogLimit(logging.Filter):
 
 
 def _room_for(num_connections: int) -> int:
-    """So many connections, or a third of what the process may have open beside its other files: those that make room
-    for new ones are closed a moment after these have come."""
+    """Return `num_connections`, or a third of what the process may have open beside its other files: those that make
+    room for new ones are closed a moment after these have come."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_others = len(os.listdir("/proc/self/fd")) + 16
     wanted = num_others + 3 * num_connections
@@ -198,7 +198,8 @@ def _listen(server: ServerConfig) -> socket.socket:
 
 
 def _control(server: ServerConfig, listener: socket.socket, stack: ExitStack) -> ControlToken | None:
-    """The API key opens the control routes, too; where there is none, a token in a file does. Raises `UnsafeFolder`."""
+    """Return the token of the control routes, which is in a file; None where there is an API key, which opens them,
+    too. Raises `UnsafeFolder`."""
     if server.api_key is not None:
         return None
     host, port = listener.getsockname()[:2]
