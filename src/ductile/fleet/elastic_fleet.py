@@ -203,7 +203,8 @@ class ElasticFleet:
         )
 
     def mark_group_built(self, decision: TopologyDecision) -> None:
-        """The group of the decision is there. Until then the decision is made again, so one that was lost is not."""
+        """Note that the group of the decision is there. Until then the decision is made again, so one that was lost is
+        not."""
         self._built_epoch = max(self._built_epoch, decision.topology.epoch)
 
     async def _monitor_servers_once(self) -> None:
@@ -231,7 +232,7 @@ class ElasticFleet:
         return self._discovery.kept_out
 
     def expect_model(self, *fingerprints: str) -> None:
-        """Servers whose model (`messages.updates.ServerState.model`) is none of these cannot join from now on. None
+        """From now on, let only servers join whose model (`messages.updates.ServerState.model`) is one of these. None
         given: any may."""
         self._judge.expect_model(fingerprints)
 
@@ -290,8 +291,9 @@ class ElasticFleet:
         return verdict == "go_on"
 
     def request_failed(self, server: InstanceId, why: str, began_at: float = float("inf")) -> None:
-        """A request has failed there by the server's fault: its connection was lost, or it said HTTP 5xx. It is probed
-        at once: if nobody listens any more, it is taken out without waiting for more. began_at: when it got it."""
+        """Note that a request has failed there by the server's fault: its connection was lost, or it said HTTP 5xx. The
+        server is probed at once: if nobody listens any more, it is taken out without waiting for more. began_at: when
+        it got it."""
         self._judge_request(server, Interrupted(why), began_at)
 
     def _judge_request(self, server: InstanceId, failure: Failure | None, began_at: float) -> None:

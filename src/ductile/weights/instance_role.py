@@ -1,4 +1,4 @@
-"""What generators and scorers have in common: weights that come by `Receive` and are leased to instances that join."""
+"""Roles of generators and scorers: weights that come by `Receive` and are leased to instances that join."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -18,9 +18,9 @@ class InstanceRole(ABC):
     `Receive`."""
 
     does: str
-    """What a slot with the role does, such as "generates"."""
+    """Verb for a slot with the role, such as "generates"."""
     peers: str
-    """Those that hold the role, such as "generators"."""
+    """Noun for those that hold the role, such as "generators"."""
 
     def __init__(self, assignment: RoleAssignment) -> None:
         self._slot = assignment.slot
@@ -29,7 +29,7 @@ class InstanceRole(ABC):
 
     @abstractmethod
     def live_weights(self) -> tuple[int, Iterable[tuple[str, Tensor]]]:
-        """The version that is live, and its weights by the model's names."""
+        """Return the version that is live, and its weights by the model's names."""
 
     @abstractmethod
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:

@@ -48,7 +48,7 @@ class SharedMemory:
         return self._offers[version][0] if version in self._offers else self.publish(version, tensors)
 
     def receive(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Views of the publisher's memory, which is mapped and not copied."""
+        """Return views of the publisher's memory, which is mapped and not copied."""
         try:
             content = map_segment(manifest.location, manifest.num_bytes, manifest.fingerprint)
         except SegmentUnavailable as error:

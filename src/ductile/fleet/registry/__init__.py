@@ -1,1 +1,1 @@
-"""Where servers announce themselves, and which run rules those that are there."""
+"""Registries, where servers announce themselves, and the rule over those that are there."""

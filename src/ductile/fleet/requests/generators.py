@@ -77,7 +77,7 @@ class RemoteGenerators(WorkerPool):
         return sum(self._ports[each.id].max_num_seqs or self._max_num_seqs for each in able)
 
     def suspect(self, id: InstanceId, why: str, on_trial: bool = False) -> None:
-        """The generator gets only what no other one can take; on trial one request at a time; with "" for a reason,
+        """Give the generator only what no other one can take; on trial one request at a time; with "" for a reason,
         what it can, again."""
         self._in_flight.suspect(id, Suspicion(why, on_trial) if why else None)
         self.on_change()
@@ -142,7 +142,7 @@ class RemoteGenerators(WorkerPool):
             self._in_flight.close(entry, aborted)
 
     async def digest_weights(self, instance: Instance) -> LiveDigest:
-        """The generator's weights as they are in its memory. Raises SlotLost, Late or Refused."""
+        """Return the digests of the generator's weights as they are in its memory. Raises SlotLost, Late or Refused."""
         reply = await self.ask(instance, DigestWeights())
         if not isinstance(reply, WeightDigests):
             raise Refused(f"{self.describe(instance)} replied to DigestWeights with {type(reply).__name__}")
@@ -171,11 +171,11 @@ class RemoteGenerators(WorkerPool):
         return await finish(self._migrate(migrations))
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """Requests in flight, as policies see them; `Unfinished.id` is what `migrate` understands."""
+        """Return the requests in flight, as policies see them; `Unfinished.id` is what `migrate` understands."""
         return self._in_flight.unfinished()
 
     def lengths(self) -> Lengths:
-        """Lengths of the latest completions."""
+        """Return the lengths of the latest completions."""
         return self._in_flight.completion_lengths.lengths()
 
     async def _send(
@@ -201,7 +201,7 @@ class RemoteGenerators(WorkerPool):
         return entry.completion.result()
 
     def _not_taken_s(self, entry: InFlight) -> float:
-        """More and more seconds, as long as nobody takes the request."""
+        """Return more and more seconds, as long as nobody takes the request."""
         return min(max(NOT_TAKEN_S, self._in_flight.not_taken_for_s(entry) / 4), MOST_NOT_TAKEN_S)
 
     def _kill(self, instance: Instance, request: str, limit_s: float) -> NoReturn:

@@ -116,7 +116,8 @@ class RoleSlots:
         mailbox.subscribe(self._on_event)
 
     def open(self, instance: Instance) -> "SlotsPort":
-        """The port of an instance that has these slots, or is to get them. Raises ValueError when another has one."""
+        """Return the port of an instance that has these slots, or is to get them. Raises ValueError when another has
+        one."""
         for slot in instance.slots:
             if slot in self._ports:
                 raise ValueError(f"slot {slot} has the role {self.role!r} already")
@@ -125,11 +126,11 @@ class RoleSlots:
         return port
 
     def has(self, port: "SlotsPort", slot: int) -> bool:
-        """False once the instance has left the slot, which another one may be on."""
+        """Return False once the instance has left the slot, which another one may be on."""
         return self._ports.get(slot) is port
 
     def close(self, port: "SlotsPort") -> None:
-        """The port hears nothing more of its slots, and others may have them."""
+        """Hear nothing more of the slots, which others may have from now on."""
         for slot in port.instance.slots:
             if self.has(port, slot):
                 del self._ports[slot]
@@ -163,7 +164,7 @@ class SlotsPort:
         return any(map(self._slots.is_needed, self.instance.slots))
 
     def describe(self) -> str:
-        """ "slot 2 (generate, pid 123)"; of an instance on several slots that are all asked, its id."""
+        """Return "slot 2 (generate, pid 123)"; of an instance on several slots that are all asked, its id."""
         asked = self.instance.asked
         return self._mailbox.describe(asked[0]) if len(asked) == 1 else self.instance.id
 
@@ -182,7 +183,7 @@ class SlotsPort:
         raise_worst(outcomes)
 
     async def receive(self, manifest: Manifest, joining: bool = False) -> None:
-        """A slot that hangs as it gets its first weights is killed."""
+        """Give the weights to all slots, and kill one that hangs as it gets its first."""
         commands = dict.fromkeys(self.instance.slots, Receive(self._slots.role, manifest, joining=joining))
         outcomes = await self._mailbox.ask_all(commands, self._slots.command_s)
         if joining:

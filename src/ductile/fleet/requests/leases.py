@@ -55,11 +55,11 @@ class WeightLeases:
         self._leases: dict[_Source, _Lease] = {}
 
     def note(self, holder: InstancePort, version: int) -> None:
-        """The instance has this version live."""
+        """Note that the instance has this version live."""
         self._versions[holder] = version
 
     def forget(self, holder: InstancePort) -> None:
-        """The instance is none any more."""
+        """Forget an instance that is none any more."""
         self._versions.pop(holder, None)
 
     async def give(self, joiner: InstancePort, version: int) -> bool:

@@ -84,7 +84,7 @@ class RemoteScorer(WorkerPool):
     async def _score(
         self, samples: Sequence[Sample], asked: Mapping[Instance, Sequence[int]], model: Literal["policy", "reference"]
     ) -> dict[Instance, Scores | Failure]:
-        """One outcome a scorer, once all have replied."""
+        """Return one outcome a scorer, once all have replied."""
         commands = {scorer: Score(tuple(samples[index] for index in share), model) for scorer, share in asked.items()}
         names = [scorer.id for scorer in commands]
         self._num_scoring.update(names)

@@ -64,9 +64,9 @@ class WorkerPool:
         self._ports: dict[InstanceId, InstancePort] = {}
         self._draining = set[InstanceId]()
         self._waiting = dict[InstanceId, str]()
-        """Why each instance that waits does not take work."""
+        """Reason for which each instance that waits does not take work."""
         self._lost: dict[InstanceId, str] = {}
-        """How instances have died."""
+        """Deaths of instances, a sentence each."""
         self._changed = ChangeSignal()
         if slots is not None:
             for instance in instances:
@@ -88,24 +88,25 @@ class WorkerPool:
         return tuple(each for each in self.all_instances if each.id not in self._waiting)
 
     def on_event(self, instance: Instance, event: InstanceEvent) -> None:
-        """Called with what the instances say, `Died` included: then the instance has left the pool."""
+        """Hear what the instances say, `Died` included: then the instance has left the pool."""
 
     def on(self, slot: int) -> Instance | None:
-        """The instance that is on this slot."""
+        """Return the instance that is on this slot."""
         return next((port.instance for port in self._ports.values() if slot in port.instance.slots), None)
 
     def describe(self, instance: Instance) -> str:
-        """ "slot 2 (generate, pid 123)"; of a server, or of one on several slots, its id."""
+        """Return "slot 2 (generate, pid 123)"; of a server, or of one on several slots, its id."""
         port = self._ports.get(instance.id)
         return port.describe() if port else instance.id
 
     def why_lost(self, instance: Instance) -> str:
-        """The sentence that says why the instance is lost; "" while it is not."""
+        """Return the sentence that says why the instance is lost; "" while it is not."""
         port = self._ports.get(instance.id)
         return port.why_lost if port else self._lost.get(instance.id, "")
 
     def of_versions(self, versions: range) -> tuple[Instance, ...]:
-        """The instances that take work and have one of these versions. Where one does not say, it has the live one."""
+        """Return the instances that take work and have one of these versions. Where one does not say, it has the live
+        one."""
         has = {each: self._ports[each.id].version for each in self.instances}
         live = 0 if self.version is None else self.version
         return tuple(each for each, version in has.items() if (live if version is None else version) in versions)
@@ -131,7 +132,7 @@ class WorkerPool:
     async def some(
         self, what: str, without: Collection[Instance] = (), versions: range = ANY_VERSION
     ) -> tuple[Instance, ...]:
-        """The instances that take work, at least one. Raises Late when none comes. what: the work, such as "12
+        """Return the instances that take work, at least one. Raises Late when none comes. what: the work, such as "12
         samples". without: instances that were lost with it; their connection may end before the news of their death
         comes. versions: those that one of them may have."""
 
@@ -179,8 +180,8 @@ class WorkerPool:
             raise
 
     async def add_server(self, port: InstancePort) -> bool:
-        """An instance that is not on slots of the run comes, with the weights that it has. True: it takes work. False:
-        it waits for a version. Raises ValueError when it is there already, SlotLost when it is lost."""
+        """Add an instance that is not on slots of the run, with the weights that it has. Returns whether it takes work;
+        else it waits for a version. Raises ValueError when it is there already, SlotLost when it is lost."""
         async with self.lock.shared(f"{port.instance.id} joins"):
             if port.instance.id in self._ports:
                 raise ValueError(f"{port.instance.id} is in the fleet already")
@@ -191,15 +192,15 @@ class WorkerPool:
             return not behind
 
     def put_aside(self, id: InstanceId, why: str) -> None:
-        """The instance takes no new work, until `readmit` or the next version that it takes, and what it has goes to
-        others. Nothing happens when it is none any more."""
+        """Give the instance no new work, until `readmit` or the next version that it takes; what it has goes to others.
+        Nothing happens when it is none any more."""
         if port := self._ports.get(id):
             self._waiting[id] = why
             port.condemn(why)
             self._update()
 
     def readmit(self, id: InstanceId) -> bool:
-        """An instance that was put aside takes work again, if it has the live version. Returns whether it does."""
+        """Give work again to an instance that was put aside, if it has the live version. Returns whether it has."""
         if (port := self._ports.get(id)) is None:
             return False
         self._waiting.pop(id, None)
@@ -209,21 +210,21 @@ class WorkerPool:
         return not behind
 
     async def remove_server(self, id: InstanceId, why: str) -> None:
-        """The instance leaves at once, and what it has goes to others. Nothing happens when it is none any more."""
+        """Take the instance out at once; what it has goes to others. Nothing happens when it is none any more."""
         if port := self._ports.get(id):
             port.condemn(why)
             self._tell(port, Died(why))
             await port.release()
 
     def drain(self, instance: Instance) -> None:
-        """The instance takes no more work, also when it gets a version that it waits for. Nothing happens when it is
+        """Give the instance no more work, also when it gets a version that it waits for. Nothing happens when it is
         none any more."""
         if instance.id in self._ports:
             self._draining.add(instance.id)
             self._update()
 
     def resume(self, instance: Instance) -> None:
-        """A draining instance takes work again."""
+        """Give a draining instance work again."""
         if instance.id in self._draining:
             self._draining.discard(instance.id)
             self._update()
@@ -295,7 +296,7 @@ class WorkerPool:
             self._changed.notify_all()  # it was about to join
 
     def _add(self, port: InstancePort, waits: str = "") -> None:
-        """waits: why it does not take work yet."""
+        """Add an instance. waits: why it does not take work yet."""
         instance = port.instance
         self._lost.pop(instance.id, None)  # a server may come back under its address
         self._ports[instance.id] = port
@@ -313,7 +314,7 @@ class WorkerPool:
         self._update()
 
     def _behind(self, port: InstancePort) -> str:
-        """Why the instance cannot take work, as another version is live; "" where it can."""
+        """Return why the instance cannot take work, as another version is live; "" where it can."""
         if self.version is None or port.version in (None, self.version):
             return ""
         return f"{port.describe()} has version {port.version}, and {self.version} is live"
@@ -347,7 +348,7 @@ class WorkerPool:
 
 
 async def _received(port: InstancePort, manifest: Manifest) -> Failure | None:
-    """Failure of the instance; None where the version is live on it."""
+    """Return the failure of the instance; None where the version is live on it."""
     try:
         await port.receive(manifest)
     except Failure as failure:

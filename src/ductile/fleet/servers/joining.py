@@ -182,7 +182,7 @@ class Joining:
             self._members.put_aside(server.instance, now.reason)
 
     async def _drain(self, id: InstanceId) -> None:
-        """Whatever becomes of its requests, it has left by the deadline: what it still has goes to others."""
+        """Have the server leave by the deadline, whatever becomes of its requests: what it still has goes to others."""
         why, limit_s = "it has left as it was told", self._config.drain_timeout_seconds
         try:
             if id in self._added:

@@ -48,7 +48,7 @@ class ServerMembers:
         return self._updates.under_way
 
     def num_unfinished(self, server: InstanceId) -> int:
-        """Requests of the run that the server has."""
+        """Return the number of the run's requests that the server has."""
         return sum(request.instance == server for request in self._pool.unfinished())
 
     async def close(self) -> None:

@@ -168,7 +168,7 @@ class ServerPort:
                 raise Refused(f"{self.describe()} is a server, and does not understand {type(command).__name__}")
 
     async def receive(self, manifest: Manifest, joining: bool = False) -> None:
-        """A server is given a version by a `WeightUpdate`, before it goes live everywhere: this asks whether it was."""
+        """Ask whether the server was given the version, which a `WeightUpdate` does before it goes live everywhere."""
         if self.why_lost:
             raise SlotLost(self.why_lost)
         if self.version != manifest.version:
@@ -203,7 +203,8 @@ class ServerPort:
         return await self._tell("/weights/verify", message, UpdateProgress, limit_s)
 
     async def commit(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
-        """Tokens of the version are taken from now on. Where the reply is lost, `state` says what has become of it."""
+        """Have the server make the version live. Its tokens are taken from now on. Where the reply is lost, `state`
+        says what has become of it."""
         self._committing = message.version, message.digest
         progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
         if progress.phase == "committed":
@@ -216,8 +217,8 @@ class ServerPort:
         return await self._tell("/weights/abort", message, UpdateProgress, deadline_s)
 
     async def pause(self, message: PauseServer) -> ServerState:
-        """A server that has not let everything end by `lease_s` keeps what still runs. Raises Interrupted where it is
-        not paused."""
+        """Pause the server. One that has not let everything end by `lease_s` keeps what still runs. Raises Interrupted
+        where it is not paused."""
         limit_s = message.lease_s + self._http.deadlines.control_s  # it may reply no sooner than its lease is over
         state = await self._tell("/pause", message, ServerState, limit_s)
         if not state.paused and message.mode == "drain":
@@ -342,8 +343,8 @@ class ServerPort:
             del self._committed[min(self._committed)]
 
     async def _is_gone(self) -> bool:
-        """True when there is hard evidence of the server's end: nobody listens any more, or another process does. All
-        requests that lose their connection at the same time share one look."""
+        """Return whether there is hard evidence of the server's end: nobody listens any more, or another process does.
+        All requests that lose their connection at the same time share one look."""
         if self._looking is None or self._looking.done():
             self._looking = start(self._look())
         return await asyncio.shield(self._looking)
@@ -360,7 +361,7 @@ class ServerPort:
         return False
 
     def _lose(self, why: str) -> None:
-        """The server is gone, or is none of this run's any more."""
+        """Give up a server that is gone, or is none of this run's any more."""
         if self.why_lost:
             return
         self.why_lost = why

@@ -26,7 +26,7 @@ class SharedFleetState:
         """Told once, with a sentence, when the fleet is another one's."""
         self.clock = clock
         self.fenced = ""
-        """Why the fleet is another one's, a sentence; "" while it is ours."""
+        """Reason for which the fleet is another one's, a sentence; "" while it is ours."""
         self._now = FleetState()
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._untold: deque[tuple[FleetState, FleetState]] = deque()
@@ -65,7 +65,7 @@ class SharedFleetState:
         return self.change(lambda state: state.above(state.epoch)).epoch
 
     def fence(self, why: str) -> None:
-        """The fleet is another one's: no more decisions are made."""
+        """Make no more decisions: the fleet is another one's."""
         is_news, self.fenced = not self.fenced, self.fenced or why
         if is_news:
             self.on_fenced(why)

@@ -45,12 +45,12 @@ class PendingSamples:
 
 
 def tokens_of(step: MicroStep) -> list[int]:
-    """Tokens of each data-parallel rank."""
+    """Return the number of tokens of each data-parallel rank."""
     return [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in step]
 
 
 def in_steps(packed: Sequence[Sequence[MicroBatch]], sizes: Iterable[int]) -> Iterator[MicroStep]:
-    """The micro-batches of every rank, so many of each at a time."""
+    """Return the micro-batches of every rank, so many of each at a time."""
     micro_batches = [iter(of_rank) for of_rank in packed]
     for size in sizes:
         yield [tuple(islice(of_rank, size)) for of_rank in micro_batches]

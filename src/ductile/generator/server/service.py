@@ -121,7 +121,7 @@ class Service:
         max_tokens: int | None,
         http: Request,
     ) -> Response:
-        """`max_tokens` is for a request that says none; None: as many as there is room for."""
+        """Complete texts. `max_tokens` is for a request that says none; None: as many as there is room for."""
         head = self.head(body.model, form.prefix)
         if asked.num_likeliest:  # a request that says no length gets one that it may have
             bound = MAX_REPORTED // (asked.num_likeliest * len(prompts) * (body.n or 1))
@@ -184,8 +184,8 @@ class Service:
         max_tokens: int | None,
         priority: int | None,
     ) -> list[GenerateRequest]:
-        """One for each prompt and choice, in the order of the response's choices. `priority` is vLLM's: the lower goes
-        first."""
+        """Return a request for each prompt and choice, in the order of the response's choices. `priority` is vLLM's:
+        the lower goes first."""
         num_choices = body.n or 1
         requests: list[GenerateRequest] = []
         for number, prompt in enumerate(prompts):
@@ -213,7 +213,7 @@ class Service:
     async def _deltas(
         self, requests: Sequence[GenerateRequest], choices: Sequence[Choice], each_step: bool
     ) -> AsyncGenerator[Delta]:
-        """`EngineRunner.generate`, counted and limited."""
+        """Yield as `EngineRunner.generate` does, counted and limited."""
         self._refuse_overload(len(requests))
         self._num_sequences += len(requests)
         started, first = time.monotonic(), True
@@ -273,8 +273,8 @@ def _refuse_long_report(requests: Sequence[GenerateRequest], asked: Asked) -> No
 
 
 def _whole(around: Json, entry: Callable[[Choice], Json], choices: Sequence[Choice]) -> Response:
-    """A response's JSON, for a thread: with many choices it takes a while. One piece a choice, as none of them may hold
-    the interpreter for long."""
+    """Return a response's JSON, for a thread: with many choices it takes a while. One piece a choice, as none of them
+    may hold the interpreter for long."""
     entries = ", ".join(json.dumps(entry(choice)) for choice in choices)
     return Response(f'{json.dumps(around)[:-1]}, "choices": [{entries}]}}', media_type="application/json")
 
@@ -319,7 +319,7 @@ async def _chunks(
 async def _events(
     chunks: AsyncGenerator[Json], last_chunk: Json | None, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]
 ) -> AsyncGenerator[str]:
-    """Server-sent events. The status is sent by now, so a failure becomes an event."""
+    """Yield server-sent events. The status is sent by now, so a failure becomes an event."""
     async with aclosing(chunks):
         try:
             async for chunk in chunks:
