@@ -355,6 +355,24 @@ def test_what_was_given_is_what_servers_were_sent_where_the_manifest_does_not_kn
     with_mixed(story)
 
 
+def test_a_server_that_is_put_aside_while_its_version_goes_live_waits_until_it_is_readmitted():
+    """Its fleet does not trust the weights that it has, whatever version they are called."""
+
+    async def story(cluster: Mixed):
+        async def deliver(version: int) -> KnownWeights:
+            cluster.slots.slots[BEHIND].version = version
+            cluster.generators.put_aside(ELSEWHERE.id, "the digest of its version is another")
+            return KnownWeights(version, SENT)
+
+        cluster.deliver = deliver
+        await cluster.publish(1)
+        assert cluster.generators.instances == (PAIR, generator(2))
+        assert cluster.generators.readmit(ELSEWHERE.id)
+        assert cluster.generators.instances == (PAIR, generator(2), ELSEWHERE)
+
+    with_mixed(story)
+
+
 def test_a_server_is_put_aside_taken_back_and_removed():
     async def story(cluster: Mixed):
         generators, told = cluster.generators, []

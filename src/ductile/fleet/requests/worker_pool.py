@@ -79,6 +79,8 @@ class WorkerPool:
         self._draining = set[InstanceId]()
         self._waiting = dict[InstanceId, str]()
         """Why each instance that waits does not take work."""
+        self._put_aside = set[InstanceId]()
+        """Instances that wait for `readmit`, whichever version they get."""
         self._lost: dict[InstanceId, str] = {}
         """How instances have died."""
         self._changed = ChangeSignal()
@@ -205,17 +207,17 @@ class WorkerPool:
             return not behind
 
     def put_aside(self, id: InstanceId, why: str) -> None:
-        """The instance takes no new work, until `readmit` or the next version that it takes, and what it has goes to
-        others. Nothing happens when it is none any more."""
+        """The instance takes no new work, until `readmit`, and what it has goes to others. Nothing happens when it is
+        none any more."""
         if port := self._ports.get(id):
-            self._waiting[id] = why
-            port.condemn(why)
-            self._update()
+            self._put_aside.add(id)
+            self._take_out(port, why)
 
     def readmit(self, id: InstanceId) -> bool:
         """An instance that was put aside takes work again, if it has the live version. Returns whether it does."""
         if (port := self._ports.get(id)) is None:
             return False
+        self._put_aside.discard(id)
         self._waiting.pop(id, None)
         if behind := self._behind(port):
             self._waiting[id] = behind
@@ -285,7 +287,8 @@ class WorkerPool:
             self.version = manifest.version
             for instance, port in asked.items():
                 if instance not in failed and self._ports.get(instance.id) is port:
-                    self._waiting.pop(instance.id, None)
+                    if instance.id not in self._put_aside:
+                        self._waiting.pop(instance.id, None)
                     if self._leases is not None:
                         self._leases.note(port, manifest.version)
             self._update()
@@ -293,7 +296,7 @@ class WorkerPool:
 
     def leave_behind(self, failed: Mapping[Instance, Failure]) -> None:
         """Go on without the instances that failed at what they were asked: one that is late or refuses is given up
-        (`InstancePort.condemn`).
+        (`InstancePort.condemn`), and takes work again with the next version that it takes.
 
         A slot that the run would end with, such as one that also trains, cannot be: what such ones failed with is
         raised, the worst of it.
@@ -305,12 +308,17 @@ class WorkerPool:
         }
         raise_worst({port: failure for port, failure in ports.items() if port.is_needed})
         for port, failure in ports.items():
-            self.put_aside(port.instance.id, str(failure))
+            self._take_out(port, str(failure))
 
     def _open(self, slots: RoleSlots, instance: Instance) -> SlotsPort:
         port = slots.open(instance)
         port.listen(lambda event: self._tell(port, event))
         return port
+
+    def _take_out(self, port: InstancePort, why: str) -> None:
+        self._waiting[port.instance.id] = why
+        port.condemn(why)
+        self._update()
 
     def _tell(self, port: InstancePort, event: InstanceEvent) -> None:
         instance = port.instance
@@ -335,6 +343,7 @@ class WorkerPool:
         id = port.instance.id
         del self._ports[id]
         self._draining.discard(id)
+        self._put_aside.discard(id)
         self._waiting.pop(id, None)
         if self._leases is not None:
             self._leases.forget(port)
