@@ -249,7 +249,6 @@ class Rig:
         began_s = time.monotonic()
         manifest = await self.trainer.publish(version)
         try:
-            await self.run_servers.update(version)
             await self.generators.receive(manifest)
             self.live = version
         except BaseException:

@@ -1,1 +1,1 @@
-"""Registries, where servers announce themselves, and the rule over those that are there."""
+"""Registries: servers announce themselves there, and one run rules those that do."""

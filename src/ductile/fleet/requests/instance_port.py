@@ -75,13 +75,6 @@ class InstancePort(Protocol):
         """Raises SlotLost, Late or Refused."""
         ...
 
-    async def receive(self, manifest: Manifest, joining: bool = False) -> None:
-        """Returns when the version is live. Raises SlotLost, Late or Refused.
-
-        joining: the instance has no weights yet.
-        """
-        ...
-
     async def release(self) -> None:
         """End the instance, which says nothing more. Raises SlotLost, Late or Refused."""
         ...
@@ -183,7 +176,10 @@ class SlotsPort:
         raise_worst(outcomes)
 
     async def receive(self, manifest: Manifest, joining: bool = False) -> None:
-        """Give the weights to all slots, and kill one that hangs as it gets its first."""
+        """Give the weights to all slots, and return when they are live. Raises SlotLost, Late or Refused.
+
+        joining: the instance has no weights yet. A slot that hangs as it gets them is killed.
+        """
         commands = dict.fromkeys(self.instance.slots, Receive(self._slots.role, manifest, joining=joining))
         outcomes = await self._mailbox.ask_all(commands, self._slots.command_s)
         if joining:

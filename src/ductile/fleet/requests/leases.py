@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import sort_key
-from ductile.fleet.requests.instance_port import InstancePort
+from ductile.fleet.requests.instance_port import InstancePort, SlotsPort
 from ductile.messages.workers import EndLease, LeaseWeights, Published
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
@@ -62,7 +62,7 @@ class WeightLeases:
         """Forget an instance that is none any more."""
         self._versions.pop(holder, None)
 
-    async def give(self, joiner: InstancePort, version: int) -> bool:
+    async def give(self, joiner: SlotsPort, version: int) -> bool:
         """Have `joiner`, which has the role and no weights, make this version live. False: no source has it any more.
 
         Raises SlotLost when the joiner is lost, and the first failure when no source could give the weights.

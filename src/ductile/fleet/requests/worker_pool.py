@@ -8,12 +8,13 @@ A version goes live on all of them while none joins, so none ends up on another 
 it, or does not do its work in time, is given up (`leave_behind`) and holds up nobody but itself: slots are killed and
 come back as a new instance (`ductile.elastic.recovery`), a server waits for a version that it takes.
 
-Each instance is behind a port (`ductile.fleet.requests.instance_port`), and nothing here asks what is on the other side
-of it.
+Each instance is behind a port (`ductile.fleet.requests.instance_port`). What is on the other side of it matters only to
+how an instance comes and how it gets a version: slots by the mailbox, servers by a transaction (`Delivery`).
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Protocol
 
 from ductile.concurrency.background import finish
 from ductile.concurrency.change_signal import ChangeSignal
@@ -21,12 +22,13 @@ from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.read_write_lock import ReadWriteLock
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order, slots_on
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.error_text import error_text
 from ductile.fleet.requests.instance_port import InstanceEvent, InstancePort, RoleSlots, SlotsPort
 from ductile.fleet.requests.leases import WeightLeases
 from ductile.messages.workers import Command, Reply
 from ductile.records import Manifest
-from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
+from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import raise_worst
 from ductile.transport.mailbox import Died, Outcome
@@ -34,6 +36,16 @@ from ductile.transport.mailbox import Died, Outcome
 ANY_VERSION = range(-1, 1 << 31)
 MOST_LOST = 5
 """Generators that may be lost with one request before it fails, and times that scorers may be with the same samples."""
+
+
+class Delivery(Protocol):
+    """Way by which versions get to the servers among a pool's instances (`ductile.orchestrator.commands.servers`); to
+    slots they get by `Receive`."""
+
+    async def deliver(self, version: int) -> KnownWeights:
+        """Return what servers have been given, once each has this version, which the trainer's weights are, or is left
+        behind. Others come and go meanwhile. Raises a Failure when the version is not to go live."""
+        ...
 
 
 class WorkerPool:
@@ -57,6 +69,8 @@ class WorkerPool:
         # Longer than a source that hangs at its lease, and then a newcomer that hangs at its weights, hold it: who
         # waits for them is not to blame, and the run need not end.
         self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
+        self.to_servers: Delivery | None = None
+        """None where none of the instances is a server that is given versions."""
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or what they can take, or a call of `some` begins to wait for one."""
         self._role: Serving = role
@@ -65,6 +79,8 @@ class WorkerPool:
         self._draining = set[InstanceId]()
         self._waiting = dict[InstanceId, str]()
         """Reason for which each instance that waits does not take work."""
+        self._put_aside = set[InstanceId]()
+        """Instances that wait for `readmit`, whichever version they get."""
         self._lost: dict[InstanceId, str] = {}
         """Deaths of instances, a sentence each."""
         self._changed = ChangeSignal()
@@ -192,17 +208,17 @@ class WorkerPool:
             return not behind
 
     def put_aside(self, id: InstanceId, why: str) -> None:
-        """Give the instance no new work, until `readmit` or the next version that it takes; what it has goes to others.
-        Nothing happens when it is none any more."""
+        """Give the instance no new work until `readmit`; what it has goes to others. Nothing happens when it is
+        none any more."""
         if port := self._ports.get(id):
-            self._waiting[id] = why
-            port.condemn(why)
-            self._update()
+            self._put_aside.add(id)
+            self._take_out(port, why)
 
     def readmit(self, id: InstanceId) -> bool:
         """Give work again to an instance that was put aside, if it has the live version. Returns whether it has."""
         if (port := self._ports.get(id)) is None:
             return False
+        self._put_aside.discard(id)
         self._waiting.pop(id, None)
         if behind := self._behind(port):
             self._waiting[id] = behind
@@ -239,9 +255,23 @@ class WorkerPool:
                 self._forget(port)
                 await port.release()
 
-    async def receive(self, manifest: Manifest) -> None:
-        """Returns when the version is live on every instance that takes it; the others are left behind. Nothing happens
-        when a later version is live.
+    async def receive(self, manifest: Manifest) -> KnownWeights:
+        """Bring the version to all instances, to each by the way of its kind, and have it go live. Return what they
+        have been given. Raises what `Delivery.deliver` and `go_live` raise.
+
+        Servers get it first, and without the lock: those that `to_servers` waits for could not come otherwise. What
+        they sample from it until it is live is as good as what the others sample from the version before.
+        """
+        given = KnownWeights.of(manifest)
+        if self.to_servers is not None:
+            sent = await self.to_servers.deliver(manifest.version)
+            given = given if given.digest else sent  # no snapshot was made: what was sent is all that is known
+        await self.go_live(manifest)
+        return given
+
+    async def go_live(self, manifest: Manifest) -> None:
+        """Returns when the version is live on every instance that takes it: slots receive it, servers have it by now.
+        The others are left behind. Nothing happens when a later version is live.
 
         Raises Refused when all of several refuse it: the fault is the version's. Raises Refused or Late when one cannot
         be given up (`leave_behind`).
@@ -258,7 +288,8 @@ class WorkerPool:
             self.version = manifest.version
             for instance, port in asked.items():
                 if instance not in failed and self._ports.get(instance.id) is port:
-                    self._waiting.pop(instance.id, None)
+                    if instance.id not in self._put_aside:
+                        self._waiting.pop(instance.id, None)
                     if self._leases is not None:
                         self._leases.note(port, manifest.version)
             self._update()
@@ -266,7 +297,7 @@ class WorkerPool:
 
     def leave_behind(self, failed: Mapping[Instance, Failure]) -> None:
         """Go on without the instances that failed at what they were asked: one that is late or refuses is given up
-        (`InstancePort.condemn`).
+        (`InstancePort.condemn`), and takes work again with the next version that it takes.
 
         A slot that the run would end with, such as one that also trains, cannot be: what such ones failed with is
         raised, the worst of it.
@@ -278,12 +309,17 @@ class WorkerPool:
         }
         raise_worst({port: failure for port, failure in ports.items() if port.is_needed})
         for port, failure in ports.items():
-            self.put_aside(port.instance.id, str(failure))
+            self._take_out(port, str(failure))
 
     def _open(self, slots: RoleSlots, instance: Instance) -> SlotsPort:
         port = slots.open(instance)
         port.listen(lambda event: self._tell(port, event))
         return port
+
+    def _take_out(self, port: InstancePort, why: str) -> None:
+        self._waiting[port.instance.id] = why
+        port.condemn(why)
+        self._update()
 
     def _tell(self, port: InstancePort, event: InstanceEvent) -> None:
         instance = port.instance
@@ -308,6 +344,7 @@ class WorkerPool:
         id = port.instance.id
         del self._ports[id]
         self._draining.discard(id)
+        self._put_aside.discard(id)
         self._waiting.pop(id, None)
         if self._leases is not None:
             self._leases.forget(port)
@@ -349,8 +386,15 @@ class WorkerPool:
 
 async def _received(port: InstancePort, manifest: Manifest) -> Failure | None:
     """Return the failure of the instance; None where the version is live on it."""
-    try:
-        await port.receive(manifest)
-    except Failure as failure:
-        return failure
+    if isinstance(port, SlotsPort):
+        try:
+            await port.receive(manifest)
+        except Failure as failure:
+            return failure
+    elif port.why_lost:
+        return SlotLost(port.why_lost)
+    elif port.version != manifest.version:
+        has = "keeps its own weights" if port.version is None else f"has version {port.version}"
+        # Not refused: that would be the version's fault, and not this server's.
+        return Interrupted(f"{port.describe()} {has}, and was not given version {manifest.version}")
     return None

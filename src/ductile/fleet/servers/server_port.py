@@ -57,7 +57,7 @@ from ductile.messages.workers import (
     Reply,
     WeightDigests,
 )
-from ductile.records import FinishReason, GenerateRequest, Manifest
+from ductile.records import FinishReason, GenerateRequest
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 from ductile.transport.mailbox import Died
 
@@ -166,15 +166,6 @@ class ServerPort:
                 return await self._digest_weights()
             case _:
                 raise Refused(f"{self.describe()} is a server, and does not understand {type(command).__name__}")
-
-    async def receive(self, manifest: Manifest, joining: bool = False) -> None:
-        """Ask whether the server was given the version, which a `WeightUpdate` does before it goes live everywhere."""
-        if self.why_lost:
-            raise SlotLost(self.why_lost)
-        if self.version != manifest.version:
-            has = "keeps its own weights" if self.version is None else f"has version {self.version}"
-            # Not refused: that would be the version's fault, and not this server's.
-            raise Interrupted(f"{self.describe()} {has}, and was not given version {manifest.version}")
 
     async def release(self) -> None:
         self._take_away()

@@ -82,7 +82,7 @@ def serve(config: InferenceRunConfig) -> int:
         signal.signal(signal.SIGTERM, leave)
 
         def lease() -> ServerLease:
-            state = app.state.service.member.state()
+            state = app.state.service.control.state()
             file = str(control.file) if control and control.file else ""
             return ServerLease(
                 _url(listener), state.incarnation, state.model, file, os.getpid(), state.host, version=state.version

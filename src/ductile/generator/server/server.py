@@ -74,7 +74,7 @@ def create_app(
         app.state.health_deadline_s = health_deadline_s
         app.state.service.runner.start()
         yield
-        app.state.service.member.close()
+        app.state.service.control.close()
         await app.state.service.runner.stop()
 
     app = FastAPI(title="ductile inference", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
@@ -89,7 +89,7 @@ def create_app(
 
 def most_bucket_bytes(app: FastAPI) -> int:
     """Return the bytes of the largest bucket of the last update; 0 before any."""
-    return app.state.service.member.receiver.most_bucket_bytes
+    return app.state.service.control.receiver.most_bucket_bytes
 
 
 async def _service(http: Request) -> Service:
@@ -104,7 +104,7 @@ _routes = APIRouter()
 @_routes.get("/health")
 async def health(service: SharedService, http: Request) -> Json:
     await service.runner.probe(http.app.state.health_deadline_s)
-    state = service.member.state()
+    state = service.control.state()
     return {"status": "ok", "incarnation": state.incarnation, "weight_version": state.version, "digest": state.digest}
 
 
@@ -141,7 +141,7 @@ def _model(service: Service) -> Json:
         "max_model_len": service.limits.max_model_len,
         "weight_version": service.runner.engine.version,
         "weight_digest": service.runner.digest,
-        "incarnation": service.member.incarnation,
+        "incarnation": service.control.incarnation,
     }
 
 

@@ -169,9 +169,7 @@ def _context(
     def counts() -> dict[str, float]:
         return {**resizer.metrics(), **(servers.counts() if servers else {})}
 
-    update_servers = servers.update if servers else None
-    stop = session.interrupt.graceful
-    return RunContext(session.record, stop, slots, counts, cluster.death, update_servers, session.began_s)
+    return RunContext(session.record, session.interrupt.graceful, slots, counts, cluster.death, session.began_s)
 
 
 def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:

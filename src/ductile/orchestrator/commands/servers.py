@@ -52,7 +52,8 @@ def has_servers(config: RLConfig) -> bool:
 
 
 class Servers:
-    """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop."""
+    """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop. Follows
+    `ductile.fleet.requests.worker_pool.Delivery`: the run's generators have it bring versions to servers."""
 
     def __init__(self, config: RLConfig, fleet: RunRoles, record: Recorder, folder: Path) -> None:
         """folder: the run's. Raises ImportPathError for a custom registry that cannot be imported."""
@@ -85,6 +86,7 @@ class Servers:
             self._tell,
             state,
         )
+        fleet.generators.to_servers = self
         self._fleet.expect_model(*models_of(config))
         self._fleet.on_change.add(self._on_change)
         self._members.on_updated.add(self._on_updated)
@@ -119,7 +121,7 @@ class Servers:
         self._choices[state.incarnation] = choice
         return choice.carrier
 
-    async def update(self, version: int) -> KnownWeights:
+    async def deliver(self, version: int) -> KnownWeights:
         """Bring the trainer's weights to all servers (`ElasticFleet.update`), and return what was sent."""
         await self._fleet.update(version)
         return self._updates.known or KnownWeights(version)
