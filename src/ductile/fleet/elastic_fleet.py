@@ -232,7 +232,7 @@ class ElasticFleet:
         return self._discovery.kept_out
 
     def expect_model(self, *fingerprints: str) -> None:
-        """From now on, let only servers join whose model (`messages.updates.ServerState.model`) is one of these. None
+        """Let only servers join, from now on, whose model (`messages.updates.ServerState.model`) is one of these. None
         given: any may."""
         self._judge.expect_model(fingerprints)
 

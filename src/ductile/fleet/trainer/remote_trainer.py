@@ -24,15 +24,7 @@ from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.fleet.trainer.kept_versions import KeptVersions
-from ductile.fleet.trainer.micro_steps import (
-    AHEAD_S,
-    IN_FLIGHT,
-    MicroStep,
-    MicroStepDone,
-    PendingSamples,
-    in_steps,
-    tokens_of,
-)
+from ductile.fleet.trainer.micro_steps import AHEAD_S, IN_FLIGHT, MicroStep, MicroStepDone, PendingSamples, in_steps
 from ductile.fleet.trainer.sending import Sending
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun
 from ductile.messages.updates import Offer, SendReport, WeightCarrier, WeightUpdate
@@ -425,14 +417,10 @@ class RemoteTrainer:
 
     def _expected_s(self, step: MicroStep) -> float:
         """Return the seconds that a micro-step takes, by the latest one; 0 where there was none in this layout."""
-        if self._latest is None:
-            return 0.0
-        return self._latest.busy_s * max(tokens_of(step)) / max(1, self._latest.tokens_fullest)
+        return self._latest.expected_s(step) if self._latest else 0.0
 
     def _tell(self, step: MicroStep, done: Mapping[int, ForwardBackwardDone]) -> None:
-        tokens = tokens_of(step)
-        busy_s = max(reply.busy_s for reply in done.values())
-        self._latest = MicroStepDone(len(step), len(step[0]), max(tokens), sum(tokens), busy_s)
+        self._latest = MicroStepDone.of(step, max(reply.busy_s for reply in done.values()))
         self.on_micro_step(self._latest)
 
     async def _micro_step(self, step: MicroStep, deadline_s: float) -> Mapping[int, ForwardBackwardDone]:
