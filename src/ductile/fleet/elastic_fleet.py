@@ -232,8 +232,8 @@ class ElasticFleet:
         return self._discovery.kept_out
 
     def expect_model(self, *fingerprints: str) -> None:
-        """From now on, let only servers join whose model (`messages.updates.ServerState.model`) is one of these. None
-        given: any may."""
+        """Let no servers join from now on but those whose model (`messages.updates.ServerState.model`) is one of these.
+        None given: any may."""
         self._judge.expect_model(fingerprints)
 
     async def update(self, version: int) -> None:
