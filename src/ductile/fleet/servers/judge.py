@@ -35,7 +35,7 @@ class Judge:
         """has_authority: of several fleets one rules (`ductile.fleet.registry.authority`)."""
         self.rules = rules
         self.own_fault = ""
-        """Why no server can be asked, where the fault is on our side, a sentence."""
+        """Reason for which no server can be asked, where the fault is on our side, a sentence."""
         self._state, self._discovery, self._members, self._tell = state, discovery, members, tell
         self._warns = not has_authority
         self._ruled_at = float("-inf" if has_authority else "inf")

@@ -287,7 +287,7 @@ class Audience:
 
     def __init__(self, channels: Mapping[str, Channel], timeout_s: float) -> None:
         self.channels = dict(channels)
-        """Those that are left."""
+        """Channels that are left, by instance."""
         self.failed: dict[str, str] = {}
         self.num_loaded = dict.fromkeys(channels, 0)
         self.generation = dict.fromkeys(channels, 0)
