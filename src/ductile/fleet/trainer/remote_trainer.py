@@ -192,7 +192,7 @@ class RemoteTrainer:
             return [begun[slot].offer for slot in self.layout.slots]
 
     async def sent(self, update_id: str) -> list[SendReport]:
-        """Return each rank's report, once all are through, also if some failed. Raises SlotLost, Late or Refused."""
+        """Return each rank's report, once all are through, also if some failed. Raises a Failure."""
         if self._sending is None or self._sending.update.update_id != update_id:
             raise Refused(f"no weight update {update_id} is under way at the trainer")
         return await self._sending.reports()
@@ -324,7 +324,7 @@ class RemoteTrainer:
         """Give the trainer up: every later call raises `error`."""
         self._end = error
         if self._sending is not None:
-            self._sending.end()
+            self._sending.end(error)
         self._changed.notify_all()
 
     @property

@@ -116,14 +116,16 @@ class UpdateAttempt:
             else:
                 self._states[name] = found
         self._choose_carriers()
-        update, is_begun = self._decided(), False
-        try:
-            if self._left:
-                is_begun = True
+        update = self._decided()
+        if self._left:
+            try:
                 await self._bring(update)
                 await gather_all(*(self._take(update, name) for name in self._left))
-        finally:
-            await finish(self._end(update, is_begun))
+            except BaseException:
+                with suppress(Failure):  # it follows from what is raised here, such as a rank's death
+                    await finish(self._end(update))
+                raise
+            await finish(self._end(update))
         await self._judge(update)
 
     async def _bring(self, update: WeightUpdate) -> None:
@@ -199,8 +201,8 @@ class UpdateAttempt:
 
     @asynccontextmanager
     async def _leaving_out(self, update: WeightUpdate) -> AsyncGenerator[None]:
-        """Have the ranks know of each member that fails meanwhile."""
-        reported = {*self.short}
+        """Have the ranks know of each receiver that has failed since the decision, or fails meanwhile."""
+        reported = self.short.keys() - self.carriers.keys()
 
         async def tell() -> None:
             while True:
@@ -328,8 +330,10 @@ class UpdateAttempt:
             return UpdateProgress(update.update_id, "committed", digest=state.digest)
         return await control.commit(self._ends(update))
 
-    async def _end(self, update: WeightUpdate, is_begun: bool) -> None:
-        """Have those abort that have not committed, and the ranks go on."""
+    async def _end(self, update: WeightUpdate) -> None:
+        """Have those abort that have not committed, and the ranks go on. Raises what the ranks raise where nobody has
+        committed: a version that servers have is not lost for what a rank cannot be told, who learns it by the next
+        one."""
         await asyncio.gather(*self._commits, return_exceptions=True)
         gone = {name for name, why in self.short.items() if why.fault in ("gone", "restarted")}
 
@@ -338,18 +342,12 @@ class UpdateAttempt:
                 async with asyncio.timeout(self._options.probe_timeout_s):
                     await _outcome(self._members[name].control.abort(self._ends(update)))
 
-        ending = [abort(name) for name in self._prepared if name not in gone and name not in self.committed]
-        if is_begun:
-            ending.append(self._finish(update))
-        await gather_all(*ending)
-
-    async def _finish(self, update: WeightUpdate) -> None:
-        """A version that servers have is not lost for what a rank cannot be told: it learns it by the next one."""
-        try:
-            await self._senders.finish_update(update.update_id, aborted=not self.committed)
-        except Failure:
-            if not self.committed:
-                raise
+        told, *_ = await gather_all(
+            _outcome(self._senders.finish_update(update.update_id, aborted=not self.committed)),
+            *(abort(name) for name in self._prepared if name not in gone and name not in self.committed),
+        )
+        if isinstance(told, Failure) and not self.committed:
+            raise told
 
     async def _judge(self, update: WeightUpdate) -> None:
         """Look at those that failed without being at fault as far as is known: they may be gone, hang, or be others. Of

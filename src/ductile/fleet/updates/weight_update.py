@@ -18,7 +18,7 @@ from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.updates.update_attempt import UpdateAttempt
 from ductile.fleet.updates.update_parties import AnyMember, Senders, UpdateOptions, UpdateResult
 from ductile.messages.updates import Digest, ServerState, WeightCarrier
-from ductile.roles import Refused, SlotLost
+from ductile.roles import Failure, Refused, SlotLost
 
 WORTH = 0.1
 """Share of unchanged bytes from which on it pays to look for them before a version is sent: ranks read all of their
@@ -69,7 +69,7 @@ class WeightUpdates:
 
     async def update(self, version: int, members: Sequence[AnyMember]) -> UpdateResult:
         """Bring the trainer's weights, which are this version, to all members. One outcome for each. Raises what the
-        trainer's ranks raise: then the servers have what they had, and have been told to abort.
+        trainer's ranks raise before any has it: then the servers have what they had, and have been told to abort.
 
         A joiner that is being given the version before is left to the caller, who makes it a member of this one."""
         if self._warming is not None:
@@ -158,6 +158,12 @@ class WeightUpdates:
             self._attempt = attempt
             try:
                 await attempt.run()
+            except Failure as error:
+                if not any(each.outcome == "committed" for each in outcomes):
+                    raise
+                for name in left:  # some have it from an attempt before: it is a version, and goes live there
+                    attempt.fail(name, str(error))
+                max_attempts = number
             finally:
                 self._attempt = None
             carriers |= attempt.carriers

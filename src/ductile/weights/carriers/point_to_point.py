@@ -59,7 +59,8 @@ class _Sent(NamedTuple):
 
 class PointToPointSender:
     def __init__(self, audience: Audience, update: WeightUpdate, sender: str, host: str) -> None:
-        """host: address of this machine at which receivers reach it."""
+        """host: address of this machine at which receivers reach it. The first group is made by `wait`, which ends when
+        a receiver that does not come to it is left out."""
         self._audience = audience
         self._host, self._timeout_s = host, update.bucket_timeout_s
         self._name = f"{update.update_id}/{sender}"
@@ -76,7 +77,6 @@ class PointToPointSender:
         self._under_way: dict[int, _Sent] = {}
         self._broadcasts: deque[Broadcast] = deque()
         self._broken = ""
-        self._regroup({})
 
     @property
     def live(self) -> bool:
