@@ -17,8 +17,8 @@ from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
 from ductile.fleet.registry.registries import registry_of
 from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.servers.pooled_servers import PooledServers
 from ductile.fleet.servers.server_http import ServerDeadlines
-from ductile.fleet.servers.server_members import ServerMembers
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions, UpdateResult
@@ -116,7 +116,7 @@ class Fleet:
         self.state = SharedFleetState()
         options = UpdateOptions(bucket_bytes=30_000, bucket_timeout_s=10.0, probe_timeout_s=0.4)
         updates = WeightUpdates(self.rank, options, lambda state, only: carrier, self.state.next_epoch)
-        self.members = ServerMembers(self.pool, updates, self.rank, self._member)
+        self.members = PooledServers(self.pool, updates, self.rank, self._member)
         self.results: list[UpdateResult] = []
         self.members.on_updated.add(self.results.append)
         self.version = 0

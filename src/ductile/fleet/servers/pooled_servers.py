@@ -1,8 +1,8 @@
-"""Servers of a run in its pool of generators: they come, get weights and leave. Follows `fleet_members.FleetMembers`.
+"""Servers of a run in its pool of generators: they come, get weights and leave. Follows `server_pool.ServerPool`.
 
-ElasticFleet  decides who is a member → ServerMembers  does it, and tells what became of each request
-                                            ├ pool     who gets requests
-                                            └ updates  who gets weights
+ElasticFleet  decides who is in it → PooledServers  does it, and tells what became of each request
+                                         ├ pool     who gets requests
+                                         └ updates  who gets weights
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.requests.generators import RemoteGenerators
-from ductile.fleet.servers.fleet_members import Warmed
+from ductile.fleet.servers.server_pool import Warmed
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.updates.donor import Donor
 from ductile.fleet.updates.update_parties import Senders, UpdateMember, UpdateResult
@@ -23,7 +23,7 @@ from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.roles import Failure, Late, Refused, SlotLost
 
 
-class ServerMembers:
+class PooledServers:
     """Made before the fleet, which listens to it."""
 
     def __init__(
@@ -55,7 +55,7 @@ class ServerMembers:
         """Let go of all servers, which go on without the run."""
         await gather_all(*(member.control.release() for member in self._servers.values()))
 
-    # -- as `FleetMembers` has it
+    # -- as `ServerPool` has it
 
     @property
     def version(self) -> int | None:
