@@ -21,7 +21,7 @@ from ductile.fleet.servers.pooled_servers import PooledServers
 from ductile.fleet.servers.server_http import ServerDeadlines
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.servers.shared_state import SharedFleetState
-from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions, UpdateResult
+from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions, UpdateResult
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
@@ -121,12 +121,12 @@ class Fleet:
         self.members.on_updated.add(self.results.append)
         self.version = 0
 
-    def _member(self, server: TopologyMember) -> UpdateMember[ServerPort]:
+    def _member(self, server: TopologyMember) -> ServerHandle[ServerPort]:
         lease = self.leases[server.address]
         deadlines = ServerDeadlines(state_s=0.4, control_s=10.0, verify_s=60.0)
         token = token_of(lease.url, lease.token_file)
         port = ServerPort(server.address, None, token, deadlines, id=server.instance)
-        return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
+        return ServerHandle(server.instance, port, server.address, token or "", server.incarnation)
 
     async def look(self) -> None:
         self.leases = await self.registry.servers()

@@ -37,7 +37,7 @@ from ductile.fleet.servers.server_http import ServerDeadlines
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.updates.update_attempt import NUM_ASKED
-from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions, UpdateResult
+from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions, UpdateResult
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.control_token import token_of
@@ -74,7 +74,7 @@ class Servers:
         options = update_options(config, folder, self._rendezvous)
         state = SharedFleetState()
         updates = self._updates = WeightUpdates(fleet.trainer, options, self._carrier, state.next_epoch)
-        self._pool = PooledServers(fleet.generators, updates, fleet.trainer, self._member)
+        self._pool = PooledServers(fleet.generators, updates, fleet.trainer, self._handle)
         self._fleet = ElasticFleet(
             inference,
             self._pool,
@@ -234,7 +234,7 @@ class Servers:
             )
         )
 
-    def _member(self, server: TopologyMember) -> UpdateMember[ServerPort]:
+    def _handle(self, server: TopologyMember) -> ServerHandle[ServerPort]:
         """Raises ValueError where the address is none."""
         lease = self._registry.leases.get(server.address)
         token = self._api_key or token_of(server.address, lease.token_file if lease else "")
@@ -247,7 +247,7 @@ class Servers:
             id=server.instance,
             vocab_size=self._vocab_size,
         )
-        return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
+        return ServerHandle(server.instance, port, server.address, token or "", server.incarnation)
 
 
 def models_of(config: RLConfig) -> tuple[str, ...]:
