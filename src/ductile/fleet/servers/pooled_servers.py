@@ -70,10 +70,8 @@ class PooledServers:
         if version is None:
             return None  # the run has none yet
         handle = await self._opened(server)
-        leases = [
-            Donor(self._servers[donor.instance].control, version) for donor in donors if donor.instance in self._servers
-        ]
-        sources: list[Senders] = [*leases, self._trainer]
+        known = [self._servers[donor.instance] for donor in donors if donor.instance in self._servers]
+        sources: list[Senders] = [*(Donor(donor.control, version) for donor in known), self._trainer]
         try:
             result = await self._updates.warm(handle, version, sources)
         except Refused as error:
