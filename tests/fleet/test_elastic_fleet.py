@@ -23,7 +23,7 @@ from ductile.fleet.updates.update_parties import UpdateOptions
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.server_lease import ServerLease, lease_file
 from ductile.roles import Interrupted, Late, Refused, SlotLost
-from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until
+from tests.fleet.stub_servers import DIGEST, StubPool, StubServer, stub_servers, until
 from tests.fleet.test_weight_update import Ranks, Server
 
 KEYS = {
@@ -36,7 +36,7 @@ KEYS = {
 class Case:
     """A fleet of stub servers that is looked after by hand, and what it has told."""
 
-    def __init__(self, servers: list[StubServer], members: StubMembers) -> None:
+    def __init__(self, servers: list[StubServer], members: StubPool) -> None:
         self.servers, self.members = servers, members
         self.told: list[str] = []
         self.changes: list[tuple[str, str, int]] = []
@@ -67,7 +67,7 @@ class Case:
 @asynccontextmanager
 async def case(number: int, version: int | None = 1, watched: bool = False, **keys: object) -> AsyncGenerator[Case]:
     async with stub_servers(number) as servers:
-        one = Case(servers, StubMembers(servers, version))
+        one = Case(servers, StubPool(servers, version))
         config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": watched, **keys})
         addresses = [f"{each.url}/v1" for each in servers]
         one.fleet = ElasticFleet(config, one.members, addresses, tell=one.told.append, patience_s=5.0, state=one.state)
@@ -475,7 +475,7 @@ def lease(folder: Path, server: StubServer, **fields: object) -> None:
 def test_a_server_that_says_it_is_leaving_finishes_first(tmp_path: Path) -> None:
     async def story() -> None:
         async with stub_servers(2) as servers:
-            members = StubMembers(servers)
+            members = StubPool(servers)
             registry = LeaseFolder(tmp_path, 1e9, unix_time=lambda: 1e12)
             for server in servers:
                 lease(tmp_path, server)
@@ -507,7 +507,7 @@ def test_of_two_controllers_one_rules_and_the_other_one_learns_it(tmp_path: Path
 
             def controller(name: str, patience_s: float) -> ElasticFleet:
                 authority = FolderAuthority(tmp_path, name, 15.0, lambda: now)
-                members = StubMembers(servers)
+                members = StubPool(servers)
                 urls = [each.url for each in servers]
                 return ElasticFleet(config, members, urls, authority=authority, patience_s=patience_s)
 
@@ -550,9 +550,9 @@ def test_a_ruler_that_slept_cannot_bring_its_version_over_the_new_one_s() -> Non
                 servers[0].says(epoch=server.epoch)
 
             old, new = SharedFleetState(), SharedFleetState()
-            async with ElasticFleet(config, StubMembers(servers), [servers[0].url], tell=told.append, state=old):
+            async with ElasticFleet(config, StubPool(servers), [servers[0].url], tell=told.append, state=old):
                 await update(old, 1)
-                async with ElasticFleet(config, StubMembers(servers), [servers[0].url], tell=told.append, state=new):
+                async with ElasticFleet(config, StubPool(servers), [servers[0].url], tell=told.append, state=new):
                     assert "has weights of another run" in told[-1]
                     await update(new, 10)
                     with pytest.raises(Late, match="another controller"):
@@ -571,7 +571,7 @@ def test_a_ruler_adopts_an_epoch_of_others_only_when_it_still_rules_after_that(t
             config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
             authority, state = FolderAuthority(tmp_path, "one", 15.0), SharedFleetState(lambda: float(next(seconds)))
             urls = [servers[0].url]
-            fleet = ElasticFleet(config, StubMembers(servers), urls, authority=authority, state=state)
+            fleet = ElasticFleet(config, StubPool(servers), urls, authority=authority, state=state)
             async with fleet:
                 before = state.now.epoch
                 servers[1].says(epoch=before * 2)
@@ -593,7 +593,7 @@ def test_servers_that_were_in_another_run_s_fleet_get_newer_epochs() -> None:
         async with stub_servers(1) as (server,):
             server.says(epoch=900)
             config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
-            async with ElasticFleet(config, StubMembers([server]), [server.url]) as fleet:
+            async with ElasticFleet(config, StubPool([server]), [server.url]) as fleet:
                 await fleet.settled()
                 assert fleet.state.epoch > 900
                 await fleet._monitor_servers_once()
@@ -723,7 +723,7 @@ def test_without_a_monitor_those_that_a_registry_finds_later_join(tmp_path: Path
             registry = LeaseFolder(tmp_path, 1e9, unix_time=lambda: 1e12)
             config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
             lease(tmp_path, servers[0])
-            async with ElasticFleet(config, StubMembers(servers), registry=registry) as fleet:
+            async with ElasticFleet(config, StubPool(servers), registry=registry) as fleet:
                 await fleet.settled()
                 lease(tmp_path, servers[1])
                 await until(lambda: len(fleet.get_active_server_addresses()) == 2)

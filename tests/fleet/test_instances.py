@@ -19,8 +19,8 @@ from ductile.messages.workers import (
     Done,
     Failed,
     Generate,
-    LeaseWeights,
     MigrateOut,
+    OfferWeights,
     Receive,
     ReleaseRole,
     Reply,
@@ -52,7 +52,7 @@ BEHIND = 10
 class Elsewhere:
     """A server on no slot of the run: an `InstancePort`, with an engine of the double behind it."""
 
-    max_num_seqs, is_needed, can_lease = 16, False, False
+    max_num_seqs, is_needed = 16, False
     instance = ELSEWHERE
 
     def __init__(self, cluster: Cluster) -> None:
@@ -111,7 +111,7 @@ class Mixed(Cluster):
         super().__init__(generating=(0, 1, 2))
         self.server = Elsewhere(self)
         slots = RoleSlots(self.mailbox, "generate", TIMEOUT_S)
-        self.generators = RemoteGenerators(slots, (PAIR, generator(2)), 4, 16, DEADLINES, self.leases)
+        self.generators = RemoteGenerators(slots, (PAIR, generator(2)), 4, 16, DEADLINES, self.offers)
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(lost))
         self.generators.to_servers = self
         self.gives = True
@@ -208,7 +208,7 @@ def test_an_instance_of_two_slots_joins_and_leaves_as_a_whole():
             (3, (3, 4)),
             (4, (3, 4)),
         ]
-        assert [slot for slot, _ in cluster.sent(LeaseWeights)] == [0], "one slot leases the weights out for all"
+        assert [slot for slot, _ in cluster.sent(OfferWeights)] == [0], "one slot offers the weights to all"
         assert [slot for slot, _ in cluster.sent(Receive)] == [3, 4]
         assert cluster.generators.instances == (PAIR, generator(2), joiner, ELSEWHERE)
         with pytest.raises(ValueError, match="slot 4 has the role 'generate' already"):

@@ -221,15 +221,15 @@ class Forget(Message):
     ids: tuple[str, ...]
 
 
-class LeaseWeights(Message):
+class OfferWeights(Message):
     """Offer the live weights to an instance that joins the role, or another one. Reply: `Published`, whose
-    manifest is good until `EndLease`."""
+    manifest is good until `EndOffer`."""
 
     role: RoleName
 
 
-class EndLease(Message):
-    """Free what `LeaseWeights` offers. Reply: `Done`."""
+class EndOffer(Message):
+    """Free what `OfferWeights` offers. Reply: `Done`."""
 
     role: RoleName
 
@@ -399,7 +399,7 @@ TrainCommand = (
 )  # fmt: skip
 Command = (
     AssignRole | ReleaseRole | Ping | Stop | Survey | TrainCommand
-    | Generate | Abort | MigrateOut | Forget | LeaseWeights | EndLease | Receive | DigestWeights | Score
+    | Generate | Abort | MigrateOut | Forget | OfferWeights | EndOffer | Receive | DigestWeights | Score
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed

@@ -44,7 +44,7 @@ class SharedMemory:
         self._offers[version] = manifest, segment
         return manifest
 
-    def lease(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         return self._offers[version][0] if version in self._offers else self.publish(version, tensors)
 
     def receive(self, manifest: Manifest) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ class WeightTransport(Protocol):
         """
         ...
 
-    def lease(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         """Publish as `publish` does, for several readers, one after the other: a version that is offered already is
         offered again."""
         ...

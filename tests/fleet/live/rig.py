@@ -131,7 +131,7 @@ class Rig:
         self.run_servers = RunServers(config, fleet, self.record, self.folder / "run")
         self.fleet = self.run_servers._fleet
         self.fleet.on_change.add(self._on_change)
-        self.run_servers._members.on_updated.add(self._on_updated)
+        self.run_servers._pool.on_updated.add(self._on_updated)
         await self.run_servers.__aenter__()
 
     async def close_fleet(self) -> None:

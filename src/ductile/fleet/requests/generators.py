@@ -20,8 +20,8 @@ from ductile.core.scheduling.orders import Migration
 from ductile.fleet.requests.dispatch import Dispatch
 from ductile.fleet.requests.in_flight import InFlight, RequestsInFlight
 from ductile.fleet.requests.instance_port import InstanceEvent, Returned, RoleSlots
-from ductile.fleet.requests.leases import WeightLeases
 from ductile.fleet.requests.migration import MigrationResult, Migrator
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.requests.worker_pool import ANY_VERSION, MOST_LOST, WorkerPool
 from ductile.messages.updates import LiveDigest
 from ductile.messages.workers import DigestWeights, EngineStats, Finished, Heartbeat, Score, TrainCommand, WeightDigests
@@ -53,10 +53,10 @@ class RemoteGenerators(WorkerPool):
         max_num_seqs: int,
         block_tokens: int,
         deadlines: Deadlines,
-        leases: WeightLeases | None = None,
+        offers: WeightOffers | None = None,
     ) -> None:
         """max_num_seqs: of one generator, where it does not say its own. block_tokens: as
-        `core.instances.routing.route` has it. slots, instances, leases: as `WorkerPool` has them."""
+        `core.instances.routing.route` has it. slots, instances, offers: as `WorkerPool` has them."""
         self.on_finished = Listeners[[Generation]]()
         """Told of every completion, as it comes."""
         self.on_restarted = Listeners[[str, InstanceId | None]]()
@@ -65,7 +65,7 @@ class RemoteGenerators(WorkerPool):
         self.on_ended = Listeners[[InstanceId, Failure | None, float]]()
         """Told of each request that has ended at a generator: what it failed with there, None where it has not; and
         when the generator got it, by the event loop's clock."""
-        super().__init__("generate", slots, instances, deadlines, leases)
+        super().__init__("generate", slots, instances, deadlines, offers)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
         self._in_flight = RequestsInFlight(lambda: asyncio.get_running_loop().time())
         self._dispatch = Dispatch(self)

@@ -60,11 +60,6 @@ class InstancePort(Protocol):
         """True where the run would end with the instance: it is never given up."""
         ...
 
-    @property
-    def can_lease(self) -> bool:
-        """True where the instance gives its weights to one that joins, by `LeaseWeights`."""
-        ...
-
     def describe(self) -> str: ...
 
     def listen(self, deliver: Callable[[InstanceEvent], None]) -> None:
@@ -137,7 +132,7 @@ class SlotsPort:
     """Follows `InstancePort`. Roles and weights go to every slot of the instance; all else to those that are asked
     (`Instance.asked`), the first of which speaks for it."""
 
-    max_num_seqs, can_lease = 0, True
+    max_num_seqs = 0
 
     def __init__(self, instance: Instance, slots: RoleSlots) -> None:
         self.instance = instance

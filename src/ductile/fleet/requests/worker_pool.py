@@ -25,7 +25,7 @@ from ductile.core.instances.instances import Instance, InstanceId, Serving, in_o
 from ductile.core.rollouts.provenance import KnownWeights
 from ductile.error_text import error_text
 from ductile.fleet.requests.instance_port import InstanceEvent, InstancePort, RoleSlots, SlotsPort
-from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.messages.workers import Command, Reply
 from ductile.records import Manifest
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
@@ -57,16 +57,16 @@ class WorkerPool:
         slots: RoleSlots | None,
         instances: Iterable[Instance],
         deadlines: Deadlines,
-        leases: WeightLeases | None,
+        offers: WeightOffers | None,
     ) -> None:
         """slots: None where the run has none for the role. instances: those on slots, which have the role.
-        leases: None where no instance on slots ever joins."""
+        offers: None where no instance on slots ever joins."""
         self.instances: tuple[Instance, ...] = ()
         self.version: int | None = None
         """Version that is live; None before the first."""
         self.num_waiting = 0
         """Calls of `some` that wait for an instance."""
-        # Longer than a source that hangs at its lease, and then a newcomer that hangs at its weights, hold it: who
+        # Longer than a source that hangs at its offer, and then a newcomer that hangs at its weights, hold it: who
         # waits for them is not to blame, and the run need not end.
         self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
         self.to_servers: Delivery | None = None
@@ -74,7 +74,7 @@ class WorkerPool:
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or what they can take, or a call of `some` begins to wait for one."""
         self._role: Serving = role
-        self._slots, self._deadlines, self._leases = slots, deadlines, leases
+        self._slots, self._deadlines, self._offers = slots, deadlines, offers
         self._ports: dict[InstanceId, InstancePort] = {}
         self._draining = set[InstanceId]()
         self._waiting = dict[InstanceId, str]()
@@ -176,8 +176,8 @@ class WorkerPool:
 
         after: returns when slots that have the role may take the weights and work. None: at once.
         """
-        if self._leases is None or self._slots is None:
-            raise ValueError(f"{instance.id} cannot join: there are no weight leases here")
+        if self._offers is None or self._slots is None:
+            raise ValueError(f"{instance.id} cannot join: nobody offers it weights here")
         port = self._open(self._slots, instance)
         try:
             await port.join(settings)
@@ -185,13 +185,13 @@ class WorkerPool:
                 await self._while_there(port, after())
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
-                takes_work = version is not None and await self._leases.give(port, version)
+                takes_work = version is not None and await self._offers.give(port, version)
                 if why := port.why_lost:
                     raise SlotLost(why)
                 self._add(port, "" if takes_work else "it waits for its first weights")
                 return takes_work
         except BaseException:
-            self._leases.forget(port)
+            self._offers.forget(port)
             await finish(port.leave())
             raise
 
@@ -290,8 +290,8 @@ class WorkerPool:
                 if instance not in failed and self._ports.get(instance.id) is port:
                     if instance.id not in self._put_aside:
                         self._waiting.pop(instance.id, None)
-                    if self._leases is not None:
-                        self._leases.note(port, manifest.version)
+                    if self._offers is not None and isinstance(port, SlotsPort):
+                        self._offers.note(port, manifest.version)
             self._update()
             self._changed.notify_all()  # work may wait for the version
 
@@ -346,8 +346,8 @@ class WorkerPool:
         self._draining.discard(id)
         self._put_aside.discard(id)
         self._waiting.pop(id, None)
-        if self._leases is not None:
-            self._leases.forget(port)
+        if self._offers is not None and isinstance(port, SlotsPort):
+            self._offers.forget(port)
         self._update()
 
     def _behind(self, port: InstancePort) -> str:

@@ -13,8 +13,8 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember, blame, wedged_receivers
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.registry.discovery import Discovery
-from ductile.fleet.servers.fleet_members import FleetMembers
 from ductile.fleet.servers.monitor import ProbeOutcome
+from ductile.fleet.servers.server_pool import ServerPool
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.messages.updates import Digest, ServerState
 from ductile.roles import Failure, Interrupted, Late, SlotLost
@@ -28,7 +28,7 @@ class Judge:
         state: SharedFleetState,
         rules: HealthRules,
         discovery: Discovery,
-        members: FleetMembers,
+        pool: ServerPool,
         has_authority: bool,
         tell: Callable[[str], None],
     ) -> None:
@@ -36,7 +36,7 @@ class Judge:
         self.rules = rules
         self.own_fault = ""
         """Reason for which no server can be asked, where the fault is on our side, a sentence."""
-        self._state, self._discovery, self._members, self._tell = state, discovery, members, tell
+        self._state, self._discovery, self._pool, self._tell = state, discovery, pool, tell
         self._warns = not has_authority
         self._ruled_at = float("-inf" if has_authority else "inf")
         """Time at which our rule was last renewed."""
@@ -106,9 +106,9 @@ class Judge:
 
     def _unanswered(self, server: ServerHealth, outcome: ProbeOutcome, now: float) -> None:
         others = [each for each in self._state.now.living if each.instance != server.instance]
-        heard = [max(each.heard_at, self._members.heard_at(each.instance)) for each in others]
+        heard = [max(each.heard_at, self._pool.heard_at(each.instance)) for each in others]
         others_at, replied = max(heard, default=float("-inf")), outcome.kind == "odd"
-        token_at = self._members.heard_at(server.instance)
+        token_at = self._pool.heard_at(server.instance)
         self._state.judge(
             server.instance,
             lambda each: each.unanswered(outcome.reason, now, outcome.asked_at, others_at, replied, token_at),

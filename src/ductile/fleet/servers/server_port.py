@@ -74,7 +74,7 @@ REMEMBERED = 16
 class ServerPort:
     """Follows `fleet.requests.instance_port.InstancePort`. `open` it before all else; `release` it in the end."""
 
-    is_needed = can_lease = False
+    is_needed = False
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class SharedFleetState:
 
     def next_epoch(self, seen: int = 0) -> int:
         """Return an epoch that is newer than any before: for one attempt at an update. seen: the newest one that the
-        members of the attempt have seen. Raises Late when that is newer than ours, for then others rule: epochs of
+        servers of the attempt have seen. Raises Late when that is newer than ours, for then others rule: epochs of
         others are adopted only as a server joins (`FleetState.above`)."""
         if seen > self.now.epoch:
             self.fence(f"a server has seen epoch {seen}, which another controller has made")

@@ -228,11 +228,11 @@ class RemoteTrainer:
             replies = await self._all(Score(tuple(samples), "policy", role="train"), Scores)
             return replies[self.layout.first].logprobs
 
-    def can_lease(self, version: int) -> bool:
+    def can_offer(self, version: int) -> bool:
         """Return whether the weights still are this version, or it is still published."""
         return version == self.version or self._kept.has(version)
 
-    async def lease(self, version: int) -> Manifest:
+    async def offer(self, version: int) -> Manifest:
         """Publish as `publish` does, for slots that join. Raises Refused when training has gone on from this
         version."""
         if manifest := self._kept.use(version):
@@ -346,7 +346,7 @@ class RemoteTrainer:
 
     def _still(self, version: int) -> None:
         if self.version != version:
-            raise Refused(f"the trainer has gone on from version {version}, and cannot lease it out")
+            raise Refused(f"the trainer has gone on from version {version}, and cannot offer it")
 
     def check(self) -> None:
         """Raises TrainerLost where there is no trainer any more."""

@@ -1,4 +1,4 @@
-"""The pool that a fleet's servers are members of, as the fleet needs it."""
+"""The pool that a fleet's servers are in, as the fleet needs it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Warmed:
     digest: Digest
 
 
-class FleetMembers(Protocol):
+class ServerPool(Protocol):
     """The pool in which servers take requests, and the way in which they get weights. It takes nobody out by itself."""
 
     on_ended: Listeners[[InstanceId, Failure | None, float]]
