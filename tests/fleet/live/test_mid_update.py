@@ -18,7 +18,7 @@ from ductile.fleet.servers.pooled_servers import PooledServers
 from ductile.fleet.servers.server_http import ServerDeadlines
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.servers.shared_state import SharedFleetState
-from ductile.fleet.updates.update_parties import UpdateOptions, UpdateResult
+from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions, UpdateResult
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
