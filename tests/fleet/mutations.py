@@ -79,7 +79,7 @@ DEFECTS = (
         (
             Edit(
                 "fleet/elastic_fleet.py",
-                'waiting = ("stale", "joining") if self._members.version is None else ("stale",)',
+                'waiting = ("stale", "joining") if self._pool.version is None else ("stale",)',
                 'waiting = ("stale", "joining")',
             ),
         ),

@@ -10,7 +10,7 @@ import msgspec
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
-from ductile.fleet.servers.fleet_members import Warmed
+from ductile.fleet.servers.server_pool import Warmed
 from ductile.fleet.updates.update_parties import UpdateResult
 from ductile.messages.updates import ServerState
 from ductile.roles import Failure, Refused, SlotLost
@@ -83,7 +83,7 @@ async def stub_servers(number: int) -> AsyncGenerator[list[StubServer]]:
             await server.kill()
 
 
-class StubMembers:
+class StubPool:
     """Gives weights to stub servers, and notes down what it is told."""
 
     def __init__(self, servers: Sequence[StubServer], version: int | None = 1) -> None:
@@ -92,6 +92,7 @@ class StubMembers:
         self.drain_fails: Failure | None = None
         self.story: list[str] = []
         self.suspects: dict[InstanceId, str] = {}
+        self.on_trial: frozenset[InstanceId] = frozenset()
         self.tokens_at: dict[InstanceId, float] = {}
         self.donors: dict[InstanceId, list[InstanceId]] = {}
         self.may_warm, self.may_drain = asyncio.Event(), asyncio.Event()
@@ -120,8 +121,9 @@ class StubMembers:
     def readmit(self, server: InstanceId) -> None:
         self.story.append(f"readmit {server}")
 
-    def suspect(self, server: InstanceId, why: str) -> None:
+    def suspect(self, server: InstanceId, why: str, on_trial: bool) -> None:
         self.suspects = {**self.suspects, server: why}
+        self.on_trial = self.on_trial | {server} if on_trial else self.on_trial - {server}
 
     def heard_at(self, server: InstanceId) -> float:
         return self.tokens_at.get(server, float("-inf"))

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ductile.core.instances.instances import InstanceId
 from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.updates.donor import Donor
-from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions
+from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.outgoing_updates import BeginUpdate
 from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, VersionLease, total_of
@@ -140,7 +140,7 @@ class Server:
 
     @property
     def member(self):
-        return UpdateMember(InstanceId(self.name), self, f"http://{self.name}", "secret", "first")
+        return ServerHandle(InstanceId(self.name), self, f"http://{self.name}", "secret", "first")
 
 
 @dataclass
@@ -486,7 +486,7 @@ def test_each_server_is_sent_its_own_token_alone_and_none_is_shown():
                 return await do(message)
 
             server.prepare = prepare
-        members = [UpdateMember(InstanceId(each.name), each, "http://x", f"key of {each.name}") for each in (a, b)]
+        members = [ServerHandle(InstanceId(each.name), each, "http://x", f"key of {each.name}") for each in (a, b)]
         await it.updates.update(2, members)
         for name, message in prepared.items():
             tokens = {each.instance: each.token for each in message.update.receivers}

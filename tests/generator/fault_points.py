@@ -13,6 +13,7 @@ import asyncio
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -47,10 +48,12 @@ class Dropped(Exception):
     """No reply may come."""
 
 
-def said(point: str) -> list[str]:
-    """Return what the point's file says, and leave one that says that it was met."""
-    if words := _words(point):
-        (Path(os.environ[FAULTS]) / f"{point}.reached").touch()
+def said(point: str, of: Callable[[list[str]], bool] = bool) -> list[str]:
+    """Return what the point's file says, and leave one that says that it was met. of: whether the words are about what
+    goes on here."""
+    if not of(words := _words(point)):
+        return []
+    (Path(os.environ[FAULTS]) / f"{point}.reached").touch()
     return words
 
 

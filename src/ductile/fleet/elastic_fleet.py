@@ -1,11 +1,10 @@
 """The servers of a run as one object: found, watched, given weights, taken out. It has the names of AReaL's engine.
 
     discovery (where to look) → monitor (who answers) → judge (who is what) → joining (who comes and goes)
-                                     requests, updates ↗                                ↘ members
+                                     requests, updates ↗                                ↘ pool
 
 It is the one authority over its servers: whoever updates weights or routes requests asks it for a decision, and nobody
-else looks at clocks, lists or flags. It moves no bytes: that is for its members
-(`ductile.fleet.servers.fleet_members`).
+else looks at clocks, lists or flags. It moves no bytes: that is for its `ServerPool`.
 """
 
 import asyncio
@@ -26,10 +25,10 @@ from ductile.error_text import error_text
 from ductile.fleet.registry.authority import Authority, first_epoch
 from ductile.fleet.registry.discovery import Discovery
 from ductile.fleet.registry.registries import Registry, RegistryDown, StaticServers
-from ductile.fleet.servers.fleet_members import FleetMembers
 from ductile.fleet.servers.joining import Joining
 from ductile.fleet.servers.judge import Judge
 from ductile.fleet.servers.monitor import HttpProbe, Monitor, Probe, ProbeOutcome
+from ductile.fleet.servers.server_pool import ServerPool
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.roles import Failure, Interrupted, Late
 
@@ -43,13 +42,13 @@ FleetChange = Callable[[ServerHealth | None, ServerHealth, int], None]
 
 
 class ElasticFleet:
-    """`async with ElasticFleet(config, members, addresses) as fleet:`. Made in the event loop in which it works; what
+    """`async with ElasticFleet(config, pool, addresses) as fleet:`. Made in the event loop in which it works; what
     does not wait may be called from any thread."""
 
     def __init__(
         self,
         config: FleetConfig,
-        members: FleetMembers,
+        pool: ServerPool,
         addresses: Iterable[str] = (),
         registry: Registry | None = None,
         authority: Authority | None = None,
@@ -63,7 +62,7 @@ class ElasticFleet:
         sentences for people. state: an empty one, where others have it as well; its clock is the fleet's."""
         self.on_change = Listeners[[ServerHealth | None, ServerHealth, int]]()
         """Hears every change of a server's state (`FleetChange`), in order."""
-        self._config, self._members, self._authority = config, members, authority
+        self._config, self._pool, self._authority = config, pool, authority
         self._patience_s, self._tell = patience_s, tell
         self._shared = state = state or SharedFleetState()
         self._clock = state.clock
@@ -76,8 +75,8 @@ class ElasticFleet:
         """Told in the event loop, after each change of the state."""
         roots = [root_of(each) for each in addresses]
         self._discovery = Discovery(config, registry or StaticServers(()), roots, tell, state.clock)
-        self._judge = Judge(state, rules, self._discovery, members, authority is not None, tell)
-        self._joining = Joining(config, state, self._discovery, members, self._changed, tell)
+        self._judge = Judge(state, rules, self._discovery, pool, authority is not None, tell)
+        self._joining = Joining(config, state, self._discovery, pool, self._changed, tell)
         self._own_probe = HttpProbe(config.detection_bound_s) if probe is None else None
         self._monitor = Monitor(
             probe or self._own_probe or _no_probe, self._watched, self._found, config, tell, state.clock
@@ -91,7 +90,7 @@ class ElasticFleet:
         """Version that too few servers have taken, and since when."""
         state.on_change.add(lambda before, after: self._soon(self._follow, before, after))
         state.on_fenced.add(lambda why: self._soon(self._fenced, why))
-        members.on_ended.add(self._judge_request)
+        pool.on_ended.add(self._judge_request)
 
     async def __aenter__(self) -> "ElasticFleet":
         await self.start()
@@ -154,7 +153,7 @@ class ElasticFleet:
             found = _found_by(state, server)
             if found is None or (mode == "drain" and found.status == "draining"):
                 return state
-            left = len(state.serving) - found.is_serving + self._members.num_others
+            left = len(state.serving) - found.is_serving + self._pool.num_others
             if found.is_serving and left < self._config.min_healthy_servers and not force:
                 least = f"{self._config.min_healthy_servers} are needed (inference.min_healthy_servers)"
                 raise ValueError(f"{found.instance} cannot be taken out: {left} would be left, and {least}")
@@ -188,7 +187,7 @@ class ElasticFleet:
         config, now = self._config, self._clock()
         receivers = self._receivers()
         num_healthy = sum(each.probe_failures < self._judge.rules.failure_threshold for each in receivers)
-        num_healthy += self._members.num_others
+        num_healthy += self._pool.num_others
         if num_healthy >= config.min_healthy_servers:
             self._lacking_since = None
         elif self._lacking_since is None:
@@ -203,7 +202,8 @@ class ElasticFleet:
         )
 
     def mark_group_built(self, decision: TopologyDecision) -> None:
-        """The group of the decision is there. Until then the decision is made again, so one that was lost is not."""
+        """Note that the group of the decision is there. Until then the decision is made again, so one that was lost is
+        not."""
         self._built_epoch = max(self._built_epoch, decision.topology.epoch)
 
     async def _monitor_servers_once(self) -> None:
@@ -231,7 +231,7 @@ class ElasticFleet:
         return self._discovery.kept_out
 
     def expect_model(self, *fingerprints: str) -> None:
-        """Servers whose model (`messages.updates.ServerState.model`) is none of these cannot join from now on. None
+        """Let only servers join, from now on, whose model (`messages.updates.ServerState.model`) is one of these. None
         given: any may."""
         self._judge.expect_model(fingerprints)
 
@@ -249,7 +249,7 @@ class ElasticFleet:
         lacking = [each.instance for each in decision.receivers if each.version != version]
         present = self._judge.update_began(version, lacking)
         try:
-            result = await self._members.update(version, present)
+            result = await self._pool.update(version, present)
         except BaseException:
             self._judge.update_aborted([each.instance for each in present])
             raise
@@ -270,7 +270,7 @@ class ElasticFleet:
     async def enough_have(self, version: int) -> bool:
         """Return whether `min_healthy_servers` have the version by now, slots that get it included. When they have not,
         waits a moment for a change first: it may be sent again. Raises Late when that has gone on for `patience_s`."""
-        num = sum(each.version == version for each in self.state.serving) + self._members.num_others
+        num = sum(each.version == version for each in self.state.serving) + self._pool.num_others
         if self._lacks_version is None or self._lacks_version[0] != version:
             self._lacks_version = version, self._clock()
         waited_s, minimum = self._clock() - self._lacks_version[1], self._config.min_healthy_servers
@@ -290,8 +290,9 @@ class ElasticFleet:
         return verdict == "go_on"
 
     def request_failed(self, server: InstanceId, why: str, began_at: float = float("inf")) -> None:
-        """A request has failed there by the server's fault: its connection was lost, or it said HTTP 5xx. It is probed
-        at once: if nobody listens any more, it is taken out without waiting for more. began_at: when it got it."""
+        """Note that a request has failed there by the server's fault: its connection was lost, or it said HTTP 5xx. The
+        server is probed at once: if nobody listens any more, it is taken out without waiting for more. began_at: when
+        it got it."""
         self._judge_request(server, Interrupted(why), began_at)
 
     def _judge_request(self, server: InstanceId, failure: Failure | None, began_at: float) -> None:
@@ -335,6 +336,8 @@ class ElasticFleet:
             was = before.servers.get(server.instance)
             if was is None or was.status != server.status:
                 self._act(was, server, after.epoch)
+            elif was.on_trial != server.on_trial:
+                self._joining.tell_suspicion(server)
         for was in before.servers.values():  # another process has its address, and its place
             if was.is_living and was.instance not in after.servers:
                 self._act(was, was.moved("die", "another process has its address", self._clock()), after.epoch)
@@ -405,7 +408,7 @@ class ElasticFleet:
     def _receivers(self) -> list[ServerHealth]:
         """Return the servers that get the next version: those that serve, those whose weights are not trusted and who
         answer, and before the first version those that wait for it."""
-        waiting = ("stale", "joining") if self._members.version is None else ("stale",)
+        waiting = ("stale", "joining") if self._pool.version is None else ("stale",)
         living = self.state.living
         return [each for each in living if each.is_serving or (each.status in waiting and not each.probe_failures)]
 

@@ -51,7 +51,7 @@ class WeightSender:
         self._digest = 0
         self._num_bytes = 0
         self.trace: list[StageSpan] = []
-        """Times at which each stage had each bucket."""
+        """`BucketPipeline.trace` of this update."""
 
     def start(self) -> Offer:
         """Begin. Returns the offer with `location`: where receivers find this sender. Raises OSError."""

@@ -75,7 +75,7 @@ class Histories(RuleBasedStateMachine):
     def generates(self, at: str) -> None:
         self.judge(at, lambda one: one.generated(self.now, RULES))
 
-    @rule(at=address, cause=st.sampled_from(["die", "drain", "remove", "recover", "doubt", "distrust", "warm"]))
+    @rule(at=address, cause=st.sampled_from(["die", "drain", "remove", "doubt", "distrust", "warm"]))
     def is_moved(self, at: str, cause) -> None:
         self.judge(at, lambda one: one.moved(cause, "told", self.now))
 
@@ -113,6 +113,12 @@ class Histories(RuleBasedStateMachine):
         for server in self.state.serving:
             assert server.version is not None
             assert self.committed[server.incarnation] == server.version
+
+    @invariant()
+    def who_is_ready_has_no_failure_to_its_name(self) -> None:
+        for server in self.state.servers.values():
+            assert server.status != "ready" or not (server.probe_failures or server.request_failures)
+            assert not server.on_trial or (server.status == "suspect" and server.request_failures)
 
     @invariant()
     def an_address_has_one_living_server_and_an_id_one_process(self) -> None:

@@ -104,11 +104,22 @@ def test_an_answered_probe_ends_no_row_of_failed_requests() -> None:
     one = server()
     for number in range(2):
         one = one.request_failed("no tokens", float(number), RULES)
-        assert one.answered(reply(), number + 0.5, RULES).status == "suspect"
-        one = one.answered(reply(), number + 0.5, RULES).answered(reply(), number + 0.6, RULES)
-        assert one.status == "ready"  # it may try again
+        for count in range(9):
+            assert (one.status, one.on_trial) == ("suspect", count >= RULES.good_probes)
+            one = one.answered(reply(), number + 0.5, RULES)
     one = one.request_failed("no tokens", 3.0, RULES)
     assert (one.status, one.reason) == ("dead", "3 requests in a row failed, the last: no tokens")
+
+
+def test_one_on_trial_is_ready_with_its_first_completion_and_none_that_misses_a_probe_is_on_trial() -> None:
+    one = server().request_failed("HTTP 500", 1.0, RULES)
+    one = one.answered(reply(), 2.0, RULES).answered(reply(), 3.0, RULES)
+    assert (one.status, one.on_trial) == ("suspect", True)
+    silent = one.unanswered("no reply", 4.0, 3.5)
+    assert (silent.status, silent.on_trial) == ("suspect", False)
+    assert silent.answered(reply(), 5.0, RULES).generated(5.1, RULES).status == "suspect", "it has answered once"
+    proven = one.generated(4.0, RULES)
+    assert (proven.status, proven.on_trial, proven.request_failures) == ("ready", False, 0)
 
 
 def test_requests_that_fail_side_by_side_are_one_failure() -> None:
@@ -134,6 +145,8 @@ def test_a_commit_ends_neither() -> None:
     one = one.sent(5, 2.0).committed(5, "d", 3.0)
     assert (one.version, one.status, one.request_failures) == (5, "suspect", 2)
     assert one.request_failed("x", 4.0, RULES).status == "dead"
+    stale = one.moved("distrust", "its bytes differ", 4.0).sent(6, 5.0).committed(6, "d", 6.0)
+    assert (stale.status, stale.request_failures) == ("suspect", 2)
 
 
 def test_one_that_was_not_sent_the_version_is_not_promoted() -> None:
@@ -161,14 +174,14 @@ def test_a_failed_update_is_not_trusted_and_an_aborted_one_changes_nothing() -> 
 def test_an_engine_that_samples_nothing_is_condemned_though_it_answers() -> None:
     one = server()
     for now in range(0, 60, 10):
-        one = one.answered(reply(num_running=2, num_sampled=100), float(now), RULES)
+        one = one.answered(reply(num_requests=2, num_sampled=100), float(now), RULES)
         assert one.status == "ready"
-    one = one.answered(reply(num_running=2, num_sampled=100), 60.0, RULES)
+    one = one.answered(reply(num_requests=2, num_sampled=100), 60.0, RULES)
     assert one.status == "dead"
-    assert "sampled no token for 60 s with 2 running" in one.reason
+    assert "sampled no token for 60 s with 2 requests" in one.reason
 
 
-@pytest.mark.parametrize("busy", [{"num_running": 0}, {"num_running": 2, "is_paused": True}])
+@pytest.mark.parametrize("busy", [{"num_requests": 0}, {"num_requests": 2, "is_paused": True}])
 def test_one_that_has_nothing_to_do_or_is_paused_is_not(busy) -> None:
     one = server()
     for now in range(0, 600, 10):
@@ -179,5 +192,5 @@ def test_one_that_has_nothing_to_do_or_is_paused_is_not(busy) -> None:
 def test_a_slow_one_is_not() -> None:
     one = server()
     for now in range(0, 6000, 50):
-        one = one.answered(reply(num_running=1, num_sampled=now), float(now), RULES)
+        one = one.answered(reply(num_requests=1, num_sampled=now), float(now), RULES)
     assert one.status == "ready"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.core.instances.instances import InstanceId
-from ductile.core.instances.routing import GeneratorLoad, Route, predicted_tokens, route
+from ductile.core.instances.routing import GeneratorLoad, Route, Suspicion, predicted_tokens, route
 
 
 def test_the_fewest_remaining_tokens_wins_not_the_fewest_sequences():
@@ -65,8 +65,19 @@ def test_predicted_tokens():
 
 
 def test_a_suspect_gets_only_what_no_other_can_take() -> None:
-    idle = GeneratorLoad(InstanceId("a"), 0, frozenset({"g"}), "it missed a probe")
+    idle = GeneratorLoad(InstanceId("a"), 0, frozenset({"g"}), suspicion=Suspicion("it missed a probe"))
     busy = GeneratorLoad(InstanceId("b"), 1000)
     chosen = route("g", [idle, busy], 64, 16)
     assert chosen == Route(InstanceId("b"), "b has the fewest tokens left: 1000; a is suspect: it missed a probe")
-    assert route("g", [idle, replace(busy, suspect="it is late")], 64, 16).instance == "a"
+    assert route("g", [idle, replace(busy, suspicion=Suspicion("it is late"))], 64, 16).instance == "a"
+
+
+def test_one_on_trial_gets_one_sequence_at_a_time_whatever_the_others_have() -> None:
+    silent = GeneratorLoad(InstanceId("a"), 0, suspicion=Suspicion("it missed a probe"))
+    tried = GeneratorLoad(InstanceId("b"), 0, suspicion=Suspicion("HTTP 500", on_trial=True))
+    well = GeneratorLoad(InstanceId("c"), 0, frozenset({"g"}))
+    chosen = route("g", [silent, tried, well], 64, 16)
+    assert (chosen.instance, chosen.reason.partition(";")[0]) == ("b", "b is tried with one sequence")
+    busy = replace(tried, remaining_tokens=900, num_sequences=1)
+    assert route("g", [silent, busy, well], 64, 16).instance == "c"
+    assert route("g", [silent, busy], 64, 16).instance == "b", "it answers, and the other one does not"

@@ -31,9 +31,19 @@ BLAMED = {
     "all of three are": ([server("a", 0, 0), server("b", 0, 0), server("c", 0, 0)], "self", "a b c"),
     "all were, and one answers again": ([server("a", 0, 0), server("b", 0, 0), server("c")], "none", ""),
     "all were, one answers again, and one does not": (
-        [server("a", 0, 0, 2.9), server("b", 0, 0), server("c")],
+        [server("a", 0, 0, 2.9, 3.9), server("b", 0, 0), server("c")],
         "servers",
         "a",
+    ),
+    "all were, and one is slower than another to answer again": (
+        [server("a", 0, 0, 2.9), server("b", 0, 0), server("c")],
+        "none",
+        "",
+    ),
+    "another one answered just before all fell silent": (
+        [server("a", 1.1, 1.1), server("b", 1.1, 1.1)],
+        "self",
+        "a b",
     ),
     "one that is alone": ([server("a", 0, 0)], "servers", "a"),
     "once is no row": ([server("a", 1), server("b")], "none", ""),

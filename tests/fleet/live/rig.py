@@ -79,6 +79,7 @@ class Asked:
     request: GenerateRequest
     live: int
     task: "asyncio.Task[Generation]"
+    is_trial: bool
 
 
 class Rig:
@@ -130,7 +131,7 @@ class Rig:
         self.run_servers = RunServers(config, fleet, self.record, self.folder / "run")
         self.fleet = self.run_servers._fleet
         self.fleet.on_change.add(self._on_change)
-        self.run_servers._members.on_updated.add(self._on_updated)
+        self.run_servers._pool.on_updated.add(self._on_updated)
         await self.run_servers.__aenter__()
 
     async def close_fleet(self) -> None:
@@ -248,7 +249,6 @@ class Rig:
         began_s = time.monotonic()
         manifest = await self.trainer.publish(version)
         try:
-            await self.run_servers.update(version)
             await self.generators.receive(manifest)
             self.live = version
         except BaseException:
@@ -259,20 +259,22 @@ class Rig:
             self._slowest_s = max(self._slowest_s, time.monotonic() - began_s)
         return self.results[-1] if len(self.results) > num_results else None
 
-    def ask(self, max_tokens: int = 48, prompt: tuple[int, ...] = PROMPT) -> "asyncio.Task[Generation]":
-        """A request of the run's, to whichever server."""
+    def ask(
+        self, max_tokens: int = 48, prompt: tuple[int, ...] = PROMPT, is_trial: bool = False
+    ) -> "asyncio.Task[Generation]":
+        """A request of the run's, to whichever server. is_trial: the rig's own, so that one on trial gets one."""
         self._num_asked += 1
         sampling = Sampling(temperature=1.0, max_tokens=max_tokens, ignore_eos=True, seed=self._num_asked)
         request = GenerateRequest(f"request-{self._num_asked}", prompt, sampling)
         task = asyncio.create_task(self.generators.generate(request))
-        self.asked.append(Asked(request, self.live, task))
+        self.asked.append(Asked(request, self.live, task, is_trial))
         return task
 
     async def finished(self, within_s: float = 20.0) -> list[Generation]:
-        """Every request so far has ended; those that have not failed."""
-        tasks = [asked.task for asked in self.asked]
-        if tasks:
-            await asyncio.wait(tasks, timeout=within_s)
+        """Every request so far has ended; those of the test that have not failed."""
+        if self.asked:
+            await asyncio.wait([asked.task for asked in self.asked], timeout=within_s)
+        tasks = [asked.task for asked in self.asked if not asked.is_trial]
         return [task.result() for task in tasks if task.done() and task.exception() is None]
 
     # -- What is seen -----------------------------------------------------------------------------------------------
@@ -304,16 +306,21 @@ class Rig:
         return time.monotonic() - began_s
 
     async def ready(self, *names: str, within_s: float = 8.0) -> float:
-        """The servers serve the live version."""
+        """The servers serve the live version. One that is on trial has a request to prove itself, as in a run."""
 
         def are_ready() -> bool:
             found = [self.health(name) for name in names]
+            if any(each and each.on_trial for each in found) and not self._is_trying():
+                self.ask(4, is_trial=True)
             return all(
                 each and each.status == "ready" and each.version == self.live and self._has(name, each)
                 for name, each in zip(names, found, strict=True)
             )
 
         return await self.until(are_ready, within_s, f"{names} are ready, but {[self.status(name) for name in names]}")
+
+    def _is_trying(self) -> bool:
+        return any(asked.is_trial and not asked.task.done() for asked in self.asked)
 
     def _has(self, name: str, health: ServerHealth) -> bool:
         """The pool gives requests to the server, and it is the process that runs now."""

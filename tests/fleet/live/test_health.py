@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from ductile.config.schema.fleet import FileRegistry, FleetConfig
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
 from ductile.fleet.registry.registries import registry_of
-from ductile.fleet.servers.fleet_members import Warmed
+from ductile.fleet.servers.server_pool import Warmed
 from ductile.messages.control_token import token_of
 from tests.fleet.server_processes import ServerProcesses
-from tests.fleet.stub_servers import StubMembers
+from tests.fleet.stub_servers import StubPool
 from tests.tiny import make_model_folder
 
 pytestmark = pytest.mark.fleet
@@ -31,7 +31,7 @@ FOUND_S = 2.0
 """Longest time until a server that is killed or stopped is out, with these keys."""
 
 
-class TakenAsTheyAre(StubMembers):
+class TakenAsTheyAre(StubPool):
     """Servers need no other weights than those of their folder."""
 
     async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
@@ -59,9 +59,14 @@ async def watched(servers: ServerProcesses) -> AsyncGenerator[ElasticFleet]:
 
 async def comes_to(fleet: ElasticFleet, urls: set[str], limit_s: float) -> float:
     """Return the seconds until exactly these servers serve."""
+    return await until(fleet, lambda: {*fleet.get_active_server_addresses()} == urls, limit_s)
+
+
+async def until(fleet: ElasticFleet, happened: Callable[[], bool], limit_s: float = 10.0) -> float:
+    """Return the seconds that it took."""
     began_s = time.monotonic()
-    while {*fleet.get_active_server_addresses()} != urls:
-        assert time.monotonic() - began_s < limit_s, (fleet.state.servers, urls)
+    while not happened():
+        assert time.monotonic() - began_s < limit_s, fleet.state.servers
         await asyncio.sleep(0.01)
     return time.monotonic() - began_s
 
@@ -122,13 +127,12 @@ def test_when_all_are_stopped_none_is_out(servers: ServerProcesses) -> None:
             before = fleet.state.membership
             for each in servers.all:
                 each.signal(signal.SIGSTOP)
-            await asyncio.sleep(3.0)
+            await until(fleet, lambda: all(each.probe_failures > 3 for each in fleet.state.living))
             assert fleet.state.membership == before
             for each in servers.all:
                 each.signal(signal.SIGCONT)
-            await asyncio.sleep(2.0)
+            await until(fleet, lambda: all(each.status == "ready" for each in fleet.state.living))
             assert fleet.state.membership == before
-            assert {each.status for each in fleet.state.serving} == {"ready"}
 
     asyncio.run(story())
 

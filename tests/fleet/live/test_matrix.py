@@ -111,6 +111,10 @@ async def story_of(rig: Rig, cell: Cell) -> None:
     elif cell.moment == "generate" and cell.fault in ("kill", "stop", "stop+cont", "restart"):
         for server in victims:
             await rig.until(lambda server=server: server.state().num_running > 0, 5.0, f"{server} generates")
+    elif cell.fault in ("500", "drop", "late"):
+        point = "500" if cell.fault == "500" else cell.moment
+        for server in victims:
+            await rig.until(lambda server=server: server.reached(point), 5.0, f"{point} is reached")
     for name, server in zip(cell.victims, victims, strict=True):
         match cell.fault:
             case "kill" if cell.moment in ("idle", "generate"):

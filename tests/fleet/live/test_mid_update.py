@@ -14,11 +14,11 @@ from ductile.config.schema.fleet import FleetConfig
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
 from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.servers.pooled_servers import PooledServers
 from ductile.fleet.servers.server_http import ServerDeadlines
-from ductile.fleet.servers.server_members import ServerMembers
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.servers.shared_state import SharedFleetState
-from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions, UpdateResult
+from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions, UpdateResult
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
@@ -107,7 +107,7 @@ class Fleet:
         rank = Rank(model)
         options = UpdateOptions(bucket_bytes=8192, bucket_timeout_s=10.0, probe_timeout_s=0.4)
         updates = WeightUpdates(rank, options, lambda state, only: carrier, self.state.next_epoch)
-        self.members = ServerMembers(self.pool, updates, rank, _member)
+        self.members = PooledServers(self.pool, updates, rank, _handle)
         self.results: list[UpdateResult] = []
         self.members.on_updated.add(self.results.append)
         self.version = 0
@@ -122,11 +122,11 @@ class Fleet:
         await until(lambda: {each.address for each in self.fleet.state.serving} == urls, 60)
 
 
-def _member(server: TopologyMember) -> UpdateMember[ServerPort]:
+def _handle(server: TopologyMember) -> ServerHandle[ServerPort]:
     deadlines = ServerDeadlines(state_s=0.4, control_s=10.0, verify_s=60.0)
     token = token_of(server.address)
     port = ServerPort(server.address, None, token, deadlines, id=server.instance)
-    return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
+    return ServerHandle(server.instance, port, server.address, token or "", server.incarnation)
 
 
 async def until(happened: Callable[[], bool], within_s: float) -> None:

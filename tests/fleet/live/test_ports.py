@@ -123,7 +123,11 @@ def test_of_32_requests_none_is_lost_or_another_one_with_a_server(servers: Serve
         generations = await asyncio.gather(*tasks)
         assert [tuple(each.token_ids) for each in generations] == whole
         assert all({*each.versions} == {0} for each in generations)
-        assert fleet.pool.capacity == 8
+        assert fleet.pool.capacity == 8, "what is stopped is suspect, and no capacity"
+        more = [fleet.ask(number) for number in range(8)]
+        await fleet.has_begun(fleet.urls[1])
+        assert {each.instance for each in fleet.pool.unfinished()} == {fleet.urls[1]}, "none waits for it"
+        assert [tuple(each.token_ids) for each in await asyncio.gather(*more)] == whole[:8]
         if number == signal.SIGSTOP:
             servers.signal(fleet.urls[0], signal.SIGCONT)
             state = await fleet.ports[fleet.urls[0]].state()

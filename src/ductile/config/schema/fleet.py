@@ -66,7 +66,7 @@ class FleetConfig(Section):
     """Failures in a row after which a server is taken out: probes and requests are counted apart, and only a
     completion ends a row of failed requests."""
     progress_timeout_seconds: float = Field(default=120.0, gt=0)
-    """A server that answers probes, has requests running and samples no token for so long is taken out."""
+    """A server that answers probes, has requests and samples no token for so long is taken out."""
     enable_topology_discovery: bool = True
     """Join the servers that `registry` finds while the run goes on. Otherwise those that it lists at the start are all,
     and later ones join only when they are named (`ductile fleet join`)."""

@@ -66,6 +66,7 @@ class FleetState:
             since=now,
             reason="it has been found",
             asked_at=min(reply.asked_at, now),
+            told_at=now,
             heard_at=now,
             num_sampled=reply.num_sampled,
             progressed_at=now,

@@ -9,8 +9,10 @@ reason comes out.
    stale or dead: a stale one takes part in the next update, a dead one joins as a new member.
 3. A server is condemned by silence, never for being slow: an answer that comes late ends a row of failed probes, and so
    do tokens that come in the meantime.
-4. Probes and requests are counted apart: a wedged engine answers probes, and a probe ends no row of failed requests.
-   Good probes only let a suspect try again. Requests that fail side by side are one failure.
+4. Probes and requests are counted apart: a wedged engine answers probes. Good probes end only what probes have found;
+   a row of failed requests ends with a completion alone, also where a version is committed meanwhile. Good probes put
+   its server on trial: it gets one request at a time, until one comes to its end. Requests that fail side by side are
+   one failure.
 5. An incarnation is one process. Another incarnation at the same address is another member, without a history.
 """
 
@@ -78,9 +80,9 @@ class HealthRules:
     failure_threshold: int = 3
     """Failures in a row that condemn, of either kind."""
     good_probes: int = 2
-    """Answers in a row that make a suspect ready again."""
+    """Answers in a row that make a suspect ready again, or put it on trial where its requests have failed."""
     progress_timeout_s: float = 120.0
-    """Longest time that a server with running requests may sample nothing."""
+    """Longest time that a server with requests may sample nothing."""
     bucket_timeout_s: float = 10.0
     """Longest time that a receiver may take no bucket while another receiver of the same update does."""
 
@@ -96,7 +98,8 @@ class ProbeReply:
     digest: str = ""
     model: str = ""
     epoch: int = 0
-    num_running: int = 0
+    num_requests: int = 0
+    """Requests that it has, also those that wait: an engine that is wedged as they come runs none."""
     is_paused: bool = False
     num_sampled: int = 0
     update_id: str = ""
@@ -123,16 +126,20 @@ class ServerHealth:
     committed_at: float = 0.0
     offered: int | None = None
     """Version that it is being sent."""
+    on_trial: bool = False
+    """True for a suspect that answers probes, and whose requests have failed: it gets one at a time."""
     probe_failures: int = 0
+    failures_alone: int = 0
+    """Latest of `probe_failures`, in a row, that are not the network's fault: meanwhile something was heard of another
+    server, or of this one itself."""
     good_probes: int = 0
     request_failures: int = 0
     failed_at: float = float("-inf")
     """Time of the latest failure of a request that was counted."""
-    is_alone: bool = False
-    """True when something was heard of another server, or of this one itself, between its last probes, the latest of
-    which failed: so it is not the network."""
     asked_at: float = 0.0
     """Time at which its latest probe was sent."""
+    told_at: float = 0.0
+    """Time at which it was known what had become of its latest probe."""
     heard_at: float = 0.0
     """Time at which it last answered a probe, or came."""
     num_sampled: int = 0
@@ -157,7 +164,7 @@ class ServerHealth:
         if after is None:
             raise TransitionRefused(f"{self.instance} is {self.status}, so it cannot {cause}: {_REFUSED[cause]}")
         since = self.since if after == self.status else now
-        return replace(self, status=after, reason=reason, since=since)
+        return replace(self, status=after, reason=reason, since=since, on_trial=False)
 
     def answered(self, reply: ProbeReply, now: float, rules: HealthRules) -> "ServerHealth":
         """The server has answered a probe, which tells about the process and its version, and nothing of whether it can
@@ -169,8 +176,9 @@ class ServerHealth:
         seen = replace(
             self,
             probe_failures=0,
-            is_alone=False,
+            failures_alone=0,
             asked_at=max(self.asked_at, min(reply.asked_at, now)),  # an answer may be late, after the next question
+            told_at=now,
             good_probes=self.good_probes + 1,
             heard_at=now,
         )._progressed(reply, now)
@@ -182,7 +190,7 @@ class ServerHealth:
             return seen.moved("distrust", why, now)
         if now - seen.progressed_at >= rules.progress_timeout_s:
             idle = now - seen.progressed_at
-            why = f"it answers probes, and has sampled no token for {idle:.0f} s with {reply.num_running} running"
+            why = f"it answers probes, and has sampled no token for {idle:.0f} s with {reply.num_requests} requests"
             return seen.moved("die", why, now)
         return seen._recovered(now, rules)
 
@@ -203,12 +211,17 @@ class ServerHealth:
         """
         if not self.is_living:
             return self
+        # Since the middle of the probe before: as all fall silent at once, an answer of another server may still come
+        # after that one was sent. And each that is well answers once in so long.
+        is_alone = replied or others_heard_at >= (self.asked_at + self.told_at) / 2
+        is_slow = token_at > asked_at
         failed = replace(
             self,
-            probe_failures=0 if token_at > asked_at else self.probe_failures + 1,
+            probe_failures=0 if is_slow else self.probe_failures + 1,
+            failures_alone=self.failures_alone + 1 if is_alone and not is_slow else 0,
             good_probes=0,
-            is_alone=replied or others_heard_at >= self.asked_at,
-            asked_at=asked_at,
+            asked_at=min(asked_at, now),
+            told_at=now,
         )
         return failed.moved("doubt", why, now) if self.is_serving else failed
 
@@ -230,7 +243,7 @@ class ServerHealth:
         return failed.moved("doubt", why, now) if self.is_serving else failed
 
     def generated(self, now: float, rules: HealthRules) -> "ServerHealth":
-        """A request of ours has come to its end."""
+        """A request of ours has come to its end, which ends a row of failed ones."""
         return replace(self, request_failures=0)._recovered(now, rules) if self.is_living else self
 
     def sent(self, version: int, now: float) -> "ServerHealth":
@@ -246,14 +259,14 @@ class ServerHealth:
         """The server has made a version live, and it is verified.
 
         Raises TransitionRefused for a version that it was not sent: one that has come back while an update was under
-        way has none of it. Requests that failed stay counted: new weights do not mend an engine that is wedged.
+        way has none of it. Failures stay counted: new weights do not mend an engine that is wedged.
         """
         self._require_no_older(version)
         if self.offered != version:
             raise TransitionRefused(f"{self.instance} was not sent version {version}, so it cannot have committed it")
         live = self.moved("commit", f"it has committed version {version}", now)
         live = replace(live, version=version, digest=digest, committed_at=now, offered=None)
-        if live.status == "ready" and (self.status == "suspect" or live.probe_failures):
+        if live.status == "ready" and (self.status == "suspect" or live.probe_failures or live.request_failures):
             return live.moved("doubt", self.reason if self.status == "suspect" else "it has failed lately", now)
         return live
 
@@ -269,7 +282,7 @@ class ServerHealth:
 
     def _progressed(self, reply: ProbeReply, now: float) -> "ServerHealth":
         bucket = (reply.update_id, reply.num_buckets)
-        is_busy = reply.num_running > 0 and not reply.is_paused
+        is_busy = reply.num_requests > 0 and not reply.is_paused
         return replace(
             self,
             num_sampled=reply.num_sampled,
@@ -289,8 +302,11 @@ class ServerHealth:
         return ""
 
     def _recovered(self, now: float, rules: HealthRules) -> "ServerHealth":
-        good = not self.probe_failures and self.good_probes >= rules.good_probes
-        return self.moved("recover", "it answers again", now) if good and self.status == "suspect" else self
+        if self.status != "suspect" or self.probe_failures or self.good_probes < rules.good_probes:
+            return self
+        if self.request_failures:
+            return replace(self, on_trial=True)
+        return self.moved("recover", "it answers again", now)
 
     def _require_no_older(self, version: int) -> None:
         if self.version is not None and version < self.version:

@@ -67,14 +67,15 @@ class Blame:
 
 
 def blame(servers: Iterable[ServerHealth], rules: HealthRules) -> Blame:
-    """Return who is to blame for silence. A server is, when it has failed `failure_threshold` probes in a row and
-    something was heard of another one between the last of them; when there are several and nothing was heard of any,
-    our own network is (quorum), and nobody is taken out. A closed port is no silence, and is not judged here."""
+    """Return who is to blame for silence. A server is, when it has failed `failure_threshold` probes in a row while
+    something was heard of another one (`ServerHealth.failures_alone`); when there are several and nothing is heard of
+    any, our own network is (quorum), and nobody is taken out. What failed before the network was back is held against
+    nobody. A closed port is no silence, and is not judged here."""
     living = [server for server in servers if server.is_living]
     over = [server for server in living if server.probe_failures >= rules.failure_threshold]
     if not over:
         return Blame("none")
-    guilty = [server for server in over if len(living) == 1 or server.is_alone]
+    guilty = [server for server in over if len(living) == 1 or server.failures_alone >= rules.failure_threshold]
     if guilty:
         ids = tuple(server.instance for server in guilty)
         return Blame("servers", ids, f"{named(ids)} did not answer {rules.failure_threshold} probes in a row")

@@ -66,13 +66,13 @@ class Discovery:
             self._struck |= {address}
 
     def lost(self, address: str) -> None:
-        """The address has lost its server, or could not give it weights."""
+        """Note that the address has lost its server, or could not give it weights."""
         with self._lock:
             self._quarantine = self._quarantine.lost(address, self._clock())
 
     def reject(self, address: str, incarnation: str, why: str) -> None:
-        """The process there cannot be a member; the next one may. incarnation: "" where it does not say, and no lease
-        does: then nobody looks there until somebody names the address."""
+        """Keep the process there out; the next one may join. incarnation: "" where it does not say, and no lease does:
+        then nobody looks there until somebody names the address."""
         lease = self._leases.get(address)
         with self._lock:
             self._rejected[address] = (incarnation or (lease.incarnation if lease else ""), why)

@@ -14,14 +14,14 @@ from ductile.concurrency.background import finish
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.core.instances.routing import route
+from ductile.core.instances.routing import Suspicion, route
 from ductile.core.scheduling.facts.cluster_state import Lengths, Unfinished
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.requests.dispatch import Dispatch
 from ductile.fleet.requests.in_flight import InFlight, RequestsInFlight
 from ductile.fleet.requests.instance_port import InstanceEvent, Returned, RoleSlots
-from ductile.fleet.requests.leases import WeightLeases
 from ductile.fleet.requests.migration import MigrationResult, Migrator
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.requests.worker_pool import ANY_VERSION, MOST_LOST, WorkerPool
 from ductile.messages.updates import LiveDigest
 from ductile.messages.workers import DigestWeights, EngineStats, Finished, Heartbeat, Score, TrainCommand, WeightDigests
@@ -53,10 +53,10 @@ class RemoteGenerators(WorkerPool):
         max_num_seqs: int,
         block_tokens: int,
         deadlines: Deadlines,
-        leases: WeightLeases | None = None,
+        offers: WeightOffers | None = None,
     ) -> None:
         """max_num_seqs: of one generator, where it does not say its own. block_tokens: as
-        `core.instances.routing.route` has it. slots, instances, leases: as `WorkerPool` has them."""
+        `core.instances.routing.route` has it. slots, instances, offers: as `WorkerPool` has them."""
         self.on_finished = Listeners[[Generation]]()
         """Told of every completion, as it comes."""
         self.on_restarted = Listeners[[str, InstanceId | None]]()
@@ -65,22 +65,22 @@ class RemoteGenerators(WorkerPool):
         self.on_ended = Listeners[[InstanceId, Failure | None, float]]()
         """Told of each request that has ended at a generator: what it failed with there, None where it has not; and
         when the generator got it, by the event loop's clock."""
-        super().__init__("generate", slots, instances, deadlines, leases)
+        super().__init__("generate", slots, instances, deadlines, offers)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
-        self._suspects: dict[InstanceId, str] = {}
         self._in_flight = RequestsInFlight(lambda: asyncio.get_running_loop().time())
         self._dispatch = Dispatch(self)
 
     @property
     def capacity(self) -> int:
-        return sum(self._ports[each.id].max_num_seqs or self._max_num_seqs for each in self.instances)
+        """Sequences that the generators run at once; those that are suspect count only where none is well."""
+        able = [each for each in self.instances if each.id not in self._in_flight.suspects] or self.instances
+        return sum(self._ports[each.id].max_num_seqs or self._max_num_seqs for each in able)
 
-    def suspect(self, id: InstanceId, why: str) -> None:
-        """The generator gets only what no other one can take; with "" for a reason, what it can, again."""
-        if why:
-            self._suspects[id] = why
-        else:
-            self._suspects.pop(id, None)
+    def suspect(self, id: InstanceId, why: str, on_trial: bool = False) -> None:
+        """Give the generator only what no other one can take; on trial one request at a time; with "" for a reason,
+        what it can, again."""
+        self._in_flight.suspect(id, Suspicion(why, on_trial) if why else None)
+        self.on_change()
 
     async def generate(self, request: GenerateRequest, versions: range = ANY_VERSION) -> Generation:
         """Waits for a generator while there is none. Raises SlotLost, Late, Refused or Interrupted. versions: those
@@ -142,7 +142,7 @@ class RemoteGenerators(WorkerPool):
             self._in_flight.close(entry, aborted)
 
     async def digest_weights(self, instance: Instance) -> LiveDigest:
-        """The generator's weights as they are in its memory. Raises SlotLost, Late or Refused."""
+        """Return the digests of the generator's weights as they are in its memory. Raises SlotLost, Late or Refused."""
         reply = await self.ask(instance, DigestWeights())
         if not isinstance(reply, WeightDigests):
             raise Refused(f"{self.describe(instance)} replied to DigestWeights with {type(reply).__name__}")
@@ -171,11 +171,11 @@ class RemoteGenerators(WorkerPool):
         return await finish(self._migrate(migrations))
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """Requests in flight, as policies see them; `Unfinished.id` is what `migrate` understands."""
+        """Return the requests in flight, as policies see them; `Unfinished.id` is what `migrate` understands."""
         return self._in_flight.unfinished()
 
     def lengths(self) -> Lengths:
-        """Lengths of the latest completions."""
+        """Return the lengths of the latest completions."""
         return self._in_flight.completion_lengths.lengths()
 
     async def _send(
@@ -183,7 +183,7 @@ class RemoteGenerators(WorkerPool):
     ) -> None:
         there = await self.some(f"request {entry.name}", lost, versions)
         instances = [instance for instance in there if instance not in unwilling] or there
-        request, loads = entry.request, self._in_flight.loads(instances, self._suspects)
+        request, loads = entry.request, self._in_flight.loads(instances)
         chosen = route(request.group, loads, len(request.prompt), self._block_tokens).instance
         self._in_flight.note_instance(entry, next(each for each in instances if each.id == chosen))
         self._dispatch.send(entry)
@@ -201,7 +201,7 @@ class RemoteGenerators(WorkerPool):
         return entry.completion.result()
 
     def _not_taken_s(self, entry: InFlight) -> float:
-        """More and more seconds, as long as nobody takes the request."""
+        """Return more and more seconds, as long as nobody takes the request."""
         return min(max(NOT_TAKEN_S, self._in_flight.not_taken_for_s(entry) / 4), MOST_NOT_TAKEN_S)
 
     def _kill(self, instance: Instance, request: str, limit_s: float) -> NoReturn:
@@ -258,7 +258,6 @@ class RemoteGenerators(WorkerPool):
                     entry.take(request)
                     entry.fail(failure)
             case Died(reason):
-                self._suspects.pop(instance.id, None)
                 self._in_flight.forget(instance)
                 for entry in self._in_flight.at(instance):
                     if not entry.migrating:

@@ -13,8 +13,8 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember, blame, wedged_receivers
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.registry.discovery import Discovery
-from ductile.fleet.servers.fleet_members import FleetMembers
 from ductile.fleet.servers.monitor import ProbeOutcome
+from ductile.fleet.servers.server_pool import ServerPool
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.messages.updates import Digest, ServerState
 from ductile.roles import Failure, Interrupted, Late, SlotLost
@@ -28,15 +28,15 @@ class Judge:
         state: SharedFleetState,
         rules: HealthRules,
         discovery: Discovery,
-        members: FleetMembers,
+        pool: ServerPool,
         has_authority: bool,
         tell: Callable[[str], None],
     ) -> None:
         """has_authority: of several fleets one rules (`ductile.fleet.registry.authority`)."""
         self.rules = rules
         self.own_fault = ""
-        """Why no server can be asked, where the fault is on our side, a sentence."""
-        self._state, self._discovery, self._members, self._tell = state, discovery, members, tell
+        """Reason for which no server can be asked, where the fault is on our side, a sentence."""
+        self._state, self._discovery, self._pool, self._tell = state, discovery, pool, tell
         self._warns = not has_authority
         self._ruled_at = float("-inf" if has_authority else "inf")
         """Time at which our rule was last renewed."""
@@ -105,9 +105,10 @@ class Judge:
             self._state.change(lambda state: state.above(reply.epoch).joined(address, reply, now))
 
     def _unanswered(self, server: ServerHealth, outcome: ProbeOutcome, now: float) -> None:
-        others = [each.heard_at for each in self._state.now.living if each.instance != server.instance]
-        others_at, replied = max(others, default=float("-inf")), outcome.kind == "odd"
-        token_at = self._members.heard_at(server.instance)
+        others = [each for each in self._state.now.living if each.instance != server.instance]
+        heard = [max(each.heard_at, self._pool.heard_at(each.instance)) for each in others]
+        others_at, replied = max(heard, default=float("-inf")), outcome.kind == "odd"
+        token_at = self._pool.heard_at(server.instance)
         self._state.judge(
             server.instance,
             lambda each: each.unanswered(outcome.reason, now, outcome.asked_at, others_at, replied, token_at),
@@ -191,8 +192,8 @@ def _reply_of(state: ServerState, asked_at: float) -> ProbeReply:
         digest=state.digest,
         model=state.model,
         epoch=state.epoch,
-        num_running=state.num_running,
-        is_paused=state.paused,
+        num_requests=state.num_running + state.num_waiting,
+        is_paused=state.paused or not state.serving,
         num_sampled=state.num_sampled,
         update_id=update.update_id if update is not None and is_receiving else "",
         num_buckets=update.num_buckets if update is not None else 0,

@@ -19,8 +19,8 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.config.schema.fleet import FleetConfig
 from ductile.error_text import error_text
-from ductile.fleet.http_client import HttpClient, HttpReply, NoReply, bearer
 from ductile.messages.updates import ServerState
+from ductile.transport.http_client import HttpClient, HttpReply, NoReply, bearer
 
 MOST_PROBES = 64
 """Probes under way at a time."""
@@ -97,7 +97,7 @@ class Monitor:
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Nothing happens when it has started."""
+        """Start to probe. Nothing happens when it has started."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
 
@@ -159,7 +159,7 @@ class Monitor:
         await asyncio.wait([self._begin(address)])
 
     def _begin(self, address: str) -> "asyncio.Task[None]":
-        """A probe of a server that is being probed is that one."""
+        """Return the probe of a server; of one that is being probed it is that one."""
         if (task := self._under_way.get(address)) is None:
             task = self._under_way[address] = asyncio.create_task(self._asked(address))
             task.add_done_callback(lambda _: self._under_way.pop(address, None))

@@ -35,8 +35,8 @@ from ductile.events.slots import SlotStarted
 from ductile.fleet.requests.assign_role import assign_role, begin_instances
 from ductile.fleet.requests.generators import RemoteGenerators
 from ductile.fleet.requests.instance_port import RoleSlots
-from ductile.fleet.requests.leases import WeightLeases
 from ductile.fleet.requests.scorer import RemoteScorer
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.servers.http_generators import HttpGenerators
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer, VersionReceivers
@@ -169,9 +169,7 @@ def _context(
     def counts() -> dict[str, float]:
         return {**resizer.metrics(), **(servers.counts() if servers else {})}
 
-    update_servers = servers.update if servers else None
-    stop = session.interrupt.graceful
-    return RunContext(session.record, stop, slots, counts, cluster.death, update_servers, session.began_s)
+    return RunContext(session.record, session.interrupt.graceful, slots, counts, cluster.death, session.began_s)
 
 
 def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
@@ -281,7 +279,7 @@ async def _take_roles(
     slots_get_versions = config.cluster.auto_scheduler or placement.generate or placement.score
     receivers: VersionReceivers = "slots" if not has_servers(config) else "both" if slots_get_versions else "servers"
     trainer = RemoteTrainer(mailbox, layout, deadlines, prepared.tokenizer.chat_format, receivers)
-    leases = WeightLeases(trainer)
+    offers = WeightOffers(trainer)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
 
     def slots_of(role: Serving, rendezvous: str = "") -> RoleSlots:
@@ -289,7 +287,7 @@ async def _take_roles(
 
     return RunRoles(
         trainer,
-        RemoteGenerators(slots_of("generate"), generators, num_seqs, block_tokens, deadlines, leases),
-        RemoteScorer(slots_of("score", cluster.rendezvous), scorers, deadlines, leases) if scorers else None,
+        RemoteGenerators(slots_of("generate"), generators, num_seqs, block_tokens, deadlines, offers),
+        RemoteScorer(slots_of("score", cluster.rendezvous), scorers, deadlines, offers) if scorers else None,
         {"generate": generate, "score": score},
     )

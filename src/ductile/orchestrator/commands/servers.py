@@ -32,12 +32,12 @@ from ductile.fleet.registry.registries import Leases, Registry, RegistryDown, re
 from ductile.fleet.registry.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.servers.monitor import HttpProbe
+from ductile.fleet.servers.pooled_servers import PooledServers
 from ductile.fleet.servers.server_http import ServerDeadlines
-from ductile.fleet.servers.server_members import ServerMembers
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.updates.update_attempt import NUM_ASKED
-from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions, UpdateResult
+from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions, UpdateResult
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.control_token import token_of
@@ -52,7 +52,8 @@ def has_servers(config: RLConfig) -> bool:
 
 
 class Servers:
-    """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop."""
+    """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop. Follows
+    `ductile.fleet.requests.worker_pool.Delivery`: the run's generators have it bring versions to servers."""
 
     def __init__(self, config: RLConfig, fleet: RunRoles, record: Recorder, folder: Path) -> None:
         """folder: the run's. Raises ImportPathError for a custom registry that cannot be imported."""
@@ -73,10 +74,10 @@ class Servers:
         options = update_options(config, folder, self._rendezvous)
         state = SharedFleetState()
         updates = self._updates = WeightUpdates(fleet.trainer, options, self._carrier, state.next_epoch)
-        self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
+        self._pool = PooledServers(fleet.generators, updates, fleet.trainer, self._handle)
         self._fleet = ElasticFleet(
             inference,
-            self._members,
+            self._pool,
             asked_servers(config).urls,
             self._registry,
             _authority(inference),
@@ -85,9 +86,10 @@ class Servers:
             self._tell,
             state,
         )
+        fleet.generators.to_servers = self
         self._fleet.expect_model(*models_of(config))
         self._fleet.on_change.add(self._on_change)
-        self._members.on_updated.add(self._on_updated)
+        self._pool.on_updated.add(self._on_updated)
         self._latest: UpdateResult | None = None
         self._choices: dict[str, CarrierChoice] = {}
         """Carriers that were chosen since the last version went out, by the servers' incarnations."""
@@ -98,7 +100,7 @@ class Servers:
             if isinstance(self._served, HttpRegistry):
                 await stack.enter_async_context(_serving(self._served))
             stack.push_async_callback(self._probe.close)
-            stack.push_async_callback(self._members.close)
+            stack.push_async_callback(self._pool.close)
             try:
                 await stack.enter_async_context(self._fleet)
             except RegistryDown as error:
@@ -119,7 +121,7 @@ class Servers:
         self._choices[state.incarnation] = choice
         return choice.carrier
 
-    async def update(self, version: int) -> KnownWeights:
+    async def deliver(self, version: int) -> KnownWeights:
         """Bring the trainer's weights to all servers (`ElasticFleet.update`), and return what was sent."""
         await self._fleet.update(version)
         return self._updates.known or KnownWeights(version)
@@ -149,11 +151,11 @@ class Servers:
                 server.reason,
                 now_s - server.since,
                 server.version,
-                self._members.num_unfinished(server.instance),
+                self._pool.num_unfinished(server.instance),
             )
             for server in state.servers.values()
         )
-        return FleetStatus(state.epoch, state.version, servers, self._members.under_way)
+        return FleetStatus(state.epoch, state.version, servers, self._pool.under_way)
 
     async def do(self, ask: FleetRequest) -> str:
         if ask.action == "list":
@@ -232,7 +234,7 @@ class Servers:
             )
         )
 
-    def _member(self, server: TopologyMember) -> UpdateMember[ServerPort]:
+    def _handle(self, server: TopologyMember) -> ServerHandle[ServerPort]:
         """Raises ValueError where the address is none."""
         lease = self._registry.leases.get(server.address)
         token = self._api_key or token_of(server.address, lease.token_file if lease else "")
@@ -245,7 +247,7 @@ class Servers:
             id=server.instance,
             vocab_size=self._vocab_size,
         )
-        return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
+        return ServerHandle(server.instance, port, server.address, token or "", server.incarnation)
 
 
 def models_of(config: RLConfig) -> tuple[str, ...]:

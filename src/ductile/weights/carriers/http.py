@@ -79,7 +79,6 @@ class HttpSender:
     """One thread and one connection a receiver."""
 
     def __init__(self, update: WeightUpdate, sender: str, receivers: Sequence[Receiver]) -> None:
-        self._timeout_s = update.bucket_timeout_s
         self._posts = {receiver.instance: _Poster(update, sender, receiver) for receiver in receivers}
         self._failed: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""A server as its fleet has it: which process it is, which weights it has, and who may pause it."""
+"""Control of a server by its fleet: which process it is, which weights it has and gets, and who may pause it."""
 
 import asyncio
 import secrets
@@ -15,7 +15,7 @@ from ductile.messages.updates import LiveDigest, PauseServer, ResumeServer, Serv
 from ductile.weights.live_weights import LiveWeights, VersionTensors
 
 
-class FleetMember:
+class FleetControl:
     """Made in the loop that serves; `close` at the end."""
 
     def __init__(self, runner: EngineRunner, live: LiveWeights, stage_weights: bool) -> None:
