@@ -18,6 +18,7 @@ from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet import ElasticFleet
 from ductile.fleet.registry.authority import FolderAuthority
 from ductile.fleet.registry.registries import LeaseFolder
+from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.updates.update_parties import UpdateOptions
 from ductile.fleet.updates.weight_update import WeightUpdates
@@ -273,7 +274,7 @@ def test_a_server_that_wants_another_key_is_not_asked_again_until_somebody_names
             asked = one.servers[1].num_asked
             await one.looks(5)
             assert one.servers[1].num_asked == asked
-            assert one.fleet.kept_out[one.servers[1].url].endswith("refused our key with 401")
+            assert one.fleet.kept_out[one.servers[1].url].endswith("refused our key with 401; it is not asked again")
             one.servers[1].status = 200
             one.fleet.register_server(one.servers[1].url)
             await one.looks()
@@ -285,13 +286,46 @@ def test_a_server_that_wants_another_key_is_not_asked_again_until_somebody_names
 def test_a_server_with_another_model_is_kept_out_with_a_reason() -> None:
     async def story() -> None:
         async with case(1) as one:
-            one.fleet.expect_model("m")
+            one.fleet.require(Requirements(("m",)))
             stranger = await StubServer("another").start()
             one.fleet.register_server(stranger.url)
             await one.looks(2)
             assert one.serving == [0]
             assert [each for each in one.told if "has another model (another) than the run (m)" in each]
             await stranger.kill()
+
+    asyncio.run(story())
+
+
+def test_a_server_with_a_shorter_context_than_the_run_s_is_kept_out_and_that_is_said_once() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            one.fleet.require(Requirements(max_model_len=128, length_key="seq_len"))
+            short = await StubServer().start()
+            short.says(max_model_len=64)
+            one.servers.append(short)
+            one.fleet.register_server(short.url)
+            await one.looks(3)
+            assert one.serving == [0]
+            (said,) = [each for each in one.told if short.url in each]
+            assert "64 tokens at most, and the run's have up to 128 (seq_len)" in said
+            short.says(incarnation="another process", max_model_len=128)
+            await one.looks(2)
+            assert one.serving == [0, 1]
+
+    asyncio.run(story())
+
+
+def test_a_server_that_refuses_a_request_is_put_out_until_another_process_is_there() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            one.members.on_ended(one.id(1), Refused("responded with 400: no room"), 0.0)
+            await one.looks(2)
+            assert one.serving == [0]
+            assert [each for each in one.told if "has refused a request: responded with 400" in each]
+            await one.servers[1].restart()
+            await one.looks(2)
+            assert one.serving == [0, 1]
 
     asyncio.run(story())
 

@@ -30,6 +30,7 @@ from ductile.fleet.servers.fleet_members import FleetMembers
 from ductile.fleet.servers.joining import Joining
 from ductile.fleet.servers.judge import Judge
 from ductile.fleet.servers.monitor import HttpProbe, Monitor, Probe, ProbeOutcome
+from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.roles import Failure, Interrupted, Late
 
@@ -231,10 +232,9 @@ class ElasticFleet:
         """Addresses that are known and may not join now, each with a sentence."""
         return self._discovery.kept_out
 
-    def expect_model(self, *fingerprints: str) -> None:
-        """Let only servers join, from now on, whose model (`messages.updates.ServerState.model`) is one of these. None
-        given: any may."""
-        self._judge.expect_model(fingerprints)
+    def require(self, requirements: Requirements) -> None:
+        """Let only servers join, from now on, that meet these."""
+        self._judge.requirements = requirements
 
     async def update(self, version: int) -> None:
         """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those

@@ -70,12 +70,15 @@ class Discovery:
         with self._lock:
             self._quarantine = self._quarantine.lost(address, self._clock())
 
-    def reject(self, address: str, incarnation: str, why: str) -> None:
+    def reject(self, address: str, incarnation: str, why: str) -> bool:
         """Keep the process there out; the next one may join. incarnation: "" where it does not say, and no lease does:
-        then nobody looks there until somebody names the address."""
+        then nobody looks there until somebody names the address. Returns whether that is news."""
         lease = self._leases.get(address)
+        rejected = (incarnation or (lease.incarnation if lease else ""), why)
         with self._lock:
-            self._rejected[address] = (incarnation or (lease.incarnation if lease else ""), why)
+            is_news = self._rejected.get(address) != rejected
+            self._rejected[address] = rejected
+        return is_news
 
     def why_not(self, address: str, incarnation: str | None = None) -> str:
         """Return why the server at the address may not join now; "" when it may. incarnation: what it says it is; None:

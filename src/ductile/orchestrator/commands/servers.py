@@ -32,6 +32,7 @@ from ductile.fleet.registry.registries import Leases, Registry, RegistryDown, re
 from ductile.fleet.registry.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.servers.monitor import HttpProbe
+from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.server_http import ServerDeadlines
 from ductile.fleet.servers.server_members import ServerMembers
 from ductile.fleet.servers.server_port import ServerPort
@@ -87,7 +88,7 @@ class Servers:
             state,
         )
         fleet.generators.to_servers = self
-        self._fleet.expect_model(*models_of(config))
+        self._fleet.require(requirements_of(config))
         self._fleet.on_change.add(self._on_change)
         self._members.on_updated.add(self._on_updated)
         self._latest: UpdateResult | None = None
@@ -248,6 +249,12 @@ class Servers:
             vocab_size=self._vocab_size,
         )
         return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
+
+
+def requirements_of(config: RLConfig) -> Requirements:
+    """Return what the run's servers must have."""
+    key = "inference.model.max_model_len" if config.seq_len is None else "seq_len"
+    return Requirements(models_of(config), config.inference.model.max_model_len, key)
 
 
 def models_of(config: RLConfig) -> tuple[str, ...]:
