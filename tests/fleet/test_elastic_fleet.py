@@ -469,6 +469,33 @@ def test_too_few_servers_are_waited_for_and_not_for_ever() -> None:
     asyncio.run(story())
 
 
+def test_who_is_waited_for_is_said_at_once_and_every_half_minute_and_in_the_end() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            gone = one.servers[0]
+            await gone.kill()
+            await one.looks()
+            said = f"waiting for servers: nobody listens at {gone.url}; at most 5 s"
+            assert one.told[-1] == said
+            num = len(one.told)
+            one.now += 1.0
+            one.fleet._shortage.look()
+            assert len(one.told) == num
+            one.now += 30.0
+            one.fleet._shortage.look()
+            assert one.told[num:] == [said]
+            assert one.fleet.absent == {gone.url: f"nobody listens at {gone.url}"}
+            assert one.fleet.maybe_rebuild_weight_update_group().action == "wait"
+            one.now += 6.0
+            with pytest.raises(Late, match=f"none joined in .*nobody listens at {gone.url}"):
+                await one.fleet.enough_servers()
+            await gone.start()
+            await one.looks(2)
+            assert one.fleet.absent == {}
+
+    asyncio.run(story())
+
+
 def test_before_the_first_version_all_that_are_there_get_it() -> None:
     async def story() -> None:
         async with case(2, version=None) as one:
@@ -548,7 +575,7 @@ def test_of_two_controllers_one_rules_and_the_other_one_learns_it(tmp_path: Path
             first, second = controller("first", 5.0), controller("second", 0.0)
             await first.start()
             await first.settled()
-            with pytest.raises(Late, match="another controller has ruled this fleet"):
+            with pytest.raises(Late, match="another run has had the servers of this registry for 0 s"):
                 await second.start()
             old = first._shared.next_epoch()
             now = 16.0  # the first one was stopped

@@ -93,7 +93,8 @@ class FleetServer(Words):
     id: str
     url: str
     status: str
-    """A state of `ductile.core.instances.health`: joining, warming, ready, suspect, draining, stale, dead or gone."""
+    """A state of `ductile.core.instances.health`: joining, warming, ready, suspect, draining, stale, dead or gone; or
+    absent, for an address that is looked at and has no server."""
     reason: str
     """Reason for which it is in that state, a sentence."""
     since_s: float

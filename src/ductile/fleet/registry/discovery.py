@@ -3,7 +3,7 @@ are kept out. A level, not an edge: it is asked for anew each time, so nothing t
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ductile.config.schema.fleet import FleetConfig
 from ductile.core.instances.quarantine import FlapRules, Quarantine
@@ -29,6 +29,8 @@ class Discovery:
         """Addresses that somebody has taken out: they stay out until somebody names them."""
         self._rejected: dict[str, tuple[str, str]] = {}
         """Address, and of it the incarnation that cannot be a member, with a sentence."""
+        self._seen: dict[str, str] = {}
+        """What the last probe of an address has found instead of a server, a sentence."""
         self._leases: Leases = {}
         self._is_down = self._has_answered = False
         rules = FlapRules(
@@ -46,6 +48,15 @@ class Discovery:
         """Addresses that are known and may not join now, each with a sentence."""
         return {address: why for address in self._known if (why := self.why_not(address))}
 
+    def absent(self, living: Collection[str]) -> dict[str, str]:
+        """Return the addresses that are known and not among those of living servers, each with a sentence on why no
+        server is there; "" where nothing is known of it."""
+        return {
+            address: self.why_not(address) or self._seen.get(address) or self._rejected.get(address, ("", ""))[1]
+            for address in sorted(self._known)
+            if address not in living
+        }
+
     @property
     def _known(self) -> frozenset[str]:
         found = (url for url, lease in self._leases.items() if not lease.is_leaving)
@@ -58,6 +69,10 @@ class Discovery:
             self._struck -= {address}
             self._rejected.pop(address, None)
             self._quarantine = self._quarantine.vouched(address)
+
+    def saw(self, address: str, instead: str) -> None:
+        """Note what a probe of the address has found instead of a server, a sentence; "" for a server."""
+        self._seen[address] = instead
 
     def strike(self, address: str) -> None:
         """Look there no more, also where a registry lists it."""

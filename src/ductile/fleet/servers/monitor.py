@@ -193,6 +193,8 @@ class Monitor:
 def _outcome(url: str, reply: HttpReply) -> ProbeOutcome:
     if reply.status in (401, 403):
         return ProbeOutcome("denied", f"{url} refused our key with {reply.status}")
+    if reply.status == 404:
+        return ProbeOutcome("odd", f"{url} responded with 404: is this a server of `ductile inference`?")
     if reply.status != 200:
         return ProbeOutcome("odd", f"{url} responded with {reply.status}")
     try:

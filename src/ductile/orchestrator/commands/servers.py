@@ -1,6 +1,7 @@
 """The servers of a run, put together: the fleet that finds and watches them, the transaction that gives them weights,
 and what the run tells of them."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -44,8 +45,12 @@ from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, Run
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import ServerState, TensorSpec, WeightCarrier, model_fingerprint
 from ductile.observe import Recorder
+from ductile.orchestrator.ending.run_until import Stopped, run_until
 from ductile.roles import Late, Refused
 from ductile.transport.deadlines import Deadlines
+
+LOOK_S = 0.2
+"""Seconds between two looks at whether a run that is to stop waits for servers."""
 
 
 def has_servers(config: RLConfig) -> bool:
@@ -56,9 +61,11 @@ class Servers:
     """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop. Follows
     `ductile.fleet.requests.worker_pool.Delivery`: the run's generators have it bring versions to servers."""
 
-    def __init__(self, config: RLConfig, fleet: RunRoles, record: Recorder, folder: Path) -> None:
-        """folder: the run's. Raises ImportPathError for a custom registry that cannot be imported."""
+    def __init__(self, config: RLConfig, fleet: RunRoles, record: Recorder, folder: Path, stop: asyncio.Event) -> None:
+        """folder: the run's. stop: once set, nothing is waited for any more. Raises
+        ImportPathError for a custom registry that cannot be imported."""
         client, inference = config.orchestrator.client, config.inference
+        self._generators, self._stop = fleet.generators, stop
         self._api_key = secret_of(client.api_key, client.api_key_var)
         broadcast = config.trainer.weight_broadcast
         self._asked_carrier = broadcast.type if broadcast else None
@@ -102,8 +109,9 @@ class Servers:
                 await stack.enter_async_context(_serving(self._served))
             stack.push_async_callback(self._probe.close)
             stack.push_async_callback(self._members.close)
+            stack.push_async_callback(self._fleet.close)
             try:
-                await stack.enter_async_context(self._fleet)
+                await run_until(self._fleet.start(), self._stop)
             except RegistryDown as error:
                 raise Late(f"{error} (inference.registry)") from error
             self._stack = stack.pop_all()
@@ -126,6 +134,19 @@ class Servers:
         """Bring the trainer's weights to all servers (`ElasticFleet.update`), and return what was sent."""
         await self._fleet.update(version)
         return self._updates.known or KnownWeights(version)
+
+    async def stuck(self) -> str:
+        """Returns never: raises Stopped when the run is to stop, and waits for servers, so that no step would come to
+        its end."""
+        await self._stop.wait()
+        while True:
+            if self._fleet.num_waiting or (self._generators.num_waiting and not self._generators.instances):
+                raise Stopped
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def missing(self) -> str:
+        return self._fleet.missing
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""
@@ -156,11 +177,17 @@ class Servers:
             )
             for server in state.servers.values()
         )
+        listed, barred = {each.address for each in state.servers.values()}, self._fleet.kept_out
+        servers += tuple(
+            FleetServer(address, address, "absent", why, 0.0)
+            for address, why in self._fleet.absent.items()
+            if address not in listed or address in barred
+        )
         return FleetStatus(state.epoch, state.version, servers, self._members.under_way)
 
     async def do(self, ask: FleetRequest) -> str:
         if ask.action == "list":
-            return "\n".join(self._fleet.kept_out.values())
+            return ""
         try:
             if ask.action == "join":
                 return await self._join(ask.server)
