@@ -274,7 +274,8 @@ def test_a_server_that_wants_another_key_is_not_asked_again_until_somebody_names
             asked = one.servers[1].num_asked
             await one.looks(5)
             assert one.servers[1].num_asked == asked
-            assert one.fleet.kept_out[one.servers[1].url].endswith("refused our key with 401; it is not asked again")
+            said = one.fleet.kept_out[one.servers[1].url]
+            assert "wants an API key, and this run gives none (401); orchestrator.client.api_key_var names" in said
             one.servers[1].status = 200
             one.fleet.register_server(one.servers[1].url)
             await one.looks()
@@ -286,12 +287,15 @@ def test_a_server_that_wants_another_key_is_not_asked_again_until_somebody_names
 def test_a_server_with_another_model_is_kept_out_with_a_reason() -> None:
     async def story() -> None:
         async with case(1) as one:
-            one.fleet.require(Requirements(("m",)))
+            one.fleet.require(Requirements(("m",), "models/run"))
             stranger = await StubServer("another").start()
+            stranger.says(model_name="models/other")
             one.fleet.register_server(stranger.url)
-            await one.looks(2)
+            await one.looks(4)
             assert one.serving == [0]
-            assert [each for each in one.told if "has another model (another) than the run (m)" in each]
+            (said,) = [each for each in one.told if stranger.url in each]
+            assert "has another model (models/other) than the run (models/run)" in said
+            assert "(fingerprints another and m)" in said
             await stranger.kill()
 
     asyncio.run(story())

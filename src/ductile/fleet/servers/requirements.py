@@ -11,6 +11,8 @@ class Requirements:
 
     models: tuple[str, ...] = ()
     """Fingerprints (`ServerState.model`) of which a server must have one."""
+    model_name: str = ""
+    """Name of the run's model, for sentences."""
     max_model_len: int = 0
     """Tokens that a prompt and its completion may have together."""
     length_key: str = "inference.model.max_model_len"
@@ -19,8 +21,11 @@ class Requirements:
     def unmet(self, address: str, state: ServerState) -> str:
         """Return why the server cannot join, a sentence; "" when it can."""
         if self.models and state.model not in ("", *self.models):
+            theirs, ours = state.model_name or state.model, self.model_name or self.models[0]
+            same = ", which has other tensors under that name," if theirs == ours else ""
             return (
-                f"{address} has another model ({state.model}) than the run ({self.models[0]}): start it with the run's"
+                f"{address} has another model ({theirs}) than the run ({ours}){same}: names, shapes or dtypes of their "
+                f"tensors differ (fingerprints {state.model} and {self.models[0]}). Start it with the run's"
             )
         if 0 < state.max_model_len < self.max_model_len:
             return (

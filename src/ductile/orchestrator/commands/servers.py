@@ -281,7 +281,7 @@ class Servers:
 def requirements_of(config: RLConfig) -> Requirements:
     """Return what the run's servers must have."""
     key = "inference.model.max_model_len" if config.seq_len is None else "seq_len"
-    return Requirements(models_of(config), config.inference.model.max_model_len, key)
+    return Requirements(models_of(config), config.trainer.model.name, config.inference.model.max_model_len, key)
 
 
 def models_of(config: RLConfig) -> tuple[str, ...]:
