@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ductile.messages.control import RunFailed
 from ductile.observe import read_jsonl
 from ductile.orchestrator.control.control import Run
 from tests.end_to_end.runs import write_config
@@ -36,6 +37,7 @@ def test_a_server_generates_beside_a_slot_until_it_is_told_to_leave(model: Path,
             assert run.fleet("drain", id, timeout_s=30).sentence == f"{id} has left when it had finished what it had."
             left_at = steps(tmp_path)
             until(lambda: steps(tmp_path) > left_at, process)
+            assert run.fleet("join", id, timeout_s=60).sentence.startswith(f"{id}+1 generates, with version")
         finally:
             process.terminate()
             process.wait(60)
@@ -62,6 +64,12 @@ def test_a_run_that_waits_for_servers_says_for_which_and_leaves_at_the_first_ctr
         until(lambda: f"waiting for servers: nobody listens at {url}" in (tmp_path / "rl.log").read_text(), process)
         (known,) = Run(tmp_path / "run").fleet().servers
         assert (known.id, known.status, known.reason) == (url, "absent", f"nobody listens at {url}")
+        other = "127.0.0.1:9"
+        with pytest.raises(RunFailed, match=f"nobody listens at http://{other}; it is looked for until it is evicted"):
+            Run(tmp_path / "run").fleet("join", other)
+        assert {each.id for each in Run(tmp_path / "run").fleet().servers} == {url, f"http://{other}"}
+        Run(tmp_path / "run").fleet("evict", other)
+        assert {each.id for each in Run(tmp_path / "run").fleet().servers} == {url}
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     finally:

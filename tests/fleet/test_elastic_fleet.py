@@ -334,6 +334,34 @@ def test_a_server_that_refuses_a_request_is_put_out_until_another_process_is_the
     asyncio.run(story())
 
 
+def test_one_process_at_two_addresses_is_one_server() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            other = f"http://localhost:{one.servers[0].port}"
+            one.fleet.register_server(other)
+            await one.looks(2)
+            assert [each.address for each in one.fleet.state.living] == [one.servers[0].url]
+            assert one.fleet.absent == {other: f"{other} is the server that the run has at {one.servers[0].url}"}
+
+    asyncio.run(story())
+
+
+def test_a_server_that_is_named_joins_without_the_cooldown_and_is_found_by_all_its_names() -> None:
+    async def story() -> None:
+        async with case(2, topology_change_cooldown_seconds=1000) as one:
+            url, host = one.servers[1].url, f"127.0.0.1:{one.servers[1].port}"
+            one.fleet.deregister_server(host)
+            await one.fleet.settled()
+            assert one.serving == [0]
+            one.fleet.register_server(url, at_once=True)
+            await one.looks()
+            assert one.serving == [0, 1]
+            assert {one.fleet.find(name).instance for name in (url, host, f"{url}/v1", f"{host}+1")} == {f"{host}+1"}
+            assert one.fleet.find("127.0.0.1:9") is None
+
+    asyncio.run(story())
+
+
 def test_a_joiner_that_cannot_be_given_weights_waits_longer_each_time() -> None:
     async def story() -> None:
         async with case(1, flap_limit=2, flap_backoff_seconds=10) as one:

@@ -17,7 +17,7 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
-from ductile.config.server_address import is_root, root_of
+from ductile.config.server_address import is_root, root_of, with_scheme
 from ductile.core.instances.fleet_state import FleetState
 from ductile.core.instances.health import HealthRules, ServerHealth
 from ductile.core.instances.instances import InstanceId
@@ -135,13 +135,13 @@ class ElasticFleet:
 
     # -- AReaL's names ----------------------------------------------------------------------------------------------
 
-    def register_server(self, address: str) -> int:
-        """Look for a server at the address from now on, also one that was taken out before. Returns the epoch. Raises
-        ValueError for what is no address."""
+    def register_server(self, address: str, at_once: bool = False) -> int:
+        """Look for a server at the address from now on, also one that was taken out before. Returns the epoch. at_once:
+        it joins without `topology_change_cooldown_seconds`. Raises ValueError for what is no address."""
         address = root_of(address)
         if not is_root(address):
             raise ValueError(f'{address!r} is no address of a server; write one such as "http://10.0.0.7:8000"')
-        self._discovery.name(address)
+        self._discovery.name(address, at_once)
         self._soon(self._monitor.look)
         if not self._config.enable_health_monitor:
             self._soon(self._monitor.hurry, address)
@@ -156,7 +156,7 @@ class ElasticFleet:
         cause, why = ("drain", "it has been told to leave") if mode == "drain" else ("remove", "it has been taken out")
 
         def leave(state: FleetState) -> FleetState:
-            found = _found_by(state, server)
+            found = self.find(server, state)
             if found is None or (mode == "drain" and found.status == "draining"):
                 return state
             left = len(state.serving) - found.is_serving + self._members.num_others
@@ -165,9 +165,9 @@ class ElasticFleet:
                 raise ValueError(f"{found.instance} cannot be taken out: {left} would be left, and {least}")
             return state.changed(found.moved(cause, why, self._clock()))
 
-        found = _found_by(self.state, server)
+        found = self.find(server)
         after = self._shared.change(leave)
-        self._discovery.strike(found.address if found else root_of(server))
+        self._discovery.strike(found.address if found else with_scheme(server))
         return after.epoch
 
     def get_active_server_addresses(self) -> tuple[str, ...]:
@@ -218,6 +218,12 @@ class ElasticFleet:
     def state(self) -> FleetState:
         """All servers, now. A value: it does not change any more."""
         return self._shared.now
+
+    def find(self, server: str, state: FleetState | None = None) -> ServerHealth | None:
+        """Return the living server of this id, or at this address, which may lack its scheme. state: default, now's."""
+        state = state or self.state
+        found = state.servers.get(InstanceId(server))
+        return found if found is not None and found.is_living else state.at(with_scheme(server))
 
     @property
     def kept_out(self) -> dict[str, str]:
@@ -422,9 +428,3 @@ class ElasticFleet:
 
 async def _no_probe(address: str) -> ProbeOutcome:
     return ProbeOutcome("unasked", f"nobody asks {address}")
-
-
-def _found_by(state: FleetState, server: str) -> ServerHealth | None:
-    """Return the living server of this id, or at this address."""
-    found = state.servers.get(InstanceId(server))
-    return found if found is not None and found.is_living else state.at(root_of(server))

@@ -38,6 +38,8 @@ class FleetRequest(Words, tag="fleet"):
     action: Literal["list", "join", "drain", "evict"] = "list"
     server: str = ""
     """join: the server's address. drain, evict: its id, or its address."""
+    timeout_s: float = 600.0
+    """join: seconds until the server must generate."""
 
 
 class ControlRequest(Words):

@@ -25,6 +25,8 @@ class Discovery:
         self._goes_on = config.enable_topology_discovery
         self._lock = threading.Lock()
         self._named = frozenset(named)
+        self._urgent: frozenset[str] = frozenset()
+        """Addresses whose servers join without waiting for others."""
         self._struck: frozenset[str] = frozenset()
         """Addresses that somebody has taken out: they stay out until somebody names them."""
         self._rejected: dict[str, tuple[str, str]] = {}
@@ -62,13 +64,22 @@ class Discovery:
         found = (url for url, lease in self._leases.items() if not lease.is_leaving)
         return self._named.union(found)
 
-    def name(self, address: str) -> None:
-        """Look there from now on, whatever was before."""
+    def name(self, address: str, at_once: bool = False) -> None:
+        """Look there from now on, whatever was before. at_once: its server waits for no others as it joins."""
         with self._lock:
             self._named |= {address}
+            self._urgent |= {address} if at_once else frozenset()
             self._struck -= {address}
             self._rejected.pop(address, None)
             self._quarantine = self._quarantine.vouched(address)
+
+    def is_urgent(self, address: str) -> bool:
+        return address in self._urgent
+
+    def joins(self, address: str) -> None:
+        """Note that the server there is given weights."""
+        with self._lock:
+            self._urgent -= {address}
 
     def saw(self, address: str, instead: str) -> None:
         """Note what a probe of the address has found instead of a server, a sentence; "" for a server."""

@@ -84,6 +84,8 @@ class Judge:
             self._state.fence(f"{address} has seen epoch {reply.epoch}, which another controller has made")
         if server is not None:
             self._state.judge(server.instance, lambda each: each.answered(reply, now, self.rules))
+        elif twin := next((each for each in state.living if each.incarnation == reply.incarnation), None):
+            self._reject(address, reply.incarnation, f"{address} is the server that the run has at {twin.address}")
         elif unmet:
             self._reject(address, reply.incarnation, unmet)
         elif not self._discovery.why_not(address, reply.incarnation) and not self._state.fenced:

@@ -19,7 +19,7 @@ from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
 from ductile.config.schema.trainer import NcclBroadcast
-from ductile.config.server_address import root_of
+from ductile.config.server_address import with_scheme
 from ductile.core.instances.carrier_choice import CarrierChoice, choose_carrier
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
@@ -50,7 +50,9 @@ from ductile.roles import Late, Refused
 from ductile.transport.deadlines import Deadlines
 
 LOOK_S = 0.2
-"""Seconds between two looks at whether a run that is to stop waits for servers."""
+"""Seconds between two looks at whether a run that is to stop waits for servers, or one that joins generates."""
+WAITED_SHARE = 0.9
+"""Share of the time that who asks for a join waits, in which it is waited for: then there is time for the answer."""
 
 
 def has_servers(config: RLConfig) -> bool:
@@ -190,28 +192,37 @@ class Servers:
             return ""
         try:
             if ask.action == "join":
-                return await self._join(ask.server)
+                return await self._join(with_scheme(ask.server), ask.timeout_s * WAITED_SHARE)
             return await self._leave(ask.server, "drain" if ask.action == "drain" else "now")
         except ValueError as error:
             raise Unfit(str(error)) from error
 
-    async def _join(self, address: str) -> str:
-        self._fleet.register_server(address)
+    async def _join(self, address: str, timeout_s: float) -> str:
+        """Wait until the server generates, where one has been found."""
+        self._fleet.register_server(address, at_once=True)
         await self._fleet.look()
-        await self._fleet.settled()
-        found = self._fleet.state.at(root_of(address))
-        if found is None:
-            why = next((why for url, why in self._fleet.kept_out.items() if url in address), "nobody answers there yet")
-            raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for from now on")
-        if not found.is_serving:
-            raise RunFailed(f"{found.instance} is {found.status}: {found.reason or 'it waits for weights'}")
-        return f"{found.instance} generates, with version {found.version}."
+        until = time.monotonic() + timeout_s
+        while True:
+            found = self._fleet.state.at(address)
+            if found is None:
+                why = self._fleet.absent.get(address, "nobody answers there yet")
+                raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for until it is evicted")
+            if found.is_serving:
+                return f"{found.instance} generates, with version {found.version}."
+            if time.monotonic() > until:
+                why = found.reason or "it waits for weights"
+                raise RunFailed(f"{found.instance} is still {found.status} after {timeout_s:.0f} s: {why}")
+            await asyncio.sleep(LOOK_S)
 
     async def _leave(self, server: str, mode: Literal["drain", "now"]) -> str:
-        known = {name for each in self._fleet.state.living for name in (each.instance, each.address)}
-        if root_of(server) not in known:
-            raise Unfit(f"{server} is none of the run's servers: {', '.join(sorted(known)) or 'it has none'}")
-        self._fleet.deregister_server(server, mode)
+        found = self._fleet.find(server)
+        if found is None and (address := with_scheme(server)) in self._fleet.absent:
+            self._fleet.deregister_server(address, mode)
+            return f"{address} is not looked for any more."
+        if found is None:
+            known = sorted(each.instance for each in self._fleet.state.living)
+            raise Unfit(f"{server} is none of the run's servers: {', '.join(known) or 'it has none'}")
+        self._fleet.deregister_server(found.instance, mode)
         await self._fleet.settled()
         return f"{server} has left" + (" when it had finished what it had." if mode == "drain" else ".")
 
@@ -281,7 +292,7 @@ class Servers:
 def requirements_of(config: RLConfig) -> Requirements:
     """Return what the run's servers must have."""
     key = "inference.model.max_model_len" if config.seq_len is None else "seq_len"
-    return Requirements(models_of(config), config.trainer.model.name, config.inference.model.max_model_len, key)
+    return Requirements(models_of(config), config.trainer.model.name or "", config.inference.model.max_model_len, key)
 
 
 def models_of(config: RLConfig) -> tuple[str, ...]:
