@@ -18,6 +18,7 @@ from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet import ElasticFleet
 from ductile.fleet.registry.authority import FolderAuthority
 from ductile.fleet.registry.registries import LeaseFolder
+from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.updates.update_parties import UpdateOptions
 from ductile.fleet.updates.weight_update import WeightUpdates
@@ -273,7 +274,8 @@ def test_a_server_that_wants_another_key_is_not_asked_again_until_somebody_names
             asked = one.servers[1].num_asked
             await one.looks(5)
             assert one.servers[1].num_asked == asked
-            assert one.fleet.kept_out[one.servers[1].url].endswith("refused our key with 401")
+            said = one.fleet.kept_out[one.servers[1].url]
+            assert "wants an API key, and this run gives none (401); orchestrator.client.api_key_var names" in said
             one.servers[1].status = 200
             one.fleet.register_server(one.servers[1].url)
             await one.looks()
@@ -285,13 +287,77 @@ def test_a_server_that_wants_another_key_is_not_asked_again_until_somebody_names
 def test_a_server_with_another_model_is_kept_out_with_a_reason() -> None:
     async def story() -> None:
         async with case(1) as one:
-            one.fleet.expect_model("m")
+            one.fleet.require(Requirements(("m",), "models/run"))
             stranger = await StubServer("another").start()
+            stranger.says(model_name="models/other")
             one.fleet.register_server(stranger.url)
+            await one.looks(4)
+            assert one.serving == [0]
+            (said,) = [each for each in one.told if stranger.url in each]
+            assert "has another model (models/other) than the run (models/run)" in said
+            assert "(fingerprints another and m)" in said
+            await stranger.kill()
+
+    asyncio.run(story())
+
+
+def test_a_server_with_a_shorter_context_than_the_run_s_is_kept_out_and_that_is_said_once() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            one.fleet.require(Requirements(max_model_len=128, length_key="seq_len"))
+            short = await StubServer().start()
+            short.says(max_model_len=64)
+            one.servers.append(short)
+            one.fleet.register_server(short.url)
+            await one.looks(3)
+            assert one.serving == [0]
+            (said,) = [each for each in one.told if short.url in each]
+            assert "64 tokens at most, and the run's have up to 128 (seq_len)" in said
+            short.says(incarnation="another process", max_model_len=128)
+            await one.looks(2)
+            assert one.serving == [0, 1]
+
+    asyncio.run(story())
+
+
+def test_a_server_that_refuses_a_request_is_put_out_until_another_process_is_there() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            one.members.on_ended(one.id(1), Refused("responded with 400: no room"), 0.0)
             await one.looks(2)
             assert one.serving == [0]
-            assert [each for each in one.told if "has another model (another) than the run (m)" in each]
-            await stranger.kill()
+            assert [each for each in one.told if "has refused a request: responded with 400" in each]
+            await one.servers[1].restart()
+            await one.looks(2)
+            assert one.serving == [0, 1]
+
+    asyncio.run(story())
+
+
+def test_one_process_at_two_addresses_is_one_server() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            other = f"http://localhost:{one.servers[0].port}"
+            one.fleet.register_server(other)
+            await one.looks(2)
+            assert [each.address for each in one.fleet.state.living] == [one.servers[0].url]
+            assert one.fleet.absent == {other: f"{other} is the server that the run has at {one.servers[0].url}"}
+
+    asyncio.run(story())
+
+
+def test_a_server_that_is_named_joins_without_the_cooldown_and_is_found_by_all_its_names() -> None:
+    async def story() -> None:
+        async with case(2, topology_change_cooldown_seconds=1000) as one:
+            url, host = one.servers[1].url, f"127.0.0.1:{one.servers[1].port}"
+            one.fleet.deregister_server(host)
+            await one.fleet.settled()
+            assert one.serving == [0]
+            one.fleet.register_server(url, at_once=True)
+            await one.looks()
+            assert one.serving == [0, 1]
+            assert {one.fleet.find(name).instance for name in (url, host, f"{url}/v1", f"{host}+1")} == {f"{host}+1"}
+            assert one.fleet.find("127.0.0.1:9") is None
 
     asyncio.run(story())
 
@@ -435,6 +501,33 @@ def test_too_few_servers_are_waited_for_and_not_for_ever() -> None:
     asyncio.run(story())
 
 
+def test_who_is_waited_for_is_said_at_once_and_every_half_minute_and_in_the_end() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            gone = one.servers[0]
+            await gone.kill()
+            await one.looks()
+            said = f"waiting for servers: nobody listens at {gone.url}; at most 5 s"
+            assert one.told[-1] == said
+            num = len(one.told)
+            one.now += 1.0
+            one.fleet._shortage.look()
+            assert len(one.told) == num
+            one.now += 30.0
+            one.fleet._shortage.look()
+            assert one.told[num:] == [said]
+            assert one.fleet.absent == {gone.url: f"nobody listens at {gone.url}"}
+            assert one.fleet.maybe_rebuild_weight_update_group().action == "wait"
+            one.now += 6.0
+            with pytest.raises(Late, match=f"none joined in .*nobody listens at {gone.url}"):
+                await one.fleet.enough_servers()
+            await gone.start()
+            await one.looks(2)
+            assert one.fleet.absent == {}
+
+    asyncio.run(story())
+
+
 def test_before_the_first_version_all_that_are_there_get_it() -> None:
     async def story() -> None:
         async with case(2, version=None) as one:
@@ -514,7 +607,7 @@ def test_of_two_controllers_one_rules_and_the_other_one_learns_it(tmp_path: Path
             first, second = controller("first", 5.0), controller("second", 0.0)
             await first.start()
             await first.settled()
-            with pytest.raises(Late, match="another controller has ruled this fleet"):
+            with pytest.raises(Late, match="another run has had the servers of this registry for 0 s"):
                 await second.start()
             old = first._shared.next_epoch()
             now = 16.0  # the first one was stopped

@@ -25,7 +25,7 @@ from ductile.messages.workers import (
     ReleaseRole,
     Reply,
 )
-from ductile.roles import Late, NotTaken, Refused, SlotLost
+from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 from ductile.transport.mailbox import Died
 from tests.fleet.generate_slots import generator
 from tests.fleet.test_migration import (
@@ -187,14 +187,20 @@ def test_a_server_that_dies_with_a_request_that_has_just_come_is_not_waited_for(
     with_mixed(story)
 
 
-def test_whatever_a_server_s_client_raises_is_a_refusal_of_what_was_asked():
+def test_what_a_server_refuses_goes_elsewhere_and_ends_the_request_when_nobody_else_is_there():
     async def story(cluster: Mixed):
+        ended = list[Failure | None]()
+        cluster.generators.on_ended.add(lambda server, failure, began_at: ended.append(failure))
         cluster.server.raises = ConnectionError("connection refused")
-        tasks = [cluster.ask(name) for name in "abc"]
-        endings = await asyncio.gather(*tasks, return_exceptions=True)
-        (error,) = [ending for ending in endings if isinstance(ending, Exception)]
+        for name, task in {name: cluster.ask(name) for name in "abc"}.items():
+            assert is_whole(await task, name)
+        (error,) = [each for each in ended if each is not None]
         assert isinstance(error, Refused)
         assert "http://elsewhere: ConnectionError: connection refused" in str(error)
+        for instance in (PAIR, generator(2)):
+            cluster.generators.put_aside(instance.id, "it is put aside")
+        with pytest.raises(Refused, match="connection refused"):
+            await cluster.ask("d")
 
     with_mixed(story)
 

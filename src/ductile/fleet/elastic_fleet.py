@@ -13,13 +13,14 @@ from contextlib import suppress
 from typing import Literal
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
-from ductile.config.server_address import is_root, root_of
+from ductile.config.server_address import is_root, root_of, with_scheme
 from ductile.core.instances.fleet_state import FleetState
 from ductile.core.instances.health import HealthRules, ServerHealth
 from ductile.core.instances.instances import InstanceId
-from ductile.core.instances.topology import Action, TopologyDecision, TopologyMember, require_members
+from ductile.core.instances.topology import TopologyDecision, TopologyMember, require_members
 from ductile.core.instances.update_outcomes import lacking
 from ductile.error_text import error_text
 from ductile.fleet.registry.authority import Authority, first_epoch
@@ -28,8 +29,10 @@ from ductile.fleet.registry.registries import Registry, RegistryDown, StaticServ
 from ductile.fleet.servers.joining import Joining
 from ductile.fleet.servers.judge import Judge
 from ductile.fleet.servers.monitor import HttpProbe, Monitor, Probe, ProbeOutcome
+from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.server_pool import ServerPool
 from ductile.fleet.servers.shared_state import SharedFleetState
+from ductile.fleet.servers.shortage import Shortage, WaitNotes
 from ductile.roles import Failure, Interrupted, Late
 
 POLL_S = 5.0
@@ -76,6 +79,7 @@ class ElasticFleet:
         roots = [root_of(each) for each in addresses]
         self._discovery = Discovery(config, registry or StaticServers(()), roots, tell, state.clock)
         self._judge = Judge(state, rules, self._discovery, pool, authority is not None, tell)
+        self._shortage = Shortage(config, state, self._discovery, self._judge, pool, patience_s, tell)
         self._joining = Joining(config, state, self._discovery, pool, self._changed, tell)
         self._own_probe = HttpProbe(config.detection_bound_s) if probe is None else None
         self._monitor = Monitor(
@@ -85,7 +89,8 @@ class ElasticFleet:
         self._looking: asyncio.Task[None] | None = None
         self._changed_at = state.clock()
         self._built_epoch = -1
-        self._lacking_since: float | None = None
+        self.num_waiting = 0
+        """Calls that wait for servers before an update goes on."""
         self._lacks_version: tuple[int, float] | None = None
         """Version that too few servers have taken, and since when."""
         state.on_change.add(lambda before, after: self._soon(self._follow, before, after))
@@ -129,13 +134,13 @@ class ElasticFleet:
 
     # -- AReaL's names ----------------------------------------------------------------------------------------------
 
-    def register_server(self, address: str) -> int:
-        """Look for a server at the address from now on, also one that was taken out before. Returns the epoch. Raises
-        ValueError for what is no address."""
+    def register_server(self, address: str, at_once: bool = False) -> int:
+        """Look for a server at the address from now on, also one that was taken out before. Returns the epoch. at_once:
+        it joins without `topology_change_cooldown_seconds`. Raises ValueError for what is no address."""
         address = root_of(address)
         if not is_root(address):
             raise ValueError(f'{address!r} is no address of a server; write one such as "http://10.0.0.7:8000"')
-        self._discovery.name(address)
+        self._discovery.name(address, at_once)
         self._soon(self._monitor.look)
         if not self._config.enable_health_monitor:
             self._soon(self._monitor.hurry, address)
@@ -150,7 +155,7 @@ class ElasticFleet:
         cause, why = ("drain", "it has been told to leave") if mode == "drain" else ("remove", "it has been taken out")
 
         def leave(state: FleetState) -> FleetState:
-            found = _found_by(state, server)
+            found = self.find(server, state)
             if found is None or (mode == "drain" and found.status == "draining"):
                 return state
             left = len(state.serving) - found.is_serving + self._pool.num_others
@@ -159,9 +164,9 @@ class ElasticFleet:
                 raise ValueError(f"{found.instance} cannot be taken out: {left} would be left, and {least}")
             return state.changed(found.moved(cause, why, self._clock()))
 
-        found = _found_by(self.state, server)
+        found = self.find(server)
         after = self._shared.change(leave)
-        self._discovery.strike(found.address if found else root_of(server))
+        self._discovery.strike(found.address if found else with_scheme(server))
         return after.epoch
 
     def get_active_server_addresses(self) -> tuple[str, ...]:
@@ -184,22 +189,10 @@ class ElasticFleet:
 
     def maybe_rebuild_weight_update_group(self) -> TopologyDecision:
         """Return what is to be done before the next update, for everybody who takes part in it."""
-        config, now = self._config, self._clock()
-        receivers = self._receivers()
-        num_healthy = sum(each.probe_failures < self._judge.rules.failure_threshold for each in receivers)
-        num_healthy += self._pool.num_others
-        if num_healthy >= config.min_healthy_servers:
-            self._lacking_since = None
-        elif self._lacking_since is None:
-            self._lacking_since = now
-        waited_s = 0.0 if self._lacking_since is None else now - self._lacking_since
-        action, reason = self._action(num_healthy, waited_s)
-        return TopologyDecision(
-            action,
-            self.state.topology,
-            tuple(map(TopologyMember.of, receivers)),
-            reason,
-        )
+        verdict, reason = self._shortage.decide()
+        go_on = "rebuild" if self.consume_group_rebuild_request() else "keep"
+        receivers = tuple(map(TopologyMember.of, self._shortage.receivers))
+        return TopologyDecision(go_on if verdict == "go_on" else verdict, self.state.topology, receivers, reason)
 
     def mark_group_built(self, decision: TopologyDecision) -> None:
         """Note that the group of the decision is there. Until then the decision is made again, so one that was lost is
@@ -225,15 +218,30 @@ class ElasticFleet:
         """All servers, now. A value: it does not change any more."""
         return self._shared.now
 
+    def find(self, server: str, state: FleetState | None = None) -> ServerHealth | None:
+        """Return the living server of this id, or at this address, which may lack its scheme. state: default, now's."""
+        state = state or self.state
+        found = state.servers.get(InstanceId(server))
+        return found if found is not None and found.is_living else state.at(with_scheme(server))
+
     @property
     def kept_out(self) -> dict[str, str]:
         """Addresses that are known and may not join now, each with a sentence."""
         return self._discovery.kept_out
 
-    def expect_model(self, *fingerprints: str) -> None:
-        """Let only servers join, from now on, whose model (`messages.updates.ServerState.model`) is one of these. None
-        given: any may."""
-        self._judge.expect_model(fingerprints)
+    @property
+    def absent(self) -> dict[str, str]:
+        """Addresses that are looked at and have no living server, each with a sentence."""
+        return self._shortage.absent
+
+    @property
+    def missing(self) -> str:
+        """Why servers are not there, address by address; "" where none is known to be missing."""
+        return self._shortage.missing
+
+    def require(self, requirements: Requirements) -> None:
+        """Let only servers join, from now on, that meet these."""
+        self._judge.requirements = requirements
 
     async def update(self, version: int) -> None:
         """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those
@@ -260,9 +268,7 @@ class ElasticFleet:
         """Return the decision before an update, once there are `min_healthy_servers`. Raises Late when there are not
         within `patience_s`, or when another controller rules."""
         while (decision := self.maybe_rebuild_weight_update_group()).action == "wait":
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(1.0, self._patience_s)):
-                    await self._changed.wait()
+            await self._wait_for_change(1.0)
         if decision.action == "fail":
             raise Late(decision.reason)
         return decision
@@ -278,16 +284,24 @@ class ElasticFleet:
         if verdict == "go_on":
             self._lacks_version = None
         elif verdict == "wait":
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(SEND_AGAIN_S, self._patience_s)):
-                    await self._changed.wait()
+            await self._wait_for_change(SEND_AGAIN_S)
         else:
             why = "; ".join(f"{each.instance} is {each.status}: {each.reason}" for each in self.state.living)
             raise Late(
                 f"{num} of at least {minimum} servers have taken version {version} in {waited_s:.0f} s "
-                f"(inference.min_healthy_servers): {why or 'there is none'}"
+                f"(inference.min_healthy_servers): {why or self.missing or 'there is none'}"
             )
         return verdict == "go_on"
+
+    async def _wait_for_change(self, most_s: float) -> None:
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(min(most_s, self._patience_s)):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.num_waiting -= 1
 
     def request_failed(self, server: InstanceId, why: str, began_at: float = float("inf")) -> None:
         """Note that a request has failed there by the server's fault: its connection was lost, or it said HTTP 5xx. The
@@ -326,6 +340,7 @@ class ElasticFleet:
         return self._discovery.wanted.union(server.address for server in self.state.living)
 
     def _found(self, address: str, outcome: ProbeOutcome) -> None:
+        self._discovery.saw(address, outcome.reason)
         self._judge.probed(address, outcome)
         self._joining.begin_due()
 
@@ -342,6 +357,8 @@ class ElasticFleet:
             if was.is_living and was.instance not in after.servers:
                 self._act(was, was.moved("die", "another process has its address", self._clock()), after.epoch)
         self._monitor.look()
+        if self._looking is not None:
+            self._shortage.look()
         self._changed.notify_all()
 
     def _act(self, was: ServerHealth | None, server: ServerHealth, epoch: int) -> None:
@@ -357,10 +374,11 @@ class ElasticFleet:
     async def _begin_rule(self) -> None:
         if self._authority is None:
             return
-        until = self._clock() + self._patience_s
+        until, notes = self._clock() + self._patience_s, WaitNotes(self._patience_s, self._clock, self._tell)
         while (token := await self._authority.claim()) is None:
             if self._clock() >= until:
-                raise Late(f"another controller has ruled this fleet for {self._patience_s:g} s")
+                raise Late(f"another run has had the servers of this registry for {said(self._patience_s)}")
+            notes.look("another run, which has the servers of this registry, to end (inference.registry)")
             await asyncio.sleep(min(1.0, self._patience_s))
         self._shared.change(lambda state: state.above(first_epoch(token) - 1))
 
@@ -380,6 +398,7 @@ class ElasticFleet:
             case _:
                 interval_s = POLL_S
         while not self._shared.fenced:
+            self._shortage.look()
             await asyncio.sleep(interval_s)
             try:
                 await self._renew_rule()
@@ -405,32 +424,6 @@ class ElasticFleet:
                     server.instance, lambda each: each.moved("drain", "it says that it is leaving", self._clock())
                 )
 
-    def _receivers(self) -> list[ServerHealth]:
-        """Return the servers that get the next version: those that serve, those whose weights are not trusted and who
-        answer, and before the first version those that wait for it."""
-        waiting = ("stale", "joining") if self._pool.version is None else ("stale",)
-        living = self.state.living
-        return [each for each in living if each.is_serving or (each.status in waiting and not each.probe_failures)]
-
-    def _action(self, num_healthy: int, waited_s: float) -> tuple[Action, str]:
-        minimum = self._config.min_healthy_servers
-        lack = f"{num_healthy} of at least {minimum} servers are healthy (inference.min_healthy_servers)"
-        verdict = lacking(num_healthy, minimum, waited_s, self._patience_s)
-        if self._shared.fenced:
-            return "fail", self._shared.fenced
-        if verdict == "wait":
-            return "wait", f"{lack}; others may join for {self._patience_s - waited_s:.0f} s"
-        if verdict == "fail":
-            why = f": {self._judge.own_fault}" if self._judge.own_fault else ""
-            return "fail", f"{lack}, and none joined in {waited_s:.0f} s{why}"
-        return ("rebuild" if self.consume_group_rebuild_request() else "keep"), ""
-
 
 async def _no_probe(address: str) -> ProbeOutcome:
     return ProbeOutcome("unasked", f"nobody asks {address}")
-
-
-def _found_by(state: FleetState, server: str) -> ServerHealth | None:
-    """Return the living server of this id, or at this address."""
-    found = state.servers.get(InstanceId(server))
-    return found if found is not None and found.is_living else state.at(root_of(server))

@@ -38,6 +38,8 @@ class FleetRequest(Words, tag="fleet"):
     action: Literal["list", "join", "drain", "evict"] = "list"
     server: str = ""
     """join: the server's address. drain, evict: its id, or its address."""
+    timeout_s: float = 600.0
+    """join: seconds until the server must generate."""
 
 
 class ControlRequest(Words):
@@ -93,7 +95,8 @@ class FleetServer(Words):
     id: str
     url: str
     status: str
-    """A state of `ductile.core.instances.health`: joining, warming, ready, suspect, draining, stale, dead or gone."""
+    """A state of `ductile.core.instances.health`: joining, warming, ready, suspect, draining, stale, dead or gone; or
+    absent, for an address that is looked at and has no server."""
     reason: str
     """Reason for which it is in that state, a sentence."""
     since_s: float

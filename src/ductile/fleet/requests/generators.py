@@ -89,14 +89,15 @@ class RemoteGenerators(WorkerPool):
         What was under way at a generator that is lost goes on at another one, with the tokens that are known of it; a
         generator that makes no progress is given up. A request that MOST_LOST generators were lost with while it came
         no further fails: it may be what ends them. One that a generator does not take, or does not do to its end,
-        goes to another, and again to all of them when none is left.
+        goes to another, and again to all of them when none is left. One that a server refuses fails only when no other
+        generator is left: the server may be another than the run needs.
         """
         entry, aborted = self._in_flight.open(request), False
-        lost, unwilling = set[Instance](), set[Instance]()
+        lost, unwilling, refused = set[Instance](), set[Instance](), set[Instance]()
         try:
             while True:
                 try:
-                    await self._send(entry, lost, unwilling, versions)
+                    await self._send(entry, lost | refused, unwilling, versions)
                     return await self._wait_for(entry)
                 except Failure as error:
                     if entry.instance is not None:
@@ -105,9 +106,13 @@ class RemoteGenerators(WorkerPool):
                             unwilling.add(entry.instance)
                         elif isinstance(error, SlotLost) and entry.where in self._ports:
                             lost.add(entry.instance)  # the news of its death is still to come
+                        elif isinstance(error, Refused) and not entry.instance.slots:
+                            refused.add(entry.instance)
+                            if not refused.issuperset(self.of_versions(versions)):
+                                error = NotTaken(str(error))
                     self._begin_again(entry, error)
                     if unwilling.issuperset(
-                        {*self.of_versions(versions)} - lost
+                        {*self.of_versions(versions)} - lost - refused
                     ):  # nothing tells when they take requests again
                         if isinstance(error, NotTaken | Interrupted):
                             await asyncio.sleep(self._not_taken_s(entry))

@@ -47,6 +47,11 @@ class Delivery(Protocol):
         behind. Others come and go meanwhile. Raises a Failure when the version is not to go live."""
         ...
 
+    @property
+    def missing(self) -> str:
+        """Why servers are not there, address by address; "" where none is known to be missing."""
+        ...
+
 
 class WorkerPool:
     """Base of the role's client: `generators.RemoteGenerators`, `scorer.RemoteScorer`."""
@@ -163,6 +168,8 @@ class WorkerPool:
             except TimeoutError:
                 waited, last = said(self._deadlines.patience_s), next(reversed(self._lost.values()), "")
                 lost = f"; the last one was lost: {last}" if last else ""
+                if self.to_servers is not None and self.to_servers.missing:
+                    lost += f"; of the servers: {self.to_servers.missing}"
                 raise Late(f"for {waited} no slot had the role {self._role!r}, for {what}{lost}") from None
             finally:
                 self.num_waiting -= 1

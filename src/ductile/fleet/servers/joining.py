@@ -107,9 +107,11 @@ class Joining:
             and not server.probe_failures
             and not self._discovery.why_not(server.address, server.incarnation)
         }
-        cooldown_s = self._config.topology_change_cooldown_seconds
+        is_urgent = any(self._discovery.is_urgent(state.of(each).address) for each in waiting)
+        cooldown_s = 0.0 if is_urgent else self._config.topology_change_cooldown_seconds
         joins = joins_due(waiting, self._state.clock(), cooldown_s, len(state.serving))
         for instance in joins.now:
+            self._discovery.joins(state.of(instance).address)
             self._begin(instance, self._join(instance))
         if joins.wait_s is not None:
             self._timer = asyncio.get_running_loop().call_later(joins.wait_s, self.begin_due)

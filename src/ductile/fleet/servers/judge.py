@@ -14,10 +14,11 @@ from ductile.core.instances.topology import TopologyMember, blame, wedged_receiv
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.registry.discovery import Discovery
 from ductile.fleet.servers.monitor import ProbeOutcome
+from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.server_pool import ServerPool
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.messages.updates import Digest, ServerState
-from ductile.roles import Failure, Interrupted, Late, SlotLost
+from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 
 
 class Judge:
@@ -42,12 +43,8 @@ class Judge:
         """Time at which our rule was last renewed."""
         self._foreign: dict[tuple[str, int], float] = {}
         """Address and epoch of servers with epochs of others, and when they were first seen."""
-        self._models: tuple[str, ...] = ()
-        """Fingerprints of the model that servers must have, one of them; () while it is not known."""
-
-    def expect_model(self, fingerprints: tuple[str, ...]) -> None:
-        """Servers with another model cannot join from now on."""
-        self._models = fingerprints
+        self.requirements = Requirements()
+        """Requirements that servers must meet from now on to join."""
 
     def rule_renewed(self, at: float) -> None:
         """We have ruled at this time."""
@@ -59,12 +56,12 @@ class Judge:
         """A probe of the address has found this."""
         now, server = self._state.clock(), self._state.now.at(address)
         if outcome.kind == "answered" and outcome.state is not None:
-            self._answered(address, _reply_of(outcome.state, outcome.asked_at), now)
+            unmet = self.requirements.unmet(address, outcome.state)
+            self._answered(address, _reply_of(outcome.state, outcome.asked_at), unmet, now)
         elif outcome.kind == "unasked":
             self._blame_ourselves(outcome.reason)
         elif outcome.kind == "denied":
-            self._discovery.reject(address, "", outcome.reason)
-            self._tell(f"{outcome.reason}; it is not asked again")
+            self._reject(address, "", f"{outcome.reason}; it is not asked again")
         if server is not None:
             match outcome.kind:
                 case "closed" if server.status == "draining":
@@ -77,7 +74,7 @@ class Judge:
                     pass
         self._condemn(now)
 
-    def _answered(self, address: str, reply: ProbeReply, now: float) -> None:
+    def _answered(self, address: str, reply: ProbeReply, unmet: str, now: float) -> None:
         self.own_fault = ""
         state = self._state.now
         server = state.at(address)
@@ -87,12 +84,10 @@ class Judge:
             self._state.fence(f"{address} has seen epoch {reply.epoch}, which another controller has made")
         if server is not None:
             self._state.judge(server.instance, lambda each: each.answered(reply, now, self.rules))
-        elif self._models and reply.model not in ("", *self._models):
-            why = (
-                f"{address} has another model ({reply.model}) than the run ({self._models[0]}): start it with the run's"
-            )
-            self._discovery.reject(address, reply.incarnation, why)
-            self._tell(why)
+        elif twin := next((each for each in state.living if each.incarnation == reply.incarnation), None):
+            self._reject(address, reply.incarnation, f"{address} is the server that the run has at {twin.address}")
+        elif unmet:
+            self._reject(address, reply.incarnation, unmet)
         elif not self._discovery.why_not(address, reply.incarnation) and not self._state.fenced:
             if reply.epoch > state.epoch and self._foreign.setdefault((address, reply.epoch), now) >= self._ruled_at:
                 return  # a new ruler's, unless we still rule after that
@@ -103,6 +98,11 @@ class Judge:
                     "servers from now on (with a registry, the later of two runs waits)"
                 )
             self._state.change(lambda state: state.above(reply.epoch).joined(address, reply, now))
+
+    def _reject(self, address: str, incarnation: str, why: str) -> None:
+        """Keep the process there out, and say so once."""
+        if self._discovery.reject(address, incarnation, why):
+            self._tell(why)
 
     def _unanswered(self, server: ServerHealth, outcome: ProbeOutcome, now: float) -> None:
         others = [each for each in self._state.now.living if each.instance != server.instance]
@@ -134,7 +134,8 @@ class Judge:
     # -- Requests ---------------------------------------------------------------------------------------------------
 
     def request_ended(self, server: InstanceId, failure: Failure | None, began_at: float) -> None:
-        """A request that the server has had since `began_at` has ended there. What it refused says nothing of it."""
+        """A request that the server has had since `began_at` has ended there. A server that refuses one is kept out:
+        it would refuse the next one as well."""
         now = self._state.clock()
         if failure is None:
             self._state.judge(server, lambda each: each.generated(now, self.rules))
@@ -142,6 +143,11 @@ class Judge:
             self.lost(server, str(failure))
         elif isinstance(failure, Interrupted | Late):
             self._state.judge(server, lambda each: each.request_failed(str(failure), now, self.rules, began_at))
+        elif isinstance(failure, Refused) and not isinstance(failure, NotTaken):
+            found = self._state.now.servers.get(server)
+            if found is not None and found.is_living:
+                self._reject(found.address, found.incarnation, f"{server} has refused a request: {failure}")
+                self.lost(server, f"it has refused a request: {failure}")
 
     def lost(self, server: InstanceId, why: str) -> None:
         """There is no doubt that it cannot be used any more."""
@@ -190,7 +196,6 @@ def _reply_of(state: ServerState, asked_at: float) -> ProbeReply:
         version=state.version,
         asked_at=asked_at,
         digest=state.digest,
-        model=state.model,
         epoch=state.epoch,
         num_requests=state.num_running + state.num_waiting,
         is_paused=state.paused or not state.serving,

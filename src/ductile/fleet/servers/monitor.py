@@ -64,7 +64,7 @@ class HttpProbe:
                 return ProbeOutcome("closed", f"nobody listens at {address}")
             # A connection that is lost is no proof: a server that has too many of them resets some.
             return ProbeOutcome("silent" if error.kind == "lost" else error.kind, str(error))
-        return _outcome(url, reply)
+        return _outcome(url, reply, bool(self._key_of(address)))
 
     async def close(self) -> None:
         await self._client.close()
@@ -190,9 +190,13 @@ class Monitor:
             self._tell(address, replace(probing.result(), asked_at=asked_at))
 
 
-def _outcome(url: str, reply: HttpReply) -> ProbeOutcome:
+def _outcome(url: str, reply: HttpReply, has_key: bool) -> ProbeOutcome:
     if reply.status in (401, 403):
-        return ProbeOutcome("denied", f"{url} refused our key with {reply.status}")
+        key = "another API key than this run gives" if has_key else "an API key, and this run gives none"
+        variable = "orchestrator.client.api_key_var names the environment variable that has it"
+        return ProbeOutcome("denied", f"{url} wants {key} ({reply.status}); {variable}")
+    if reply.status == 404:
+        return ProbeOutcome("odd", f"{url} responded with 404: is this a server of `ductile inference`?")
     if reply.status != 200:
         return ProbeOutcome("odd", f"{url} responded with {reply.status}")
     try:

@@ -18,11 +18,12 @@ from ductile.weights.live_weights import LiveWeights, VersionTensors
 class FleetControl:
     """Made in the loop that serves; `close` at the end."""
 
-    def __init__(self, runner: EngineRunner, live: LiveWeights, stage_weights: bool) -> None:
+    def __init__(self, runner: EngineRunner, live: LiveWeights, stage_weights: bool, model_name: str = "") -> None:
         self.incarnation = secrets.token_hex(8)
         self.gate = PauseGate(runner)
         self._runner = runner
         self._live = live
+        self._model_name = model_name
         self._model = model_fingerprint(live.current.specs())
         self._machine = UpdateMachine()
         self.receiver = WeightReceiver(runner, live, self._machine, self.gate, not stage_weights)
@@ -46,6 +47,7 @@ class FleetControl:
             serving=not self.gate.torn,
             num_sampled=stats.num_tokens,
             update=last.progress() if last else None,
+            model_name=self._model_name,
         )
 
     def refuse_torn(self) -> None:

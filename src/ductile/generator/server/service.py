@@ -73,7 +73,7 @@ class Service:
         self.created = int(time.time())
         live = LiveWeights({name: each.data for name, each in engine.weights()}, engine.version)
         self.runner = EngineRunner(engine, on_failure, live.current.digest())
-        self.control = FleetControl(self.runner, live, stage_weights)
+        self.control = FleetControl(self.runner, live, stage_weights, self.model_id)
         self.metrics = ServerMetrics(engine.stats, lambda: peak_memory(engine.device).used_bytes)
         self._max_sequences, self._num_sequences = max_sequences, 0
         self.sampling_defaults = {name: value for name, value in defaults.items() if name != "max_new_tokens"}

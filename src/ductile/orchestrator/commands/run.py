@@ -53,7 +53,7 @@ from ductile.orchestrator.control.endpoint import Endpoint
 from ductile.orchestrator.control.live_run import LiveRun
 from ductile.orchestrator.ending.final_summary import batches_summary, rl_summary, rollout_only_summary
 from ductile.orchestrator.ending.meaning import Beginning
-from ductile.orchestrator.ending.run_until import SlotDied, Stopped, run_until
+from ductile.orchestrator.ending.run_until import SlotDied, Stopped, first_of, run_until
 from ductile.orchestrator.ending.supervise import Session, supervise
 from ductile.transport.deadlines import Deadlines
 
@@ -97,7 +97,8 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         fleet = await run_until(
             _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
         )
-        servers = Servers(config, fleet, session.record, session.folder) if has_servers(config) else None
+        stop = session.interrupt.graceful
+        servers = Servers(config, fleet, session.record, session.folder, stop) if has_servers(config) else None
         live = _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet, servers)
         async with live as resizer:
 
@@ -169,7 +170,10 @@ def _context(
     def counts() -> dict[str, float]:
         return {**resizer.metrics(), **(servers.counts() if servers else {})}
 
-    return RunContext(session.record, session.interrupt.graceful, slots, counts, cluster.death, session.began_s)
+    async def death() -> str:
+        return await first_of(cluster.death(), *([servers.stuck()] if servers else []))
+
+    return RunContext(session.record, session.interrupt.graceful, slots, counts, death, session.began_s)
 
 
 def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
