@@ -76,6 +76,18 @@ def test_a_run_that_waits_for_servers_says_for_which_and_leaves_at_the_first_ctr
         process.kill()
 
 
+def test_a_registry_that_cannot_be_served_is_told_in_a_sentence_alone(model: Path, tmp_path: Path) -> None:
+    file = write_config(tmp_path, model, max_steps=60, train=0, generate="1", score=0, interval=100)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        flags = ["--inference.registry.type", "http", "--inference.registry.url", url, "--inference.registry.serve"]
+        words = [sys.executable, "-m", "ductile", "rl", "@", str(file), *flags]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "cannot be served here" in ended.stderr
+    assert "never awaited" not in ended.stderr
+
+
 def steps(folder: Path) -> int:
     return len(read_jsonl(folder / "run" / "metrics.jsonl"))
 

@@ -618,8 +618,8 @@ def test_of_two_controllers_one_rules_and_the_other_one_learns_it(tmp_path: Path
             await first._monitor_servers_once()
             decision = first.maybe_rebuild_weight_update_group()
             assert decision.action == "fail"
-            assert "another controller" in decision.reason
-            with pytest.raises(Late, match="another controller"):
+            assert "another run has taken" in decision.reason
+            with pytest.raises(Late, match="another run has taken"):
                 await first.enough_servers()
             await first.close()
             await second.close()
@@ -648,7 +648,7 @@ def test_a_ruler_that_slept_cannot_bring_its_version_over_the_new_one_s() -> Non
                 async with ElasticFleet(config, StubPool(servers), [servers[0].url], tell=told.append, state=new):
                     assert "has weights of another run" in told[-1]
                     await update(new, 10)
-                    with pytest.raises(Late, match="another controller"):
+                    with pytest.raises(Late, match="another run has taken"):
                         await update(old, 2)
                     assert (server.version, old.fenced != "", new.fenced) == (10, True, "")
 
@@ -691,6 +691,29 @@ def test_servers_that_were_in_another_run_s_fleet_get_newer_epochs() -> None:
                 assert fleet.state.epoch > 900
                 await fleet._monitor_servers_once()
                 assert fleet.maybe_rebuild_weight_update_group().action == "rebuild"
+
+    asyncio.run(story())
+
+
+def test_a_server_of_the_same_run_is_not_told_of_as_another_one_s() -> None:
+    """Neither one that was drained and comes back, nor one that the run had before it was resumed."""
+
+    async def story() -> None:
+        async with case(2) as one:
+            one.fleet.deregister_server(one.servers[0].url)
+            await one.fleet.settled()
+            one.servers[0].says(epoch=one.fleet.state.epoch)
+            one.fleet.register_server(one.servers[0].url)
+            await one.looks()
+            assert one.serving == [0, 1]
+            assert [each for each in one.told if "another run" in each] == []
+            config, told = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False}), list[str]()
+            for digests, num in ((frozenset({DIGEST}), 0), (frozenset[str](), 1)):
+                fleet = ElasticFleet(config, StubMembers(one.servers), [one.servers[0].url], tell=told.append)
+                fleet.require(Requirements(), digests)
+                async with fleet:
+                    await fleet.settled()
+                assert len([each for each in told if "has weights of another run" in each]) == num
 
     asyncio.run(story())
 

@@ -105,7 +105,7 @@ class ElasticFleet:
         await self.close()
 
     async def start(self) -> None:
-        """Rule the fleet, and look at its servers once. Raises Late when another controller rules it for `patience_s`,
+        """Rule the fleet, and look at its servers once. Raises Late when another run rules it for `patience_s`,
         RegistryDown when nobody can say who does. Nothing happens when it has started."""
         if self._looking is None:
             await self._begin_rule()
@@ -239,9 +239,10 @@ class ElasticFleet:
         """Why servers are not there, address by address; "" where none is known to be missing."""
         return self._shortage.missing
 
-    def require(self, requirements: Requirements) -> None:
-        """Let only servers join, from now on, that meet these."""
-        self._judge.requirements = requirements
+    def require(self, requirements: Requirements, own_digests: frozenset[str] = frozenset()) -> None:
+        """Let only servers join, from now on, that meet these. own_digests: of versions that this run has given to
+        servers before: those that have one are no other run's."""
+        self._judge.requirements, self._judge.own_digests = requirements, own_digests
 
     async def update(self, version: int) -> None:
         """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those
@@ -266,7 +267,7 @@ class ElasticFleet:
 
     async def enough_servers(self) -> TopologyDecision:
         """Return the decision before an update, once there are `min_healthy_servers`. Raises Late when there are not
-        within `patience_s`, or when another controller rules."""
+        within `patience_s`, or when another run rules."""
         while (decision := self.maybe_rebuild_weight_update_group()).action == "wait":
             await self._wait_for_change(1.0)
         if decision.action == "fail":
@@ -366,7 +367,7 @@ class ElasticFleet:
         self.on_change(was, server, epoch)
 
     def _fenced(self, why: str) -> None:
-        self._tell(f"{why}: this one makes no more decisions")
+        self._tell(why)
         self._changed.notify_all()
 
     # -- Registry and rule ------------------------------------------------------------------------------------------
@@ -386,7 +387,7 @@ class ElasticFleet:
         if self._authority is not None:
             began_at = self._clock()
             if await self._authority.claim() is None:
-                self._shared.fence("another controller rules the fleet of this registry")
+                self._shared.fence("the servers of this registry (inference.registry)")
             else:
                 self._judge.rule_renewed(began_at)
 

@@ -664,7 +664,7 @@ def test_of_two_controllers_one_rules(rig: Rig, tmp_path) -> None:
             newer = HandUpdate.of(rig.servers["a"], rig.truth.tensors[0], 0, epoch + 1000)
             assert newer.pause(lease_s=0.3).status_code == 200, "who has been cut off does not know that it is over"
             await rig.until(lambda: fleet._shared.fenced, 3.0, "the older one is fenced")
-            with pytest.raises(Failure, match="another controller"):
+            with pytest.raises(Failure, match="another run has"):
                 await rig.publish()
             assert await other.claim() is None
         assert rig.fleet.state.epoch > epoch + 1000

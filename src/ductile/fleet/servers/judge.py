@@ -43,6 +43,10 @@ class Judge:
         """Time at which our rule was last renewed."""
         self._foreign: dict[tuple[str, int], float] = {}
         """Address and epoch of servers with epochs of others, and when they were first seen."""
+        self.own_digests: frozenset[Digest] = frozenset()
+        """Digests of versions that this run has given to servers before it was gone on with."""
+        self._had: set[str] = set()
+        """Incarnations of the servers that have been members."""
         self.requirements = Requirements()
         """Requirements that servers must meet from now on to join."""
 
@@ -81,7 +85,7 @@ class Judge:
         if server is not None and server.incarnation != reply.incarnation and reply.asked_at < server.asked_at:
             return  # said late, by the process before
         if reply.epoch > state.epoch and any(each.incarnation == reply.incarnation for each in state.servers.values()):
-            self._state.fence(f"{address} has seen epoch {reply.epoch}, which another controller has made")
+            self._state.fence(f"the server {address}")
         if server is not None:
             self._state.judge(server.instance, lambda each: each.answered(reply, now, self.rules))
         elif twin := next((each for each in state.living if each.incarnation == reply.incarnation), None):
@@ -91,7 +95,9 @@ class Judge:
         elif not self._discovery.why_not(address, reply.incarnation) and not self._state.fenced:
             if reply.epoch > state.epoch and self._foreign.setdefault((address, reply.epoch), now) >= self._ruled_at:
                 return  # a new ruler's, unless we still rule after that
-            if reply.epoch and self._warns:
+            is_ours = reply.digest in self.own_digests or reply.incarnation in self._had
+            self._had.add(reply.incarnation)
+            if reply.epoch and self._warns and not is_ours:
                 self._warns = False  # it is said once
                 self._tell(
                     f"{address} has weights of another run: if that one still goes on it ends, as this one has its "

@@ -59,13 +59,14 @@ class SharedFleetState:
         servers of the attempt have seen. Raises Late when that is newer than ours, for then others rule: epochs of
         others are adopted only as a server joins (`FleetState.above`)."""
         if seen > self.now.epoch:
-            self.fence(f"a server has seen epoch {seen}, which another controller has made")
+            self.fence(f"a server of this one, which has seen its epoch {seen}")
         if self.fenced:
             raise Late(self.fenced)
         return self.change(lambda state: state.above(state.epoch)).epoch
 
-    def fence(self, why: str) -> None:
-        """Make no more decisions: the fleet is another one's."""
+    def fence(self, taken: str) -> None:
+        """Make no more decisions: another run has `taken`, such as "the server http://10.0.0.7:8000"."""
+        why = f"another run has taken {taken}: end that one, or give this one servers of its own, before it goes on"
         is_news, self.fenced = not self.fenced, self.fenced or why
         if is_news:
             self.on_fenced(why)

@@ -27,6 +27,7 @@ from ductile.config.checks.generation_config import GenerationDefaults, generati
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.config.reading.errors import dotted, show
 from ductile.config.reading.key_tree import value_at
+from ductile.config.schema.fleet import FileRegistry
 from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.generator.generate_role import load_engine
@@ -91,6 +92,9 @@ def serve(config: InferenceRunConfig) -> int:
         registrar = Registrar(config.registry, lease, lambda said: print(said, file=sys.stderr, flush=True))
         server.while_serving(registrar)
         print(f"serving {name} on {_url(listener)}", flush=True)
+        if isinstance(config.registry, FileRegistry):
+            folder = Path(config.registry.folder).expanduser().absolute()
+            print(f"announced in {folder} (registry.folder)", flush=True)
         server.run(sockets=[listener])
     return _print_error(failures[0]) if failures else 0
 

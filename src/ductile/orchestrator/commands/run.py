@@ -119,17 +119,17 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
             scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
             context = _context(session, lambda: fleet.slots_by_role, resizer, cluster, servers)
             device = next(iter(cluster.devices.values()))
-            rl_loop = run_loop(
-                prepared,
-                fleet.trainer,
-                fleet.generators,
-                fleet.scorer,
-                context,
-                scheduling.begin,
-                scheduling.spent,
-                canaries_of(prepared, fleet.generators, fleet.trainer, fleet.scorer, device, session.record),
-            )
-            async with recovery, servers or nullcontext():
+            async with recovery, servers or nullcontext():  # they may not begin: then there is no loop
+                rl_loop = run_loop(
+                    prepared,
+                    fleet.trainer,
+                    fleet.generators,
+                    fleet.scorer,
+                    context,
+                    scheduling.begin,
+                    scheduling.spent,
+                    canaries_of(prepared, fleet.generators, fleet.trainer, fleet.scorer, device, session.record),
+                )
                 result = await run_until(rl_loop, session.interrupt.forced)
     return rl_summary(result)
 

@@ -44,7 +44,7 @@ from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import ServerState, TensorSpec, WeightCarrier, model_fingerprint
-from ductile.observe import Recorder
+from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.ending.run_until import Stopped, run_until
 from ductile.roles import Late, Refused
 from ductile.transport.deadlines import Deadlines
@@ -97,7 +97,9 @@ class Servers:
             state,
         )
         fleet.generators.to_servers = self
-        self._fleet.require(requirements_of(config))
+        told = read_jsonl(folder / "events.jsonl")
+        given = (row.get("digest") for row in told if row.get("kind") == "weights_updated")
+        self._fleet.require(requirements_of(config), frozenset(each for each in given if each))
         self._fleet.on_change.add(self._on_change)
         self._pool.on_updated.add(self._on_updated)
         self._latest: UpdateResult | None = None
