@@ -709,7 +709,7 @@ def test_a_server_of_the_same_run_is_not_told_of_as_another_one_s() -> None:
             assert [each for each in one.told if "another run" in each] == []
             config, told = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False}), list[str]()
             for digests, num in ((frozenset({DIGEST}), 0), (frozenset[str](), 1)):
-                fleet = ElasticFleet(config, StubMembers(one.servers), [one.servers[0].url], tell=told.append)
+                fleet = ElasticFleet(config, StubPool(one.servers), [one.servers[0].url], tell=told.append)
                 fleet.require(Requirements(), digests)
                 async with fleet:
                     await fleet.settled()

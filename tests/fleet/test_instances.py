@@ -113,7 +113,7 @@ class Mixed(Cluster):
         slots = RoleSlots(self.mailbox, "generate", TIMEOUT_S)
         self.generators = RemoteGenerators(slots, (PAIR, generator(2)), 4, 16, DEADLINES, self.offers)
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(lost))
-        self.generators.to_servers = self
+        self.generators.deliver_by(self)
         self.gives = True
         """Whether its owner gives the server the weights of each version."""
 

@@ -242,7 +242,7 @@ class ElasticFleet:
     def require(self, requirements: Requirements, own_digests: frozenset[str] = frozenset()) -> None:
         """Let only servers join, from now on, that meet these. own_digests: of versions that this run has given to
         servers before: those that have one are no other run's."""
-        self._judge.requirements, self._judge.own_digests = requirements, own_digests
+        self._judge.require(requirements, own_digests)
 
     async def update(self, version: int) -> None:
         """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those

@@ -74,8 +74,7 @@ class WorkerPool:
         # Longer than a source that hangs at its offer, and then a newcomer that hangs at its weights, hold it: who
         # waits for them is not to blame, and the run need not end.
         self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
-        self.to_servers: Delivery | None = None
-        """None where none of the instances is a server that is given versions."""
+        self._to_servers: Delivery | None = None
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or what they can take, or a call of `some` begins to wait for one."""
         self._role: Serving = role
@@ -92,6 +91,10 @@ class WorkerPool:
         if slots is not None:
             for instance in instances:
                 self._add(self._open(slots, instance))
+
+    def deliver_by(self, delivery: Delivery) -> None:
+        """Have this bring versions to the servers that are among the instances."""
+        self._to_servers = delivery
 
     @property
     def all_instances(self) -> tuple[Instance, ...]:
@@ -168,8 +171,8 @@ class WorkerPool:
             except TimeoutError:
                 waited, last = said(self._deadlines.patience_s), next(reversed(self._lost.values()), "")
                 lost = f"; the last one was lost: {last}" if last else ""
-                if self.to_servers is not None and self.to_servers.missing:
-                    lost += f"; of the servers: {self.to_servers.missing}"
+                if self._to_servers is not None and self._to_servers.missing:
+                    lost += f"; of the servers: {self._to_servers.missing}"
                 raise Late(f"for {waited} no slot had the role {self._role!r}, for {what}{lost}") from None
             finally:
                 self.num_waiting -= 1
@@ -266,12 +269,12 @@ class WorkerPool:
         """Bring the version to all instances, to each by the way of its kind, and have it go live. Return what they
         have been given. Raises what `Delivery.deliver` and `go_live` raise.
 
-        Servers get it first, and without the lock: those that `to_servers` waits for could not come otherwise. What
+        Servers get it first, and without the lock: those that the delivery waits for could not come otherwise. What
         they sample from it until it is live is as good as what the others sample from the version before.
         """
         given = KnownWeights.of(manifest)
-        if self.to_servers is not None:
-            sent = await self.to_servers.deliver(manifest.version)
+        if self._to_servers is not None:
+            sent = await self._to_servers.deliver(manifest.version)
             given = given if given.digest else sent  # no snapshot was made: what was sent is all that is known
         await self.go_live(manifest)
         return given

@@ -43,12 +43,15 @@ class Judge:
         """Time at which our rule was last renewed."""
         self._foreign: dict[tuple[str, int], float] = {}
         """Address and epoch of servers with epochs of others, and when they were first seen."""
-        self.own_digests: frozenset[Digest] = frozenset()
-        """Digests of versions that this run has given to servers before it was gone on with."""
+        self._own_digests: frozenset[Digest] = frozenset()
         self._had: set[str] = set()
         """Incarnations of the servers that have been members."""
-        self.requirements = Requirements()
-        """Requirements that servers must meet from now on to join."""
+        self._requirements = Requirements()
+
+    def require(self, requirements: Requirements, own_digests: frozenset[Digest]) -> None:
+        """Let only servers join, from now on, that meet these. own_digests: of versions that this run has given to
+        servers before it was gone on with."""
+        self._requirements, self._own_digests = requirements, own_digests
 
     def rule_renewed(self, at: float) -> None:
         """We have ruled at this time."""
@@ -60,7 +63,7 @@ class Judge:
         """A probe of the address has found this."""
         now, server = self._state.clock(), self._state.now.at(address)
         if outcome.kind == "answered" and outcome.state is not None:
-            unmet = self.requirements.unmet(address, outcome.state)
+            unmet = self._requirements.unmet(address, outcome.state)
             self._answered(address, _reply_of(outcome.state, outcome.asked_at), unmet, now)
         elif outcome.kind == "unasked":
             self._blame_ourselves(outcome.reason)
@@ -95,7 +98,7 @@ class Judge:
         elif not self._discovery.why_not(address, reply.incarnation) and not self._state.fenced:
             if reply.epoch > state.epoch and self._foreign.setdefault((address, reply.epoch), now) >= self._ruled_at:
                 return  # a new ruler's, unless we still rule after that
-            is_ours = reply.digest in self.own_digests or reply.incarnation in self._had
+            is_ours = reply.digest in self._own_digests or reply.incarnation in self._had
             self._had.add(reply.incarnation)
             if reply.epoch and self._warns and not is_ours:
                 self._warns = False  # it is said once

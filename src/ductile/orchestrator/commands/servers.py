@@ -96,7 +96,7 @@ class Servers:
             self._tell,
             state,
         )
-        fleet.generators.to_servers = self
+        fleet.generators.deliver_by(self)
         told = read_jsonl(folder / "events.jsonl")
         given = (row.get("digest") for row in told if row.get("kind") == "weights_updated")
         self._fleet.require(requirements_of(config), frozenset(each for each in given if each))

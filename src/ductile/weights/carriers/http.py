@@ -119,7 +119,7 @@ class _Poster:
         self._headers = {"Content-Type": "application/octet-stream", "X-Ductile-Epoch": str(update.epoch)}
         if receiver.token:
             self._headers["Authorization"] = f"Bearer {receiver.token}"
-        root = urlsplit(receiver.url)
+        root = self._root = urlsplit(receiver.url)
         self._connection = _connection(root, update.bucket_timeout_s)
         self._state_path = f"{root.path.rstrip('/')}/fleet/state"
         self._path = f"{root.path.rstrip('/')}/weights/buckets/{quote(update.update_id, '')}/{quote(sender, '')}"
@@ -224,7 +224,7 @@ class _Poster:
         """Connect, in several tries: `end` wakes no thread that waits for a host which is gone, and answers nothing."""
         left_s, try_s = self._timeout_s, CONNECT_S
         while self._connection.sock is None and not self._ended.is_set():
-            self._connection.timeout = min(try_s, left_s)
+            self._connection = _connection(self._root, min(try_s, left_s))
             try:
                 self._connection.connect()
             except TimeoutError:
