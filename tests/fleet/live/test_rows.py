@@ -793,6 +793,7 @@ def test_the_recovery_of_one_server_clears_no_other(rig: Rig) -> None:
         result = await rig.publish()
         assert wedged in result.committed
         assert rig.health("a").request_failures == 2, "a version does not mend an engine"
+        await rig.until(lambda: rig.health("a").on_trial, 5.0, "it answers two probes")
         rig.servers["a"].fault("wedge", "on")
         for _ in range(6):
             rig.ask(20)
