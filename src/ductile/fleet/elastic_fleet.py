@@ -263,6 +263,7 @@ class ElasticFleet:
                 async with asyncio.timeout(min(1.0, self._patience_s)):
                     await self._changed.wait()
         if decision.action == "fail":
+            self._lacking_since = None  # a later update waits anew
             raise Late(decision.reason)
         return decision
 
