@@ -497,6 +497,7 @@ def test_too_few_servers_are_waited_for_and_not_for_ever() -> None:
             one.now = 9.5
             with pytest.raises(Late, match=r"0 of at least 1 servers are healthy .*, and none joined in 6 s"):
                 await one.fleet.enough_servers()
+            assert one.fleet.maybe_rebuild_weight_update_group().action == "wait", "a later update waits anew"
 
     asyncio.run(story())
 

@@ -271,6 +271,7 @@ class ElasticFleet:
         while (decision := self.maybe_rebuild_weight_update_group()).action == "wait":
             await self._wait_for_change(1.0)
         if decision.action == "fail":
+            self._lacking_since = None  # a later update waits anew
             raise Late(decision.reason)
         return decision
 
