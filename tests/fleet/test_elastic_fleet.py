@@ -353,9 +353,15 @@ def test_a_server_that_is_named_joins_without_the_cooldown_and_is_found_by_all_i
             one.fleet.deregister_server(host)
             await one.fleet.settled()
             assert one.serving == [0]
-            one.fleet.register_server(url, at_once=True)
-            await one.looks()
+            one.members.may_warm.clear()
+            joining = asyncio.create_task(one.fleet.join(url, 60.0))
+            await until(lambda: f"warm {host}+1 with 1" in one.members.story)
+            assert not joining.done(), "it is waited for"
+            one.members.may_warm.set()
+            assert (await joining).instance == f"{host}+1"
             assert one.serving == [0, 1]
+            with pytest.raises(Refused, match="it is looked for until it is evicted"):
+                await one.fleet.join("http://127.0.0.1:9", 60.0)
             assert {one.fleet.find(name).instance for name in (url, host, f"{url}/v1", f"{host}+1")} == {f"{host}+1"}
             assert one.fleet.find("127.0.0.1:9") is None
 

@@ -8,6 +8,7 @@ else looks at clocks, lists or flags. It moves no bytes: that is for its `Server
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Literal
@@ -33,7 +34,7 @@ from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.server_pool import ServerPool
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.servers.shortage import Shortage, WaitNotes
-from ductile.roles import Failure, Interrupted, Late
+from ductile.roles import Failure, Interrupted, Late, Refused
 
 POLL_S = 5.0
 """Longest time between two looks at the registry."""
@@ -89,8 +90,8 @@ class ElasticFleet:
         self._looking: asyncio.Task[None] | None = None
         self._changed_at = state.clock()
         self._built_epoch = -1
-        self.num_waiting = 0
-        """Calls that wait for servers before an update goes on."""
+        self.is_waiting = False
+        """True while an update waits for servers."""
         self._lacks_version: tuple[int, float] | None = None
         """Version that too few servers have taken, and since when."""
         state.on_change.add(lambda before, after: self._soon(self._follow, before, after))
@@ -269,7 +270,9 @@ class ElasticFleet:
         """Return the decision before an update, once there are `min_healthy_servers`. Raises Late when there are not
         within `patience_s`, or when another run rules."""
         while (decision := self.maybe_rebuild_weight_update_group()).action == "wait":
+            self.is_waiting = True
             await self._wait_for_change(1.0)
+        self.is_waiting = False
         if decision.action == "fail":
             self._lacking_since = None  # a later update waits anew
             raise Late(decision.reason)
@@ -286,6 +289,7 @@ class ElasticFleet:
         if verdict == "go_on":
             self._lacks_version = None
         elif verdict == "wait":
+            self.is_waiting = True
             await self._wait_for_change(SEND_AGAIN_S)
         else:
             why = "; ".join(f"{each.instance} is {each.status}: {each.reason}" for each in self.state.living)
@@ -296,14 +300,9 @@ class ElasticFleet:
         return verdict == "go_on"
 
     async def _wait_for_change(self, most_s: float) -> None:
-        self.num_waiting += 1
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(min(most_s, self._patience_s)):
                 await self._changed.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self.num_waiting -= 1
 
     def request_failed(self, server: InstanceId, why: str, began_at: float = float("inf")) -> None:
         """Note that a request has failed there by the server's fault: its connection was lost, or it said HTTP 5xx. The
@@ -324,6 +323,21 @@ class ElasticFleet:
         await self._monitor.sweep()
         await asyncio.sleep(0)
         self._joining.begin_due()
+
+    async def join(self, address: str, timeout_s: float) -> ServerHealth:
+        """Have the server at the address join at once; returns it when it generates. Raises Refused when none is there,
+        or may join, and Late. It is looked for all the same."""
+        self.register_server(address, at_once=True)
+        await self.look()
+        until = time.monotonic() + timeout_s
+        while (found := self.find(address)) is None or not found.is_serving:
+            if found is None:
+                why = self.absent.get(address, "nobody answers there yet")
+                raise Refused(f"{address} is not in the fleet: {why}; it is looked for until it is evicted")
+            if time.monotonic() > until:
+                raise Late(f"{found.instance} is still {found.status} after {timeout_s:.0f} s: {found.reason}")
+            await self._wait_for_change(0.2)
+        return found
 
     async def settled(self) -> None:
         """Wait for the joins and removals that are under way now."""

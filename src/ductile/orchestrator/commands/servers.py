@@ -46,11 +46,11 @@ from ductile.messages.control_token import token_of
 from ductile.messages.updates import ServerState, TensorSpec, WeightCarrier, model_fingerprint
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.ending.run_until import Stopped, run_until
-from ductile.roles import Late, Refused
+from ductile.roles import Failure, Late, Refused
 from ductile.transport.deadlines import Deadlines
 
 LOOK_S = 0.2
-"""Seconds between two looks at whether a run that is to stop waits for servers, or one that joins generates."""
+"""Seconds between two looks at whether a run that is to stop waits for servers."""
 WAITED_SHARE = 0.9
 """Share of the time that who asks for a join waits, in which it is waited for: then there is time for the answer."""
 
@@ -97,8 +97,8 @@ class Servers:
             state,
         )
         fleet.generators.deliver_by(self)
-        told = read_jsonl(folder / "events.jsonl")
-        given = (row.get("digest") for row in told if row.get("kind") == "weights_updated")
+        events = read_jsonl(folder / "events.jsonl")
+        given = (row.get("digest") for row in events if row.get("kind") == "weights_updated")
         self._fleet.require(requirements_of(config), frozenset(each for each in given if each))
         self._fleet.on_change.add(self._on_change)
         self._pool.on_updated.add(self._on_updated)
@@ -144,7 +144,7 @@ class Servers:
         its end."""
         await self._stop.wait()
         while True:
-            if self._fleet.num_waiting or (self._generators.num_waiting and not self._generators.instances):
+            if self._fleet.is_waiting or (self._generators.num_waiting and not self._generators.instances):
                 raise Stopped
             await asyncio.sleep(LOOK_S)
 
@@ -200,21 +200,11 @@ class Servers:
             raise Unfit(str(error)) from error
 
     async def _join(self, address: str, timeout_s: float) -> str:
-        """Wait until the server generates, where one has been found."""
-        self._fleet.register_server(address, at_once=True)
-        await self._fleet.look()
-        until = time.monotonic() + timeout_s
-        while True:
-            found = self._fleet.state.at(address)
-            if found is None:
-                why = self._fleet.absent.get(address, "nobody answers there yet")
-                raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for until it is evicted")
-            if found.is_serving:
-                return f"{found.instance} generates, with version {found.version}."
-            if time.monotonic() > until:
-                why = found.reason or "it waits for weights"
-                raise RunFailed(f"{found.instance} is still {found.status} after {timeout_s:.0f} s: {why}")
-            await asyncio.sleep(LOOK_S)
+        try:
+            found = await self._fleet.join(address, timeout_s)
+        except Failure as error:
+            raise RunFailed(str(error)) from error
+        return f"{found.instance} generates, with version {found.version}."
 
     async def _leave(self, server: str, mode: Literal["drain", "now"]) -> str:
         found = self._fleet.find(server)
