@@ -128,7 +128,7 @@ class Rig:
         self.generators = RemoteGenerators(None, (), 16, 16, deadlines)
         fleet = RunRoles(self.trainer, self.generators, None, {})
         self.record = Recorder(self.folder / "run")
-        self.run_servers = RunServers(config, fleet, self.record, self.folder / "run")
+        self.run_servers = RunServers(config, fleet, self.record, self.folder / "run", asyncio.Event())
         self.fleet = self.run_servers._fleet
         self.fleet.on_change.add(self._on_change)
         self.run_servers._members.on_updated.add(self._on_updated)
@@ -166,7 +166,7 @@ class Rig:
                     "client": {"base_url": list(urls), "timeout_s": 3.0},
                 },
                 "trainer": {"weight_broadcast": {"type": broadcast}} if broadcast else {},
-                "inference": INFERENCE | inference,
+                "inference": {"model": {"max_model_len": 64}} | INFERENCE | inference,
             }
         )
 
