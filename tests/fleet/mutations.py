@@ -78,7 +78,7 @@ DEFECTS = (
         "who waits for the cooldown is a target already",
         (
             Edit(
-                "fleet/elastic_fleet.py",
+                "fleet/servers/shortage.py",
                 'waiting = ("stale", "joining") if self._pool.version is None else ("stale",)',
                 'waiting = ("stale", "joining")',
             ),

@@ -166,7 +166,7 @@ class Rig:
                     "client": {"base_url": list(urls), "timeout_s": 3.0},
                 },
                 "trainer": {"weight_broadcast": {"type": broadcast}} if broadcast else {},
-                "inference": INFERENCE | inference | {"model": {"max_model_len": 64}},
+                "inference": {"model": {"max_model_len": 64}} | INFERENCE | inference,
             }
         )
 
