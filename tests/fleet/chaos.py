@@ -18,7 +18,6 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -128,10 +127,10 @@ class Chaos:
         async with rig.fleet_with(broadcast="filesystem"):
             await rig.publish()
             ballast = fill(self.disk)
-            with suppress(Exception):
-                await rig.publish()
-            ballast.unlink()
-            await rig.publish()
+            publishing = rig.publishing()
+            await rig.until(lambda: "stale" in rig.left(name) or publishing.done(), 6.0, "the disk is full")
+            ballast.unlink()  # a run waits for that, and ends where it waits in vain
+            await publishing
             await rig.ready(*NAMES)
             await rig.finished()
         await rig.publish()
