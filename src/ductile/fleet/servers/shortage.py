@@ -93,6 +93,10 @@ class Shortage:
             return verdict, f"{lack}, and none joined in {waited_s:.0f} s{why}"
         return verdict, ""
 
+    def wait_anew(self) -> None:
+        """Begin the next wait with the next decision, whatever has been waited for before."""
+        self._since = None
+
     def look(self) -> None:
         """Say what is waited for, where it is time for that."""
         lacks = self._num_healthy < self._minimum and not self._state.fenced
