@@ -274,7 +274,7 @@ class ElasticFleet:
             await self._wait_for_change(1.0)
         self.is_waiting = False
         if decision.action == "fail":
-            self._shortage.wait_anew()
+            self._shortage.wait_anew()  # for a later update
             raise Late(decision.reason)
         return decision
 

@@ -94,7 +94,7 @@ class Shortage:
         return verdict, ""
 
     def wait_anew(self) -> None:
-        """Give the next update the whole patience, as this one has waited in vain."""
+        """Begin the next wait with the next decision, whatever has been waited for before."""
         self._since = None
 
     def look(self) -> None:
