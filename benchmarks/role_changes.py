@@ -5,7 +5,7 @@ each kind of change in turn while all slots are at work. From the run's recordin
 
     seconds                  from the decision until all is done
     longest_other_pause_s    the longest time at a stretch in which a slot that keeps its roles could not do its work:
-                               any slot       commands of the change (lease weights, hand rollouts over, prepare a
+                               any slot       commands of the change (offer weights, hand rollouts over, prepare a
                                               resize)
                                train slots    the trainer's pause in a resize; what another slot that trains on does for
                                               the change, as they work in step; and publishing, while a change is under
@@ -50,7 +50,7 @@ HANDOFFS = "rollouts handed off"
 WAYS = ("generate → train", "train → generate", "train → train+generate", "train+generate → train")
 KINDS = (*WAYS, HANDOFFS, *(f"{way}, {SETTLING}" for way in WAYS))
 AFTERWARDS_S = 1.0
-"""A weight lease ends after the change."""
+"""A weight offer ends after the change."""
 AT_ONCE_S = 0.01
 """Stretches with a shorter gap between them are one."""
 PROMPT_TOKENS = len("question 000:")

@@ -17,7 +17,7 @@ from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.fleet.requests.assign_role import assign_role
 from ductile.fleet.requests.generators import RemoteGenerators
 from ductile.fleet.requests.instance_port import RoleSlots
-from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import AssignRole
@@ -63,14 +63,14 @@ class Slots:
         for slot in slots:
             joining = AssignRole("generate", self.generate_settings, ParallelLayout.of((slot,)), joining=True)
             await self.mailbox.ask(slot, joining, TIMEOUT_S)
-        leases = WeightLeases(trainer)
+        offers = WeightOffers(trainer)
         return RemoteGenerators(
             RoleSlots(self.mailbox, "generate", TIMEOUT_S),
             map(generator_on, slots),
             8,
             16,
             Deadlines.same(TIMEOUT_S),
-            leases,
+            offers,
         )
 
     async def half_a_batch(self, trainer: RemoteTrainer) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from ductile.columns import Floats
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 
 
@@ -171,15 +172,18 @@ class Generators(Protocol):
         """Wait for one sequence. Cancelling the call aborts the request."""
         ...
 
-    async def receive(self, manifest: Manifest) -> None:
-        """Returns when every generator samples from this version. Requests in flight go on."""
+    async def receive(self, manifest: Manifest) -> KnownWeights:
+        """Return, once every generator samples from this version, what they have been given. Requests in flight go
+        on."""
         ...
 
 
 class Scorer(Protocol):
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[Floats]: ...
 
-    async def receive(self, manifest: Manifest) -> None: ...
+    async def receive(self, manifest: Manifest) -> KnownWeights:
+        """Return, once every scorer has this version, what they have been given."""
+        ...
 
 
 class Task(Protocol):

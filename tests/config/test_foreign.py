@@ -84,3 +84,8 @@ def test_a_foreign_name_of_what_is_not_built_is_refused_so(
 def test_a_count_that_means_something_else_is_not_suggested() -> None:
     """TRL's num_iterations trains on a batch several times; n_minibatches cuts it."""
     assert ours(RLConfig, ("num_iterations",)) is None
+
+
+def test_a_key_in_a_table_of_another_command_is_known_without_it() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean --registry\.type\?"):
+        parse(InferenceRunConfig, ["--inference.registry.type", "file"])

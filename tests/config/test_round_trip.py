@@ -48,7 +48,8 @@ def values(annotation: Any, marks: list[Any]) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(inside)
     if origin is list:
-        return st.lists(values(inside[0], []), max_size=3)
+        fewest = max([mark.min_length for mark in marks if isinstance(mark, MinLen)], default=0)
+        return st.lists(values(inside[0], []), min_size=fewest, max_size=3)
     if origin is dict:
         inner = json_value if inside[1] is object else values(inside[1], [])
         return st.dictionaries(text, inner, max_size=3)

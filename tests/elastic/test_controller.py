@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from ductile.core.instances.instances import Instance, InstanceId, in_order, instance_on
-from ductile.core.instances.placement import compact
+from ductile.core.layout.choice.layout_text import compact
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.costs.cost import TrainSpeed
 from ductile.core.scheduling.facts.cluster_state import SlotState

@@ -1,4 +1,4 @@
-"""Real generators in real processes: requests that change hands, slots that join with leased weights, a kill -9."""
+"""Real generators in real processes: requests that change hands, slots that join with offered weights, a kill -9."""
 
 import asyncio
 import signal
@@ -18,10 +18,10 @@ from ductile.core.scheduling.orders import Migration
 from ductile.fleet.requests.assign_role import assign_role
 from ductile.fleet.requests.generators import RemoteGenerators
 from ductile.fleet.requests.instance_port import RoleSlots
-from ductile.fleet.requests.leases import WeightLeases
 from ductile.fleet.requests.scorer import RemoteScorer
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
-from ductile.messages.workers import LeaseWeights
+from ductile.messages.workers import OfferWeights
 from ductile.records import GenerateRequest, Generation, Sample, Sampling
 from ductile.transport.deadlines import Deadlines
 from tests.core.scheduling.scenes import id_on
@@ -61,11 +61,11 @@ class Harness:
     async def _with_generators(self, story: Coroutine[Any, Any, None]) -> None:
         await self.cluster.add([0, 1, 2])
         self.mailbox.epoch += 1
-        self.leases = WeightLeases(self.trainer)
+        self.offers = WeightOffers(self.trainer)
         self.generators = RemoteGenerators(
-            RoleSlots(self.mailbox, "generate", TIMEOUT_S), (), 8, 16, DEADLINES, self.leases
+            RoleSlots(self.mailbox, "generate", TIMEOUT_S), (), 8, 16, DEADLINES, self.offers
         )
-        self.scorer = RemoteScorer(RoleSlots(self.mailbox, "score", TIMEOUT_S), (), DEADLINES, self.leases)
+        self.scorer = RemoteScorer(RoleSlots(self.mailbox, "score", TIMEOUT_S), (), DEADLINES, self.offers)
         await self.publish()
         for slot in (0, 1):
             assert await self.admit(slot)
@@ -144,28 +144,28 @@ def test_requests_that_change_hands_again_and_again_say_what_they_would_have_sai
     harness.run(story())
 
 
-def test_joiners_have_the_live_weights_whoever_leases_them_out(harness: Harness):
+def test_joiners_have_the_live_weights_whoever_offers_them(harness: Harness):
     async def story():
         samples = [Sample(tuple(range(5, 25)), (False,) + (True,) * 19)] * 2
         await harness.trainer.forward_backward(samples, 64)
         await harness.trainer.optim_step(38.0)
         await harness.publish()
         says = (await harness.ask("a")).token_ids
-        leased: list[int] = []
-        harness.mailbox.watch(lambda slot, command: leased.append(slot) if command is LeaseWeights else None)
+        offered: list[int] = []
+        harness.mailbox.watch(lambda slot, command: offered.append(slot) if command is OfferWeights else None)
         assert await harness.admit(2)
-        assert leased == [0]
+        assert offered == [0]
         await harness.dismiss(0)
         await harness.dismiss(1)
         assert (await harness.ask("a")).token_ids == says
         await harness.dismiss(2)
-        leased.clear()
-        assert await harness.admit(1), "the trainer leases them out, too"
+        offered.clear()
+        assert await harness.admit(1), "the trainer offers them, too"
         assert (await harness.ask("a")).token_ids == says
         assert await harness.scorer.admit(instance_on("score", (0,)), harness.train)
         scored = await harness.scorer.score(samples, "policy")
         assert await harness.scorer.admit(instance_on("score", (2,)), harness.train)
-        assert leased == [0], "the trainer leased them to the first scorer, and that one to the second"
+        assert offered == [0], "the trainer offered them to the first scorer, and that one to the second"
         for floats, others in zip(await harness.scorer.score(samples, "policy"), scored, strict=True):
             assert [*floats] == pytest.approx([*others], abs=1e-5)
 

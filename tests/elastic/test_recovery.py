@@ -10,7 +10,7 @@ import pytest
 
 from ductile.elastic.recovery import GIVE_UP_S, LASTS_S, LONGEST_PAUSE_S, Recovery, pause_s
 from ductile.fleet.run_roles import RunRoles
-from ductile.messages.workers import AssignRole, LeaseWeights, Publish, Receive, ReleaseRole
+from ductile.messages.workers import AssignRole, OfferWeights, Publish, Receive, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Manifest
 from tests.cluster.memory_cluster import FIRST_PID, MemoryCluster
@@ -82,7 +82,7 @@ def test_one_of_two_generators_comes_back_with_the_live_weights(tmp_path):
             await asyncio.sleep(2 * START_S)
             assert recovery.under_way == frozenset()
             assert [each.id for each in cluster.generators.instances] == ["generator-0+1", "generator-1"]
-            assert cluster.sent(LeaseWeights)[-1][0] == 1
+            assert cluster.sent(OfferWeights)[-1][0] == 1
             assert cluster.sent(Receive)[-1][0] == 0
             assert all(is_whole(generation, generation.id) for generation in await asyncio.gather(*asked))
             assert cluster.slots.slots[0].version == 1

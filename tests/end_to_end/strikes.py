@@ -22,7 +22,7 @@ MOMENTS = (
     "MigrateOut",
     "Forget",
     "AssignRole",
-    "LeaseWeights",
+    "OfferWeights",
     "ReleaseRole",
     "Prepare",
     "Freeze",

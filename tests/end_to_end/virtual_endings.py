@@ -123,7 +123,7 @@ class Generators(FakeGenerators):
     async def receive(self, manifest):
         if self.world.strikes("generator hangs at weights"):
             await asyncio.sleep(PATIENCE_S)  # then it is left behind, and the version is live on the others
-        await super().receive(manifest)
+        return await super().receive(manifest)
 
 
 class Scorer(FakeScorer):

@@ -24,6 +24,7 @@ from ductile.concurrency.structured import Pause
 from ductile.config.reading.errors import ConfigError, show
 from ductile.config.reading.parse import parse
 from ductile.config.schema.run import RLConfig, SFTConfig
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.observe import read_jsonl
 from ductile.orchestrator.commands import compose
 from ductile.orchestrator.commands.run_context import RunContext
@@ -197,6 +198,7 @@ class Learner:
 
     async def receive(self, manifest):
         self.version = manifest.version
+        return KnownWeights.of(manifest)
 
     async def save(self, path):
         self._check()

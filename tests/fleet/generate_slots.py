@@ -1,7 +1,7 @@
 """Generate slots in memory that know the rules: the double of `ductile.generator.generate_role` behind its messages.
 
 A token says whose it is and where it stands, so that one which is lost, doubled or somebody else's shows. Commands that
-come at the wrong moment fail the test, not the slot. Caches and leased weights are in books of their own: what is left
+come at the wrong moment fail the test, not the slot. Caches and offered weights are in books of their own: what is left
 in them at the end has leaked.
 """
 
@@ -16,15 +16,15 @@ from ductile.messages.workers import (
     AssignRole,
     Command,
     Done,
-    EndLease,
+    EndOffer,
     EngineStats,
     Failed,
     Finished,
     Forget,
     Generate,
-    LeaseWeights,
     MigratedOut,
     MigrateOut,
+    OfferWeights,
     OptimStep,
     Publish,
     Published,
@@ -68,7 +68,7 @@ class Slot:
     live: dict[str, GenerateRequest] = field(default_factory=dict)
     caches: dict[str, int] = field(default_factory=dict)
     """Kept for others: tokens by request."""
-    leased: str = ""
+    offered: str = ""
     waiting: list[str] = field(default_factory=list)
     num_sampled: int = 0
 
@@ -131,7 +131,7 @@ class GenerateSlots:
         self.dead.add(number)
         slot.live.clear()
         slot.caches.clear()
-        self.offers.pop(slot.leased, None)
+        self.offers.pop(slot.offered, None)
         mailbox.lose(number, f"slot {number} was killed by SIGKILL")
 
     def leaks(self) -> list[str]:
@@ -139,7 +139,7 @@ class GenerateSlots:
         return [
             *(f"slot {slot.number} still generates {sorted(slot.live)}" for slot in alive if slot.live),
             *(f"slot {slot.number} keeps caches of {sorted(slot.caches)}" for slot in alive if slot.caches),
-            *(f"slot {slot.number} leases out {slot.leased}" for slot in alive if slot.leased),
+            *(f"slot {slot.number} offers {slot.offered}" for slot in alive if slot.offered),
             *(f"version {version} is published" for version in self.published),
         ]
 
@@ -175,7 +175,7 @@ class GenerateSlots:
         if isinstance(command, OptimStep):
             return Stepped(StepReport(1, 0.0, 0.0, 0.0, 1))
         if not isinstance(command, AssignRole) and not slot.holds:
-            assert isinstance(command, ReleaseRole | Abort | LeaseWeights | EndLease | Forget), "does not generate"
+            assert isinstance(command, ReleaseRole | Abort | OfferWeights | EndOffer | Forget), "does not generate"
             return Failed("does not generate")
         match command:
             case AssignRole(joining=joining):
@@ -186,8 +186,8 @@ class GenerateSlots:
                 slot.live.clear()  # only aborted ones may be left, as the replies show
                 slot.holds, slot.version = False, None
                 slot.caches.clear()
-                self.offers.pop(slot.leased, None)
-                slot.leased = ""
+                self.offers.pop(slot.offered, None)
+                slot.offered = ""
             case Generate(requests, caches):
                 assert slot.version is not None, "has no weights"
                 for request in requests:
@@ -210,14 +210,14 @@ class GenerateSlots:
             case Forget(ids):
                 for name in ids:
                     slot.caches.pop(name, None)
-            case LeaseWeights():
+            case OfferWeights():
                 assert slot.version is not None, "has no weights"
-                assert not slot.leased, "leases them out already"
-                slot.leased = self._offer(slot.version)
-                return Published(Manifest(slot.version, "shared_memory", slot.leased, 0, 0, ()))
-            case EndLease():
-                self.offers.pop(slot.leased, None)
-                slot.leased = ""
+                assert not slot.offered, "offers them already"
+                slot.offered = self._offer(slot.version)
+                return Published(Manifest(slot.version, "shared_memory", slot.offered, 0, 0, ()))
+            case EndOffer():
+                self.offers.pop(slot.offered, None)
+                slot.offered = ""
             case Receive(manifest=manifest):
                 if self.offers.get(manifest.location) != manifest.version:
                     return Failed(f"the weights at {manifest.location} are gone")

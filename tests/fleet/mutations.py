@@ -78,8 +78,8 @@ DEFECTS = (
         "who waits for the cooldown is a target already",
         (
             Edit(
-                "fleet/elastic_fleet.py",
-                'waiting = ("stale", "joining") if self._members.version is None else ("stale",)',
+                "fleet/servers/shortage.py",
+                'waiting = ("stale", "joining") if self._pool.version is None else ("stale",)',
                 'waiting = ("stale", "joining")',
             ),
         ),

@@ -38,10 +38,10 @@ class ServerProcesses:
     def registry(self) -> Path:
         return self.folder / "registry"
 
-    def start(self, *flags: str, number: int = 1, **environment: str) -> list[ServerProcess]:
+    def start(self, *flags: str, number: int = 1) -> list[ServerProcess]:
         """Start so many at once, and wait until they are announced."""
         self.registry.mkdir(parents=True, exist_ok=True)
-        begun = [self.begin(*flags, **environment) for _ in range(number)]
+        begun = [self.begin(*flags) for _ in range(number)]
         deadline_s = time.monotonic() + START_S
         while not all(each.url for each in begun):
             leases = self._leases()

@@ -10,7 +10,7 @@ import msgspec
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
-from ductile.fleet.servers.fleet_members import Warmed
+from ductile.fleet.servers.server_pool import Warmed
 from ductile.fleet.updates.update_parties import UpdateResult
 from ductile.messages.updates import ServerState
 from ductile.roles import Failure, Refused, SlotLost
@@ -83,7 +83,7 @@ async def stub_servers(number: int) -> AsyncGenerator[list[StubServer]]:
             await server.kill()
 
 
-class StubMembers:
+class StubPool:
     """Gives weights to stub servers, and notes down what it is told."""
 
     def __init__(self, servers: Sequence[StubServer], version: int | None = 1) -> None:

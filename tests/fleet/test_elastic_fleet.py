@@ -18,12 +18,13 @@ from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet import ElasticFleet
 from ductile.fleet.registry.authority import FolderAuthority
 from ductile.fleet.registry.registries import LeaseFolder
+from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.updates.update_parties import UpdateOptions
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.server_lease import ServerLease, lease_file
 from ductile.roles import Interrupted, Late, Refused, SlotLost
-from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until
+from tests.fleet.stub_servers import DIGEST, StubPool, StubServer, stub_servers, until
 from tests.fleet.test_weight_update import Ranks, Server
 
 KEYS = {
@@ -36,7 +37,7 @@ KEYS = {
 class Case:
     """A fleet of stub servers that is looked after by hand, and what it has told."""
 
-    def __init__(self, servers: list[StubServer], members: StubMembers) -> None:
+    def __init__(self, servers: list[StubServer], members: StubPool) -> None:
         self.servers, self.members = servers, members
         self.told: list[str] = []
         self.changes: list[tuple[str, str, int]] = []
@@ -67,7 +68,7 @@ class Case:
 @asynccontextmanager
 async def case(number: int, version: int | None = 1, watched: bool = False, **keys: object) -> AsyncGenerator[Case]:
     async with stub_servers(number) as servers:
-        one = Case(servers, StubMembers(servers, version))
+        one = Case(servers, StubPool(servers, version))
         config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": watched, **keys})
         addresses = [f"{each.url}/v1" for each in servers]
         one.fleet = ElasticFleet(config, one.members, addresses, tell=one.told.append, patience_s=5.0, state=one.state)
@@ -273,7 +274,8 @@ def test_a_server_that_wants_another_key_is_not_asked_again_until_somebody_names
             asked = one.servers[1].num_asked
             await one.looks(5)
             assert one.servers[1].num_asked == asked
-            assert one.fleet.kept_out[one.servers[1].url].endswith("refused our key with 401")
+            said = one.fleet.kept_out[one.servers[1].url]
+            assert "wants an API key, and this run gives none (401); orchestrator.client.api_key_var names" in said
             one.servers[1].status = 200
             one.fleet.register_server(one.servers[1].url)
             await one.looks()
@@ -285,13 +287,83 @@ def test_a_server_that_wants_another_key_is_not_asked_again_until_somebody_names
 def test_a_server_with_another_model_is_kept_out_with_a_reason() -> None:
     async def story() -> None:
         async with case(1) as one:
-            one.fleet.expect_model("m")
+            one.fleet.require(Requirements(("m",), "models/run"))
             stranger = await StubServer("another").start()
+            stranger.says(model_name="models/other")
             one.fleet.register_server(stranger.url)
+            await one.looks(4)
+            assert one.serving == [0]
+            (said,) = [each for each in one.told if stranger.url in each]
+            assert "has another model (models/other) than the run (models/run)" in said
+            assert "(fingerprints another and m)" in said
+            await stranger.kill()
+
+    asyncio.run(story())
+
+
+def test_a_server_with_a_shorter_context_than_the_run_s_is_kept_out_and_that_is_said_once() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            one.fleet.require(Requirements(max_model_len=128, length_key="seq_len"))
+            short = await StubServer().start()
+            short.says(max_model_len=64)
+            one.servers.append(short)
+            one.fleet.register_server(short.url)
+            await one.looks(3)
+            assert one.serving == [0]
+            (said,) = [each for each in one.told if short.url in each]
+            assert "64 tokens at most, and the run's have up to 128 (seq_len)" in said
+            short.says(incarnation="another process", max_model_len=128)
+            await one.looks(2)
+            assert one.serving == [0, 1]
+
+    asyncio.run(story())
+
+
+def test_a_server_that_refuses_a_request_is_put_out_until_another_process_is_there() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            one.members.on_ended(one.id(1), Refused("responded with 400: no room"), 0.0)
             await one.looks(2)
             assert one.serving == [0]
-            assert [each for each in one.told if "has another model (another) than the run (m)" in each]
-            await stranger.kill()
+            assert [each for each in one.told if "has refused a request: responded with 400" in each]
+            await one.servers[1].restart()
+            await one.looks(2)
+            assert one.serving == [0, 1]
+
+    asyncio.run(story())
+
+
+def test_one_process_at_two_addresses_is_one_server() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            other = f"http://localhost:{one.servers[0].port}"
+            one.fleet.register_server(other)
+            await one.looks(2)
+            assert [each.address for each in one.fleet.state.living] == [one.servers[0].url]
+            assert one.fleet.absent == {other: f"{other} is the server that the run has at {one.servers[0].url}"}
+
+    asyncio.run(story())
+
+
+def test_a_server_that_is_named_joins_without_the_cooldown_and_is_found_by_all_its_names() -> None:
+    async def story() -> None:
+        async with case(2, topology_change_cooldown_seconds=1000) as one:
+            url, host = one.servers[1].url, f"127.0.0.1:{one.servers[1].port}"
+            one.fleet.deregister_server(host)
+            await one.fleet.settled()
+            assert one.serving == [0]
+            one.members.may_warm.clear()
+            joining = asyncio.create_task(one.fleet.join(url, 60.0))
+            await until(lambda: f"warm {host}+1 with 1" in one.members.story)
+            assert not joining.done(), "it is waited for"
+            one.members.may_warm.set()
+            assert (await joining).instance == f"{host}+1"
+            assert one.serving == [0, 1]
+            with pytest.raises(Refused, match="it is looked for until it is evicted"):
+                await one.fleet.join("http://127.0.0.1:9", 60.0)
+            assert {one.fleet.find(name).instance for name in (url, host, f"{url}/v1", f"{host}+1")} == {f"{host}+1"}
+            assert one.fleet.find("127.0.0.1:9") is None
 
     asyncio.run(story())
 
@@ -431,7 +503,34 @@ def test_too_few_servers_are_waited_for_and_not_for_ever() -> None:
             one.now = 9.5
             with pytest.raises(Late, match=r"0 of at least 1 servers are healthy .*, and none joined in 6 s"):
                 await one.fleet.enough_servers()
-            assert one.fleet.maybe_rebuild_weight_update_group().action == "wait", "the next one waits as long"
+            assert one.fleet.maybe_rebuild_weight_update_group().action == "wait", "a later update waits anew"
+
+    asyncio.run(story())
+
+
+def test_who_is_waited_for_is_said_at_once_and_every_half_minute_and_in_the_end() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            gone = one.servers[0]
+            await gone.kill()
+            await one.looks()
+            said = f"waiting for servers: nobody listens at {gone.url}; at most 5 s"
+            assert one.told[-1] == said
+            num = len(one.told)
+            one.now += 1.0
+            one.fleet._shortage.look()
+            assert len(one.told) == num
+            one.now += 30.0
+            one.fleet._shortage.look()
+            assert one.told[num:] == [said]
+            assert one.fleet.absent == {gone.url: f"nobody listens at {gone.url}"}
+            assert one.fleet.maybe_rebuild_weight_update_group().action == "wait"
+            one.now += 6.0
+            with pytest.raises(Late, match=f"none joined in .*nobody listens at {gone.url}"):
+                await one.fleet.enough_servers()
+            await gone.start()
+            await one.looks(2)
+            assert one.fleet.absent == {}
 
     asyncio.run(story())
 
@@ -476,7 +575,7 @@ def lease(folder: Path, server: StubServer, **fields: object) -> None:
 def test_a_server_that_says_it_is_leaving_finishes_first(tmp_path: Path) -> None:
     async def story() -> None:
         async with stub_servers(2) as servers:
-            members = StubMembers(servers)
+            members = StubPool(servers)
             registry = LeaseFolder(tmp_path, 1e9, unix_time=lambda: 1e12)
             for server in servers:
                 lease(tmp_path, server)
@@ -508,14 +607,14 @@ def test_of_two_controllers_one_rules_and_the_other_one_learns_it(tmp_path: Path
 
             def controller(name: str, patience_s: float) -> ElasticFleet:
                 authority = FolderAuthority(tmp_path, name, 15.0, lambda: now)
-                members = StubMembers(servers)
+                members = StubPool(servers)
                 urls = [each.url for each in servers]
                 return ElasticFleet(config, members, urls, authority=authority, patience_s=patience_s)
 
             first, second = controller("first", 5.0), controller("second", 0.0)
             await first.start()
             await first.settled()
-            with pytest.raises(Late, match="another controller has ruled this fleet"):
+            with pytest.raises(Late, match="another run has had the servers of this registry for 0 s"):
                 await second.start()
             old = first._shared.next_epoch()
             now = 16.0  # the first one was stopped
@@ -526,8 +625,8 @@ def test_of_two_controllers_one_rules_and_the_other_one_learns_it(tmp_path: Path
             await first._monitor_servers_once()
             decision = first.maybe_rebuild_weight_update_group()
             assert decision.action == "fail"
-            assert "another controller" in decision.reason
-            with pytest.raises(Late, match="another controller"):
+            assert "another run has taken" in decision.reason
+            with pytest.raises(Late, match="another run has taken"):
                 await first.enough_servers()
             await first.close()
             await second.close()
@@ -551,12 +650,12 @@ def test_a_ruler_that_slept_cannot_bring_its_version_over_the_new_one_s() -> Non
                 servers[0].says(epoch=server.epoch)
 
             old, new = SharedFleetState(), SharedFleetState()
-            async with ElasticFleet(config, StubMembers(servers), [servers[0].url], tell=told.append, state=old):
+            async with ElasticFleet(config, StubPool(servers), [servers[0].url], tell=told.append, state=old):
                 await update(old, 1)
-                async with ElasticFleet(config, StubMembers(servers), [servers[0].url], tell=told.append, state=new):
+                async with ElasticFleet(config, StubPool(servers), [servers[0].url], tell=told.append, state=new):
                     assert "has weights of another run" in told[-1]
                     await update(new, 10)
-                    with pytest.raises(Late, match="another controller"):
+                    with pytest.raises(Late, match="another run has taken"):
                         await update(old, 2)
                     assert (server.version, old.fenced != "", new.fenced) == (10, True, "")
 
@@ -572,7 +671,7 @@ def test_a_ruler_adopts_an_epoch_of_others_only_when_it_still_rules_after_that(t
             config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
             authority, state = FolderAuthority(tmp_path, "one", 15.0), SharedFleetState(lambda: float(next(seconds)))
             urls = [servers[0].url]
-            fleet = ElasticFleet(config, StubMembers(servers), urls, authority=authority, state=state)
+            fleet = ElasticFleet(config, StubPool(servers), urls, authority=authority, state=state)
             async with fleet:
                 before = state.now.epoch
                 servers[1].says(epoch=before * 2)
@@ -594,11 +693,34 @@ def test_servers_that_were_in_another_run_s_fleet_get_newer_epochs() -> None:
         async with stub_servers(1) as (server,):
             server.says(epoch=900)
             config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
-            async with ElasticFleet(config, StubMembers([server]), [server.url]) as fleet:
+            async with ElasticFleet(config, StubPool([server]), [server.url]) as fleet:
                 await fleet.settled()
                 assert fleet.state.epoch > 900
                 await fleet._monitor_servers_once()
                 assert fleet.maybe_rebuild_weight_update_group().action == "rebuild"
+
+    asyncio.run(story())
+
+
+def test_a_server_of_the_same_run_is_not_told_of_as_another_one_s() -> None:
+    """Neither one that was drained and comes back, nor one that the run had before it was resumed."""
+
+    async def story() -> None:
+        async with case(2) as one:
+            one.fleet.deregister_server(one.servers[0].url)
+            await one.fleet.settled()
+            one.servers[0].says(epoch=one.fleet.state.epoch)
+            one.fleet.register_server(one.servers[0].url)
+            await one.looks()
+            assert one.serving == [0, 1]
+            assert [each for each in one.told if "another run" in each] == []
+            config, told = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False}), list[str]()
+            for digests, num in ((frozenset({DIGEST}), 0), (frozenset[str](), 1)):
+                fleet = ElasticFleet(config, StubPool(one.servers), [one.servers[0].url], tell=told.append)
+                fleet.require(Requirements(), digests)
+                async with fleet:
+                    await fleet.settled()
+                assert len([each for each in told if "has weights of another run" in each]) == num
 
     asyncio.run(story())
 
@@ -724,7 +846,7 @@ def test_without_a_monitor_those_that_a_registry_finds_later_join(tmp_path: Path
             registry = LeaseFolder(tmp_path, 1e9, unix_time=lambda: 1e12)
             config = FleetConfig.model_validate({**KEYS, "enable_health_monitor": False})
             lease(tmp_path, servers[0])
-            async with ElasticFleet(config, StubMembers(servers), registry=registry) as fleet:
+            async with ElasticFleet(config, StubPool(servers), registry=registry) as fleet:
                 await fleet.settled()
                 lease(tmp_path, servers[1])
                 await until(lambda: len(fleet.get_active_server_addresses()) == 2)

@@ -312,7 +312,7 @@ def test_a_request_that_has_ended_leaves_nothing_behind():
         gc.collect()  # of the last requests, numpy's flags are still there: as many, however many requests there were
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert after - before < 10_000  # an entry each would be 200,000
+        assert after - before < 100_000  # an entry each would be 200,000; other threads may allocate some, too
 
     run(story())
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ductile.fleet.http_client import HttpClient, Kind, NoReply
 from ductile.fleet.servers.server_http import ServerDeadlines, ServerHttp
 from ductile.roles import Failure, Interrupted, Late, NotTaken, SlotLost
+from ductile.transport.http_client import HttpClient, Kind, NoReply
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 LATE_S = 0.1

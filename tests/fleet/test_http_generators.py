@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.fleet import http_client
 from ductile.fleet.servers import http_generators
 from ductile.fleet.servers.http_generators import HttpGenerators
 from ductile.records import GenerateRequest, Manifest, Sampling
 from ductile.roles import Failure, Interrupted, Late, Refused, SlotLost
+from ductile.transport import http_client
 from tests.fleet.fake_server import FakeServer, token
 
 SAMPLING = Sampling(max_tokens=6, seed=9, top_k=3, stop_token_ids=(7,))

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from ductile.core.instances.instances import Instance, InstanceId, instance_on
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.requests.generators import RemoteGenerators
 from ductile.fleet.requests.instance_port import InstanceEvent, Returned, RoleSlots
@@ -17,14 +19,13 @@ from ductile.messages.workers import (
     Done,
     Failed,
     Generate,
-    LeaseWeights,
     MigrateOut,
+    OfferWeights,
     Receive,
     ReleaseRole,
     Reply,
 )
-from ductile.records import Manifest
-from ductile.roles import NotTaken, Refused, SlotLost
+from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 from ductile.transport.mailbox import Died
 from tests.fleet.generate_slots import generator
 from tests.fleet.test_migration import (
@@ -43,6 +44,7 @@ from tests.orchestrator.doubles import clock
 
 PAIR = instance_on("generate", (0, 1))
 ELSEWHERE = Instance(InstanceId("http://elsewhere"), "generate", ())
+SENT = "what the servers were sent"
 BEHIND = 10
 """Slot of the double that does the server's work."""
 
@@ -50,7 +52,7 @@ BEHIND = 10
 class Elsewhere:
     """A server on no slot of the run: an `InstancePort`, with an engine of the double behind it."""
 
-    max_num_seqs, is_needed, can_lease = 16, False, False
+    max_num_seqs, is_needed = 16, False
     instance = ELSEWHERE
 
     def __init__(self, cluster: Cluster) -> None:
@@ -89,11 +91,6 @@ class Elsewhere:
             raise Refused(reply.error)
         return reply
 
-    async def receive(self, manifest: Manifest, joining: bool = False) -> None:
-        """Its owner gives it the weights, or has not."""
-        if (version := self.cluster.slots.slots[BEHIND].version) != manifest.version:
-            raise Refused(f"{ELSEWHERE.id} has version {version}")
-
     async def release(self) -> None:
         self.cluster.slots.slots[BEHIND].live.clear()
 
@@ -108,21 +105,22 @@ class Elsewhere:
 
 
 class Mixed(Cluster):
-    """A generator on slots 0 and 1, one on slot 2, and one on none."""
+    """A generator on slots 0 and 1, one on slot 2, and one on none. Follows `worker_pool.Delivery`."""
 
     def __init__(self) -> None:
         super().__init__(generating=(0, 1, 2))
         self.server = Elsewhere(self)
         slots = RoleSlots(self.mailbox, "generate", TIMEOUT_S)
-        self.generators = RemoteGenerators(slots, (PAIR, generator(2)), 4, 16, DEADLINES, self.leases)
+        self.generators = RemoteGenerators(slots, (PAIR, generator(2)), 4, 16, DEADLINES, self.offers)
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(lost))
+        self.generators.deliver_by(self)
         self.gives = True
         """Whether its owner gives the server the weights of each version."""
 
-    async def publish(self, version: int) -> None:
+    async def deliver(self, version: int) -> KnownWeights:
         if self.gives:
             self.slots.slots[BEHIND].version = version
-        await super().publish(version)
+        return KnownWeights(version, SENT)
 
 
 def with_mixed(story: Callable[[Mixed], Coroutine[Any, Any, None]]) -> None:
@@ -189,14 +187,20 @@ def test_a_server_that_dies_with_a_request_that_has_just_come_is_not_waited_for(
     with_mixed(story)
 
 
-def test_whatever_a_server_s_client_raises_is_a_refusal_of_what_was_asked():
+def test_what_a_server_refuses_goes_elsewhere_and_ends_the_request_when_nobody_else_is_there():
     async def story(cluster: Mixed):
+        ended = list[Failure | None]()
+        cluster.generators.on_ended.add(lambda server, failure, began_at: ended.append(failure))
         cluster.server.raises = ConnectionError("connection refused")
-        tasks = [cluster.ask(name) for name in "abc"]
-        endings = await asyncio.gather(*tasks, return_exceptions=True)
-        (error,) = [ending for ending in endings if isinstance(ending, Exception)]
+        for name, task in {name: cluster.ask(name) for name in "abc"}.items():
+            assert is_whole(await task, name)
+        (error,) = [each for each in ended if each is not None]
         assert isinstance(error, Refused)
         assert "http://elsewhere: ConnectionError: connection refused" in str(error)
+        for instance in (PAIR, generator(2)):
+            cluster.generators.put_aside(instance.id, "it is put aside")
+        with pytest.raises(Refused, match="connection refused"):
+            await cluster.ask("d")
 
     with_mixed(story)
 
@@ -210,7 +214,7 @@ def test_an_instance_of_two_slots_joins_and_leaves_as_a_whole():
             (3, (3, 4)),
             (4, (3, 4)),
         ]
-        assert [slot for slot, _ in cluster.sent(LeaseWeights)] == [0], "one slot leases the weights out for all"
+        assert [slot for slot, _ in cluster.sent(OfferWeights)] == [0], "one slot offers the weights to all"
         assert [slot for slot, _ in cluster.sent(Receive)] == [3, 4]
         assert cluster.generators.instances == (PAIR, generator(2), joiner, ELSEWHERE)
         with pytest.raises(ValueError, match="slot 4 has the role 'generate' already"):
@@ -299,18 +303,78 @@ def test_a_server_that_is_not_given_a_version_is_left_behind_with_what_it_has_sa
     with_mixed(story)
 
 
-def test_a_version_that_no_instance_is_given_is_not_live():
+def test_who_comes_while_servers_get_a_version_is_not_kept_waiting():
+    """Servers that the version waits for can come, and what they have sampled of it meanwhile is taken."""
+
     async def story(cluster: Mixed):
-        await cluster.generators.remove_server(ELSEWHERE.id, "it is not wanted")
-        for instance in (PAIR, generator(2)):
-            await cluster.generators.dismiss(instance)
-        others = [Elsewhere(cluster), Elsewhere(cluster)]
-        for number, other in enumerate(others):
-            other.instance = Instance(InstanceId(f"http://{number}"), "generate", ())
-            assert await cluster.generators.add_server(other)
-        with pytest.raises(Refused, match="has version 0"):
-            await cluster.generators.receive(Manifest(1, "disk", "nowhere", 0, 0, ()))
+        generators, delivering, late = cluster.generators, asyncio.Event(), Elsewhere(cluster)
+        late.instance = Instance(InstanceId("http://late"), "generate", ())
+        asked = {name: cluster.ask(name) for name in "abc"}
+        await steps(5)
+
+        async def deliver(version: int) -> KnownWeights:
+            cluster.slots.slots[BEHIND].version = version
+            delivering.set()
+            await steps(5)
+            assert not cluster.sent(Receive)[3:], "slots get it when the servers have it"
+            assert not await generators.add_server(late), "the version that it has is not live yet"
+            assert generators.readmit(ELSEWHERE.id) is False
+            assert generators.version == 0
+            return KnownWeights(version, SENT)
+
+        cluster.deliver = deliver
+        publishing = asyncio.create_task(cluster.publish(1))
+        await delivering.wait()
+        await publishing
+        assert generators.version == 1
+        assert {*generators.instances} == {PAIR, generator(2), ELSEWHERE, late.instance}
+        assert [slot for slot, _ in cluster.sent(Receive)[3:]] == [0, 1, 2]
+        assert cluster.restarted == []
+        for name, task in asked.items():
+            assert is_whole(await task, name)
+            assert {*(await task).versions} == {0, 1}
+
+    with_mixed(story)
+
+
+def test_a_version_that_servers_cannot_be_given_is_not_live_on_slots():
+    async def story(cluster: Mixed):
+        async def deliver(version: int) -> KnownWeights:
+            raise Late("no server has taken it")
+
+        cluster.deliver = deliver
+        with pytest.raises(Late, match="no server has taken it"):
+            await cluster.publish(1)
         assert cluster.generators.version == 0
+        assert {command.manifest.version for _, command in cluster.sent(Receive)} == {0}
+
+    with_mixed(story)
+
+
+@pytest.mark.parametrize("digest", ["", "what the slots were given"])
+def test_what_was_given_is_what_servers_were_sent_where_the_manifest_does_not_know_it(digest: str):
+    async def story(cluster: Mixed):
+        manifest = replace(await cluster.trainer.publish(1), digest=digest)
+        assert (await cluster.generators.receive(manifest)).digest == (digest or SENT)
+        await cluster.trainer.withdraw(1)
+
+    with_mixed(story)
+
+
+def test_a_server_that_is_put_aside_while_its_version_goes_live_waits_until_it_is_readmitted():
+    """Its fleet does not trust the weights that it has, whatever version they are called."""
+
+    async def story(cluster: Mixed):
+        async def deliver(version: int) -> KnownWeights:
+            cluster.slots.slots[BEHIND].version = version
+            cluster.generators.put_aside(ELSEWHERE.id, "the digest of its version is another")
+            return KnownWeights(version, SENT)
+
+        cluster.deliver = deliver
+        await cluster.publish(1)
+        assert cluster.generators.instances == (PAIR, generator(2))
+        assert cluster.generators.readmit(ELSEWHERE.id)
+        assert cluster.generators.instances == (PAIR, generator(2), ELSEWHERE)
 
     with_mixed(story)
 

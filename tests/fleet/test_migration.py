@@ -15,10 +15,10 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.requests.generators import RemoteGenerators
 from ductile.fleet.requests.instance_port import RoleSlots
-from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.requests.worker_pool import MOST_LOST
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
-from ductile.messages.workers import Abort, AssignRole, Forget, Generate, LeaseWeights, MigrateOut, Receive
+from ductile.messages.workers import Abort, AssignRole, Forget, Generate, MigrateOut, OfferWeights, Receive
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
@@ -46,7 +46,7 @@ class Cluster:
         self.mailbox = Mailbox(self.carrier, clock)
         self.carrier.on_death.add(self.mailbox.lose)
         self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of((TRAINER,)), DEADLINES)
-        self.leases = WeightLeases(self.trainer)
+        self.offers = WeightOffers(self.trainer)
         self.restarted: list[str] = []
         self.killed: list[int] = []
         self.needed = {TRAINER}
@@ -56,7 +56,7 @@ class Cluster:
             8,
             16,
             DEADLINES,
-            self.leases,
+            self.offers,
         )
         self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(sentence))
 
@@ -321,7 +321,7 @@ def test_a_sequence_waits_for_the_successor_of_its_lone_generator():
         await steps(5)
         assert not asked.done()
         assert cluster.generators.num_waiting == 1
-        assert await cluster.generators.admit(generator(1), {}), "the trainer leases it the live weights"
+        assert await cluster.generators.admit(generator(1), {}), "the trainer offers it the live weights"
         assert is_whole(await asked, "a")
         assert cluster.restarted == ["Request a begins again: slot 0 was killed by SIGKILL."]
 
@@ -449,7 +449,7 @@ moves = st.lists(
     max_size=40,
 )
 
-SPOILT = (MigrateOut, Generate, LeaseWeights, AssignRole)
+SPOILT = (MigrateOut, Generate, OfferWeights, AssignRole)
 """Commands that are refused or lost. Were it one that frees something, what it frees would be left over."""
 
 
@@ -490,7 +490,7 @@ class Story:
                 cluster.slots.kill(first, cluster.mailbox)
             case "delay":
                 cluster.slots.delay(
-                    first, (MigrateOut, Generate, LeaseWeights, Receive, AssignRole, Abort)[second % 6], 0.7
+                    first, (MigrateOut, Generate, OfferWeights, Receive, AssignRole, Abort)[second % 6], 0.7
                 )
             case "duplicate":
                 cluster.carrier.fail(first, "duplicate")

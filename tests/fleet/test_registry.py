@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -182,8 +183,8 @@ def test_without_discovery_nobody_joins_a_registry_that_was_empty_at_the_start(t
 def test_a_folder_that_hangs_holds_one_thread_and_neither_the_loop_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("registry", "authority"):
-        monkeypatch.setattr(f"ductile.fleet.{module}.ASK_S", 0.05)
+    for module in ("registries", "authority"):
+        monkeypatch.setattr(f"ductile.fleet.registry.{module}.ASK_S", 0.05)
 
     async def story() -> None:
         registry, authority = folder_of(tmp_path, Clock()), FolderAuthority(tmp_path, "one", 15.0)
@@ -354,6 +355,50 @@ def test_an_http_registry_lists_those_that_renew(monkeypatch: pytest.MonkeyPatch
             await RegistryClient(url, None, 15.0).servers()
 
     asyncio.run(story())
+
+
+def test_a_registry_whose_reply_takes_ages_holds_no_server_up() -> None:
+    said: list[str] = []
+
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        with suppress(ConnectionError):
+            for _ in range(500):
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+
+    async def story() -> None:
+        server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await announced(url, said)
+        server.close()
+        assert f"{url}/servers did not respond within 0.2 s" in said[0]
+
+    asyncio.run(story())
+    assert len(said) == 1
+    assert not [each for each in threading.enumerate() if each.name == "ductile registrar"]
+
+
+def test_a_registry_that_refuses_a_lease_is_told_of_with_its_status() -> None:
+    said: list[str] = []
+
+    async def story() -> None:
+        async with serve_registry(registry_app(LeaseTable(15.0), "a token that the server lacks")) as url:
+            await announced(url, said)
+            assert f"{url}/servers responded with 401" in said[0]
+
+    asyncio.run(story())
+    assert len(said) == 1
+
+
+async def announced(url: str, said: list[str]) -> None:
+    """Have a server come and go."""
+    registrar = Registrar(HttpRegistry(url=url, ttl_seconds=0.6), lease, said.append)
+    registrar.__enter__()
+    await asyncio.to_thread(registrar.leave)
+    await asyncio.to_thread(registrar.__exit__)
 
 
 def test_entries_of_others_in_an_http_registry_are_skipped() -> None:

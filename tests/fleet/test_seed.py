@@ -18,7 +18,7 @@ from ductile.fleet.registry.registries import LeaseFolder
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.messages.server_lease import ServerLease, lease_file
 from ductile.weights.pipeline import BucketPipeline, Stage
-from tests.fleet.stub_servers import DIGEST, StubMembers, StubServer, stub_servers, until
+from tests.fleet.stub_servers import DIGEST, StubPool, StubServer, stub_servers, until
 from tests.ranks import run_ranks
 
 BY_HAND = FleetConfig(
@@ -30,7 +30,7 @@ BY_HAND = FleetConfig(
 """Probes happen when the test says so."""
 
 
-def fleet_of(servers: list[StubServer], members: StubMembers, **given) -> ElasticFleet:
+def fleet_of(servers: list[StubServer], members: StubPool, **given) -> ElasticFleet:
     return ElasticFleet(given.pop("config", BY_HAND), members, [each.url for each in servers], **given)
 
 
@@ -48,7 +48,7 @@ def lease(folder: Path, server: StubServer) -> None:
 def test_an_unhealthy_server_is_removed_after_repeated_failures() -> None:
     async def story() -> None:
         async with stub_servers(2) as (good, bad):
-            members = StubMembers([good, bad])
+            members = StubPool([good, bad])
             config = BY_HAND.model_copy(update={"probe_timeout_seconds": 0.2})
             async with fleet_of([good, bad], members, config=config) as fleet:
                 await looked(fleet)
@@ -73,7 +73,7 @@ def test_an_unhealthy_server_is_removed_after_repeated_failures() -> None:
 def test_a_server_that_is_new_is_found_given_weights_and_then_asked(tmp_path: Path) -> None:
     async def story() -> None:
         async with stub_servers(2) as (old, new):
-            members = StubMembers([old, new])
+            members = StubPool([old, new])
             async with fleet_of([old], members, registry=LeaseFolder(tmp_path, 1e9, unix_time=lambda: 1e12)) as fleet:
                 await looked(fleet)
                 lease(tmp_path, new)
@@ -93,7 +93,7 @@ def test_a_server_that_is_new_is_found_given_weights_and_then_asked(tmp_path: Pa
 
 def test_targets_are_a_part_of_those_that_serve() -> None:
     async def story() -> None:
-        async with stub_servers(3) as servers, fleet_of(servers, StubMembers(servers)) as fleet:
+        async with stub_servers(3) as servers, fleet_of(servers, StubPool(servers)) as fleet:
             await looked(fleet)
             urls = [each.url for each in servers]
             assert {*fleet._get_target_addresses(None)} == {*urls}
@@ -117,7 +117,7 @@ def test_a_join_is_one_change_for_all_that_come_within_the_cooldown() -> None:
     async def story() -> None:
         nonlocal now
         async with stub_servers(4) as (first, second, third, fourth):
-            members = StubMembers([first, second, third, fourth])
+            members = StubPool([first, second, third, fourth])
             async with fleet_of([first, second], members, config=config, state=SharedFleetState(lambda: now)) as fleet:
                 await looked(fleet, 2)  # nobody serves, so nobody waits
                 decision = fleet.maybe_rebuild_weight_update_group()
@@ -157,7 +157,7 @@ def test_when_none_is_left_a_join_waits_for_nothing() -> None:
     async def story() -> None:
         async with (
             stub_servers(2) as (old, new),
-            fleet_of([old], StubMembers([old, new]), config=config, state=SharedFleetState(lambda: 0.0)) as fleet,
+            fleet_of([old], StubPool([old, new]), config=config, state=SharedFleetState(lambda: 0.0)) as fleet,
         ):
             await looked(fleet)
             await old.kill()
@@ -174,7 +174,7 @@ def test_a_rebuild_that_is_delayed_or_dies_is_asked_for_again() -> None:
     """A flag that is consumed by reading would be lost; and a change during the rebuild is another one."""
 
     async def story() -> None:
-        async with stub_servers(3) as servers, fleet_of(servers[:2], StubMembers(servers)) as fleet:
+        async with stub_servers(3) as servers, fleet_of(servers[:2], StubPool(servers)) as fleet:
             await looked(fleet)
             assert fleet.consume_group_rebuild_request()
             assert fleet.consume_group_rebuild_request()
@@ -201,7 +201,7 @@ def test_a_fast_restart_at_the_same_address_is_another_member_that_needs_weights
 
     async def story() -> None:
         async with stub_servers(2) as (first, second):
-            members = StubMembers([first, second])
+            members = StubPool([first, second])
             async with fleet_of([first, second], members) as fleet:
                 await looked(fleet)
                 await second.restart()
@@ -242,7 +242,7 @@ def test_all_ranks_act_on_one_decision_whatever_their_own_clocks_and_views_are()
     """Three real ranks do the same collectives, while servers die that only some of them have heard of."""
 
     async def story() -> tuple[bytes, list[list[str]]]:
-        async with stub_servers(3) as servers, fleet_of(servers, StubMembers(servers)) as fleet:
+        async with stub_servers(3) as servers, fleet_of(servers, StubPool(servers)) as fleet:
             await looked(fleet)
             sent = msgspec.msgpack.encode(fleet.maybe_rebuild_weight_update_group())
             await servers[0].kill()  # while the decision is on its way
@@ -266,7 +266,7 @@ def ranks_act(sent: bytes, heard: list[list[str]]) -> list[list[str]]:
 def test_an_update_brings_ready_only_those_that_got_it() -> None:
     async def story() -> None:
         async with stub_servers(3) as (stays, fails, restarts):
-            members = StubMembers([stays, fails, restarts])
+            members = StubPool([stays, fails, restarts])
             async with fleet_of([stays, fails, restarts], members) as fleet:
                 await looked(fleet)
                 ids = [each.instance for each in fleet.maybe_rebuild_weight_update_group().receivers]
@@ -295,7 +295,7 @@ def test_an_update_brings_ready_only_those_that_got_it() -> None:
 def test_a_joiner_catches_up_with_a_version_that_went_live_meanwhile() -> None:
     async def story() -> None:
         async with stub_servers(2) as (old, new):
-            members = StubMembers([old, new])
+            members = StubPool([old, new])
             async with fleet_of([old], members) as fleet:
                 await looked(fleet)
                 members.may_warm.clear()

@@ -365,24 +365,24 @@ def test_micro_steps_tell_how_long_the_slowest_slot_worked_and_not_how_long_it_w
     play(story)
 
 
-def test_a_version_is_leased_in_the_middle_of_a_batch_as_long_as_the_weights_are_it():
+def test_a_version_is_offered_in_the_middle_of_a_batch_as_long_as_the_weights_are_it():
     async def story():
         _, _, trainer = make(ParallelLayout.of((0, 1)))
         await trainer.publish(3)
         await trainer.withdraw(3)
         training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(40)], SEQ_LEN))
         await asyncio.sleep(0.015)
-        assert trainer.can_lease(3)
-        await trainer.lease(3)
+        assert trainer.can_offer(3)
+        await trainer.offer(3)
         assert not training.done()
         await trainer.withdraw(3)
         await training
         stepping = asyncio.create_task(trainer.optim_step(1.0))
         await asyncio.sleep(0)
-        with pytest.raises(Refused, match="the trainer has gone on from version 3, and cannot lease it out"):
-            await trainer.lease(3)
+        with pytest.raises(Refused, match="the trainer has gone on from version 3, and cannot offer it"):
+            await trainer.offer(3)
         await stepping
-        assert not trainer.can_lease(3)
+        assert not trainer.can_offer(3)
 
     play(story)
 
@@ -397,17 +397,17 @@ def test_a_version_that_is_gone_is_refused_at_once_though_a_change_has_the_turn(
         await trainer.optim_step(1.0)
         async with trainer.boundary():
             with pytest.raises(Refused, match="the trainer has gone on from version 3"):
-                await asyncio.wait_for(trainer.lease(3), 1.0)
+                await asyncio.wait_for(trainer.offer(3), 1.0)
 
     play(story)
 
 
-def test_a_lease_of_a_version_that_is_published_does_not_publish_it_again():
+def test_an_offer_of_a_version_that_is_published_does_not_publish_it_again():
     async def story():
         _, carrier, trainer = make(ParallelLayout.of((0,)))
         manifest = await trainer.publish(3)
         await trainer.optim_step(1.0)
-        assert await trainer.lease(3) == manifest
+        assert await trainer.offer(3) == manifest
         await trainer.withdraw(3)
         assert trainer.publishers == {0}, "the second user has it still"
         await trainer.withdraw(3)

@@ -10,7 +10,7 @@ from ductile.fleet.trainer.sending import SAYS_S
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, UpdateBegun, UpdateSent
 from ductile.messages.updates import Offer, Receiver, SendReport, WeightUpdate
 from ductile.messages.workers import Command, Done, Failed, OptimStep, Reply
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.fleet.train_slots import TrainSlots, play, sample
@@ -132,6 +132,20 @@ def test_a_rank_that_dies_in_an_update_is_known_at_once() -> None:
         assert clock() == pytest.approx(1.5, abs=0.1)
         await rig.trainer.finish_update("u1", aborted=True)
         assert [slot for name, slot, _ in rig.at if name == "FinishUpdate"] == [1], "those that live"
+
+    play(story)
+
+
+def test_a_trainer_that_is_given_up_in_an_update_ends_it_with_its_own_sentence() -> None:
+    async def story() -> None:
+        rig = Rig()
+        await rig.trainer.begin_update(update(1))
+        waiting = asyncio.create_task(rig.trainer.sent("u1"))
+        await asyncio.sleep(0.5)
+        rig.trainer.lose(TrainerLost("slot 1 did not reply to ForwardBackward"))
+        with pytest.raises(TrainerLost, match="ForwardBackward"):
+            await waiting
+        assert clock() == pytest.approx(0.5, abs=0.1)
 
     play(story)
 

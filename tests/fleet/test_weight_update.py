@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ductile.core.instances.instances import InstanceId
 from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.updates.donor import Donor
-from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions
+from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.outgoing_updates import BeginUpdate
 from ductile.messages.updates import EndUpdate, Offer, SendReport, ServerState, UpdateProgress, VersionLease, total_of
@@ -140,7 +140,7 @@ class Server:
 
     @property
     def member(self):
-        return UpdateMember(InstanceId(self.name), self, f"http://{self.name}", "secret", "first")
+        return ServerHandle(InstanceId(self.name), self, f"http://{self.name}", "secret", "first")
 
 
 @dataclass
@@ -151,6 +151,8 @@ class Ranks:
     takes_s: float = 0.5
     num_bytes_equal: int = 0
     begin: BaseException | None = None
+    begins_s: float = 0.0
+    """Seconds until they begin: what is trained comes first."""
     reported: list[dict[str, str]] = field(default_factory=list)
     awaited: set[str] = field(default_factory=set)
     """Receivers that they wait for, until these are left out."""
@@ -171,6 +173,7 @@ class Ranks:
         if self.begin:
             raise self.begin
         self.updates.append(update)
+        await asyncio.sleep(self.begins_s)
         return [Offer("slot-0", (), ()), Offer("slot-1", (), ())]
 
     async def sent(self, update_id):
@@ -438,6 +441,20 @@ def test_ranks_are_told_at_once_of_who_is_out_and_the_others_get_it_in_the_same_
     run(story())
 
 
+def test_ranks_are_told_of_who_was_lost_while_they_had_not_begun():
+    async def story():
+        victim, other = Server("victim"), Server("other")
+        it = scene(victim, other, begins_s=0.3, awaited={"victim"})
+        asyncio.get_running_loop().call_later(0.1, it.updates.leave_out, victim.member.id, "it was killed")
+        assert outcomes(await it.publish()) == {"victim": "dead", "other": "committed"}
+        assert it.ranks.left_out == {"victim": "it was killed"}
+        assert "prepare" not in victim.said
+        assert clock() < 1.5
+        it.check()
+
+    run(story())
+
+
 @pytest.mark.parametrize("point", ["prepare", "verify", "pause", "commit"])
 def test_nobody_waits_for_the_reply_of_one_that_is_known_to_be_gone(point):
     async def story():
@@ -469,7 +486,7 @@ def test_each_server_is_sent_its_own_token_alone_and_none_is_shown():
                 return await do(message)
 
             server.prepare = prepare
-        members = [UpdateMember(InstanceId(each.name), each, "http://x", f"key of {each.name}") for each in (a, b)]
+        members = [ServerHandle(InstanceId(each.name), each, "http://x", f"key of {each.name}") for each in (a, b)]
         await it.updates.update(2, members)
         for name, message in prepared.items():
             tokens = {each.instance: each.token for each in message.update.receivers}
@@ -537,6 +554,54 @@ def test_a_trainer_that_is_lost_ends_the_update_and_servers_abort():
             await it.publish()
         assert it.servers["a"].said[-1] == "abort"
         assert (it.servers["a"].version, it.updates.version) == (1, None)
+        it.check()
+
+    run(story())
+
+
+def test_what_ended_an_update_is_raised_and_servers_abort_also_where_a_rank_cannot_be_told_of_the_end():
+    async def story():
+        it = scene(Server("a"))
+
+        async def sent(update_id):
+            raise SlotLost("slot 1 was killed")
+
+        async def finish_update(update_id, aborted):
+            raise Late("slot 0 did not reply")
+
+        it.ranks.sent, it.ranks.finish_update = sent, finish_update
+        aborted = asyncio.Event()
+        abort = it.servers["a"].abort
+
+        async def slowly(end):
+            await asyncio.sleep(0.5)
+            aborted.set()
+            return await abort(end)
+
+        it.servers["a"].abort = slowly
+        with pytest.raises(SlotLost, match="slot 1 was killed"):
+            await it.publish()
+        assert aborted.is_set()
+
+    run(story())
+
+
+def test_a_rank_that_dies_as_the_version_is_sent_again_takes_it_from_no_server_that_has_it():
+    async def story():
+        it = scene(Server("a"), Server("b"), reported=[{"b": "bucket 3 was not acknowledged"}])
+        sent = it.ranks.sent
+
+        async def sent_once(update_id):
+            if len(it.ranks.updates) == 2:
+                raise SlotLost("slot 1 was killed")
+            return await sent(update_id)
+
+        it.ranks.sent = sent_once
+        result = await it.publish()
+        assert outcomes(result) == {"a": "committed", "b": "stale"}
+        assert "slot 1 was killed" in result.outcomes[-1].reason
+        assert (it.servers["a"].version, it.updates.version, it.updates.digest) == (2, 2, DIGEST)
+        assert it.servers["b"].said[-1] == "abort"
         it.check()
 
     run(story())
@@ -626,6 +691,22 @@ def test_the_way_of_joining_says_who_is_asked(only, carrier):
         assert outcomes(result) == {"j": "committed"}
         assert result.carriers == {"j": carrier}
         assert (len(donor.updates), len(it.ranks.updates)) == ((1, 0) if carrier == "http" else (0, 1))
+
+    run(story())
+
+
+@pytest.mark.parametrize("failure", [SlotLost, Late, Interrupted, Refused])
+def test_a_donor_that_is_gone_is_not_its_joiners_fault(failure):
+    async def story():
+        class Port:
+            async def lease(self, asked):
+                raise failure("the donor does not answer")
+
+        it = scene(Server("j"))
+        joiner = it.servers["j"].member
+        assert outcomes(await it.updates.warm(joiner, 2, [Donor(Port(), 2), it.ranks])) == {"j": "committed"}
+        with pytest.raises(Refused, match="the donor does not answer"):
+            await it.updates.warm(joiner, 2, [Donor(Port(), 2)])
 
     run(story())
 

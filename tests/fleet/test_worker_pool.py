@@ -13,9 +13,9 @@ from ductile.fleet.requests.scorer import RemoteScorer
 from ductile.fleet.requests.worker_pool import MOST_LOST
 from ductile.messages.workers import (
     AssignRole,
-    EndLease,
+    EndOffer,
     Generate,
-    LeaseWeights,
+    OfferWeights,
     Ping,
     Publish,
     Receive,
@@ -47,9 +47,9 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
         await asyncio.sleep(0.01)
         assert [(slot, type(command)) for slot, command in cluster.carrier.sent] == [
             (3, AssignRole),
-            (0, LeaseWeights),
+            (0, OfferWeights),
             (3, Receive),
-            (0, EndLease),
+            (0, EndOffer),
         ]
         assert versions(cluster) == {0: 1, 1: 1, 2: 1, 3: 1}
         assert cluster.generators.capacity == 32
@@ -58,19 +58,19 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
     with_cluster(story)
 
 
-def test_joiners_of_the_same_moment_share_a_lease():
+def test_joiners_of_the_same_moment_share_an_offer():
     async def story(cluster: Cluster):
         cluster.slots.reply_s = lambda slot, command: 0.1
         await asyncio.gather(*(cluster.generators.admit(generator(slot), {}) for slot in (3, 4, 5)))
         assert cluster.generators.slots == (0, 1, 3, 4, 5)
         await asyncio.sleep(1)
-        assert (len(cluster.sent(LeaseWeights)), len(cluster.sent(EndLease))) == (1, 1)
+        assert (len(cluster.sent(OfferWeights)), len(cluster.sent(EndOffer))) == (1, 1)
         cluster.slots.reply_s = lambda slot, command: 0.0
 
     with_cluster(story, generating=(0, 1))
 
 
-def test_with_no_generator_the_trainer_leases_out_what_its_weights_still_are():
+def test_with_no_generator_the_trainer_offers_what_its_weights_still_are():
     async def story(cluster: Cluster):
         await cluster.generators.dismiss(generator(0))
         assert cluster.generators.slots == ()
@@ -105,7 +105,7 @@ def test_with_nobody_who_has_the_version_the_next_one_is_the_joiners_first():
     with_cluster(story, generating=(0,))
 
 
-def test_a_trainer_that_has_gone_on_before_it_could_lease_its_weights_leases_nothing():
+def test_a_trainer_that_has_gone_on_before_it_could_offer_its_weights_offers_nothing():
     """After a step that learned nothing its weights are the live version still, until it publishes them as the next."""
 
     async def story(cluster: Cluster):
@@ -123,7 +123,7 @@ def test_a_trainer_that_has_gone_on_before_it_could_lease_its_weights_leases_not
     with_cluster(story, generating=(0,))
 
 
-def test_while_a_version_is_published_it_is_leased_from_there():
+def test_while_a_version_is_published_it_is_offered_from_there():
     async def story(cluster: Cluster):
         await cluster.generators.dismiss(generator(0))
         manifest = await cluster.trainer.publish(1)
@@ -137,11 +137,11 @@ def test_while_a_version_is_published_it_is_leased_from_there():
 
 
 @pytest.mark.parametrize("kind", ["error", "death"])
-@pytest.mark.parametrize("on", [LeaseWeights, Receive])
-def test_when_a_source_fails_the_next_one_leases_its_weights(kind: str, on: type):
+@pytest.mark.parametrize("on", [OfferWeights, Receive])
+def test_when_a_source_fails_the_next_one_offers_its_weights(kind: str, on: type):
     async def story(cluster: Cluster):
         def fail(slot, command):
-            if isinstance(command, on) and slot == (0 if on is LeaseWeights else 3) and not cluster.slots.dead:
+            if isinstance(command, on) and slot == (0 if on is OfferWeights else 3) and not cluster.slots.dead:
                 if kind == "death":
                     cluster.slots.kill(0, cluster.mailbox)
                     return 0.0
@@ -149,11 +149,11 @@ def test_when_a_source_fails_the_next_one_leases_its_weights(kind: str, on: type
             return 0.0
 
         if kind == "error":
-            cluster.carrier.fail(0 if on is LeaseWeights else 3, "error", on=on)
+            cluster.carrier.fail(0 if on is OfferWeights else 3, "error", on=on)
         else:
             cluster.slots.reply_s = fail
         assert await cluster.generators.admit(generator(3), {})
-        assert [slot for slot, _ in cluster.sent(LeaseWeights)] == [0, 1]
+        assert [slot for slot, _ in cluster.sent(OfferWeights)] == [0, 1]
         assert versions(cluster)[3] == 0
 
     with_cluster(story)
@@ -200,7 +200,7 @@ def test_a_joiner_that_hangs_at_its_first_weights_is_killed_at_once():
 
 def test_a_version_goes_live_after_a_joiner_and_the_source_of_its_weights_that_both_hang():
     async def story(cluster: Cluster):
-        cluster.carrier.fail(0, "drop", on=LeaseWeights)
+        cluster.carrier.fail(0, "drop", on=OfferWeights)
         cluster.carrier.fail(3, "drop", on=Receive)
         joining = asyncio.create_task(cluster.generators.admit(generator(3), {}))
         await asyncio.sleep(1)
@@ -215,7 +215,7 @@ def test_a_version_goes_live_after_a_joiner_and_the_source_of_its_weights_that_b
 
 def test_an_admission_that_is_cancelled_leaves_no_role_and_no_loan():
     async def story(cluster: Cluster):
-        for on in (AssignRole, LeaseWeights, Receive):
+        for on in (AssignRole, OfferWeights, Receive):
             cluster.slots.reply_s = lambda slot, command, on=on: 1.0 if isinstance(command, on) else 0.0
             admitting = asyncio.create_task(cluster.generators.admit(generator(3), {}))
             await asyncio.sleep(0.5)
@@ -493,7 +493,7 @@ class Scoring:
             RoleSlots(cluster.mailbox, "score", TIMEOUT_S, cluster.condemn, rendezvous="here:1"),
             scorers,
             DEADLINES,
-            cluster.leases,
+            cluster.offers,
         )
         for slot in range(4, 8):
             cluster.slots.slots[slot].holds = slot in slots
@@ -518,7 +518,7 @@ def test_scorers_join_and_leave():
         assert await scoring.score() == {4}
         await scoring.scorer.receive(Manifest(0, "shared_memory", offer(cluster, 0), 0, 0, ()))
         assert await scoring.scorer.admit(scorer(5), {})
-        assert [(slot, command.role) for slot, command in cluster.sent(LeaseWeights)] == [(4, "score")]
+        assert [(slot, command.role) for slot, command in cluster.sent(OfferWeights)] == [(4, "score")]
         assert await scoring.score() == {4, 5}
         await scoring.scorer.dismiss(scorer(4))
         assert await scoring.score() == {5}
@@ -542,9 +542,9 @@ def test_a_scorer_on_two_slots_is_asked_on_both_and_its_first_slot_replies():
             for kind, slots in [
                 (Score, (4, 5)),
                 (AssignRole, (6, 7)),
-                (LeaseWeights, (4, 5)),
+                (OfferWeights, (4, 5)),
                 (Receive, (6, 7)),
-                (EndLease, (4, 5)),
+                (EndOffer, (4, 5)),
             ]
             for slot in slots
         ]
@@ -608,11 +608,11 @@ def test_a_scorer_gets_the_trainers_weights_before_a_generators():
         cluster.carrier.sent.clear()
         assert await scoring.scorer.admit(scorer(5), {})
         assert cluster.sent(Publish)
-        assert not cluster.sent(LeaseWeights)
+        assert not cluster.sent(OfferWeights)
         await scoring.scorer.dismiss(scorer(5))
         await cluster.trainer.optim_step(1.0)
         assert await scoring.scorer.admit(scorer(6), {})
-        assert [(slot, command.role) for slot, command in cluster.sent(LeaseWeights)] == [(0, "generate")]
+        assert [(slot, command.role) for slot, command in cluster.sent(OfferWeights)] == [(0, "generate")]
 
     with_cluster(story)
 

@@ -1,7 +1,7 @@
 """Places where a server does what a broken one does. A file `<folder>/<point>` with one word in it is a fault, for as
 long as it is there:
 
-    hold            go no further while the file says so
+    hold            go no further while the file says so; no bucket that comes later does, either
     exit            end the process at once
     drop            no reply comes
     late 3.5        go on so many seconds later
@@ -39,7 +39,6 @@ BEFORE = {
 """Points before a route does anything."""
 AFTER = {"/weights/commit": "commit-reply"}
 """Points at which it has done everything, and says so."""
-PLACES = ("bucket-first", "bucket-mid", "bucket-last")
 
 load, create_app = WeightReceiver._load, serve.create_app
 _counting, _num_begun = Lock(), Counter[str]()
@@ -50,21 +49,17 @@ class Dropped(Exception):
 
 
 def said(point: str, of: Callable[[list[str]], bool] = bool) -> list[str]:
-    """Words of the fault that is met at the point; [] for none. of: whether these words are about what goes on here."""
-    folder = Path(os.environ[FAULTS])
-    try:
-        words = (folder / point).read_text("utf-8").split()
-    except FileNotFoundError:
+    """Return what the point's file says, and leave one that says that it was met. of: whether the words are about what
+    goes on here."""
+    if not of(words := _words(point)):
         return []
-    if not of(words):
-        return []
-    (folder / f"{point}.reached").touch()
+    (Path(os.environ[FAULTS]) / f"{point}.reached").touch()
     return words
 
 
-def meet(point: str | None) -> None:
+def meet(point: str) -> None:
     """Do what the point's file says, in a thread that may wait. Raises `Dropped`."""
-    match said(point) if point else []:
+    match said(point):
         case ["exit", *_]:
             os._exit(EXIT_CODE)
         case ["drop", *_]:
@@ -72,14 +67,25 @@ def meet(point: str | None) -> None:
         case ["late", seconds]:
             time.sleep(float(seconds))
         case ["hold"]:
-            while point and said(point) == ["hold"]:
-                time.sleep(LOOK_S)
+            hold(point)
 
 
-def bucket_point(num_loaded: int, num_expected: int) -> str | None:
-    """The point at which a bucket is that comes after `num_loaded` others."""
-    first, mid, last = PLACES
-    return {num_expected // 2: mid, num_expected - 1: last, 0: first}.get(num_loaded)
+def hold(point: str) -> None:
+    """Wait as long as the point's file says so. It leaves no file: whoever takes the fault back has taken that, too."""
+    while _words(point) == ["hold"]:
+        time.sleep(LOOK_S)
+
+
+def _words(point: str) -> list[str]:
+    try:
+        return (Path(os.environ[FAULTS]) / point).read_text("utf-8").split()
+    except FileNotFoundError:
+        return []
+
+
+def places(num_buckets: int) -> dict[str, int]:
+    """The points that are met by a bucket of an update, each with the buckets that have begun before it."""
+    return {"bucket-first": 0, "bucket-mid": num_buckets // 2, "bucket-last": num_buckets - 1}
 
 
 def faulty_load(self: WeightReceiver, update: Any, *args: Any) -> None:
@@ -88,7 +94,11 @@ def faulty_load(self: WeightReceiver, update: Any, *args: Any) -> None:
         num_begun = _num_begun[update.update_id]
         _num_begun[update.update_id] += 1
     try:
-        meet(bucket_point(num_begun, len(update.buckets)))
+        for point, place in places(len(update.buckets)).items():
+            if num_begun == place:
+                meet(point)
+            elif num_begun > place:
+                hold(point)  # else all that another sender has would go past the bucket that waits
     except Dropped as fault:
         dropped = fault
     load(self, update, *args)

@@ -17,14 +17,14 @@ from ductile.generator.generate_role import load_engine
 from ductile.messages.workers import (
     AssignRole,
     Done,
-    EndLease,
+    EndOffer,
     Event,
     Finished,
     Forget,
     Generate,
-    LeaseWeights,
     MigratedOut,
     MigrateOut,
+    OfferWeights,
     Published,
     Receive,
     ReleaseRole,
@@ -120,11 +120,11 @@ def test_requests_move_to_a_slot_that_joined_and_back(
 ) -> None:
     generators.assign(0)
     generators.assign(1, joining=True)
-    leased = generators.ask(0, LeaseWeights("generate"))
-    assert isinstance(leased, Published)
-    assert leased.manifest is not None
-    generators.ask(1, Receive("generate", leased.manifest))
-    generators.ask(0, EndLease("generate"))
+    offered = generators.ask(0, OfferWeights("generate"))
+    assert isinstance(offered, Published)
+    assert offered.manifest is not None
+    generators.ask(1, Receive("generate", offered.manifest))
+    generators.ask(0, EndOffer("generate"))
 
     first = generators.ask(0, Generate(ASKED), MigrateOut(("0", "1", "2"), ("0", "1")))
     assert isinstance(first, MigratedOut)

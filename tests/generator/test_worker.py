@@ -19,14 +19,14 @@ from ductile.generator.generate_role import GenerateRole
 from ductile.messages.workers import (
     Abort,
     Done,
-    EndLease,
+    EndOffer,
     EngineStats,
     Finished,
     Forget,
     Generate,
-    LeaseWeights,
     MigratedOut,
     MigrateOut,
+    OfferWeights,
     Published,
     Receive,
     Withdraw,
@@ -243,9 +243,9 @@ def test_statistics_say_how_far_each_request_is_and_how_long_steps_took(qwen3: F
 
 def test_a_joiner_reads_no_weights_and_does_nothing_without_them(qwen3: Family, tmp_path: Path) -> None:
     joining = joiner(qwen3, tmp_path / "model")
-    for command in (Generate((request("a", "hello"),)), LeaseWeights("generate")):
+    for command in (Generate((request("a", "hello"),)), OfferWeights("generate")):
         with pytest.raises(
-            Refused, match=r"slot 3 joins .* cannot execute (Generate|LeaseWeights) before the first Receive"
+            Refused, match=r"slot 3 joins .* cannot execute (Generate|OfferWeights) before the first Receive"
         ):
             joining.handle(command)
     assert not joining.has_work()
@@ -253,8 +253,8 @@ def test_a_joiner_reads_no_weights_and_does_nothing_without_them(qwen3: Family, 
     joining.close()
 
 
-def test_a_joiner_with_leased_weights_is_like_its_source(qwen3: Family, tmp_path: Path) -> None:
-    """Bit for bit, and under the source's version; and it can lease them to the next."""
+def test_a_joiner_with_offered_weights_is_like_its_source(qwen3: Family, tmp_path: Path) -> None:
+    """Bit for bit, and under the source's version; and it can offer them to the next."""
     publisher = SharedMemory()
     other = make_model_folder(tmp_path / "other", "qwen3", seed=1)
     first = role(qwen3)
@@ -262,15 +262,15 @@ def test_a_joiner_with_leased_weights_is_like_its_source(qwen3: Family, tmp_path
     publisher.close()
     joiners = [joiner(qwen3, tmp_path / str(number)) for number in range(2)]
     for source, target in ((first, joiners[0]), (joiners[0], joiners[1])):
-        leased = source.handle(LeaseWeights("generate"))
-        assert isinstance(leased, Published)
-        assert leased.manifest is not None
-        assert leased.manifest.version == 7
-        assert target.handle(Receive("generate", leased.manifest)) == Done()
-        assert source.handle(EndLease("generate")) == Done()
+        offered = source.handle(OfferWeights("generate"))
+        assert isinstance(offered, Published)
+        assert offered.manifest is not None
+        assert offered.manifest.version == 7
+        assert target.handle(Receive("generate", offered.manifest)) == Done()
+        assert source.handle(EndOffer("generate")) == Done()
         with pytest.raises(WeightsUnavailable, match="version 7 is gone"):
-            SharedMemory().receive(leased.manifest)
-    found = SharedMemory().receive(joiners[1].handle(LeaseWeights("generate")).manifest)
+            SharedMemory().receive(offered.manifest)
+    found = SharedMemory().receive(joiners[1].handle(OfferWeights("generate")).manifest)
     for name, tensor in load_model(other).named_parameters():
         assert torch.equal(found[name], tensor)
     joiners[1].handle(Generate((request("r", "hello", 8),)))
@@ -282,13 +282,13 @@ def test_a_joiner_with_leased_weights_is_like_its_source(qwen3: Family, tmp_path
     assert stats.version == 7
 
 
-def test_closing_frees_what_was_leased_out_and_kept_for_others(qwen3: Family) -> None:
+def test_closing_frees_what_was_offered_and_kept_for_others(qwen3: Family) -> None:
     held = role(qwen3)
     before = open_files()
     held.handle(Generate(tuple(request(str(i), "hello", 20) for i in range(3))))
     held.step()
     held.handle(MigrateOut(("0", "1", "2"), ("0", "1", "2")))
-    held.handle(LeaseWeights("generate"))
+    held.handle(OfferWeights("generate"))
     assert open_files() == before + 4
     held.close()
     assert open_files() == before

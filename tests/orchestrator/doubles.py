@@ -11,6 +11,7 @@ from typing import Any
 from ductile.concurrency.deadline import Deadline
 from ductile.concurrency.structured import Pause
 from ductile.core.batch.advantage import Advantage, mean_baseline
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.core.rollouts.staleness import OnStale, StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting
@@ -21,7 +22,6 @@ from ductile.orchestrator.loop.assembly import assemble
 from ductile.orchestrator.loop.buffer import Buffer
 from ductile.orchestrator.loop.episode import Episodes
 from ductile.orchestrator.loop.evaluate import Evaluation
-from ductile.orchestrator.loop.publisher import UpdateServers
 from ductile.orchestrator.loop.rollouts import Rollouts
 from ductile.orchestrator.loop.run_output import RunOutput
 from ductile.orchestrator.loop.run_schedule import RunSchedule
@@ -197,6 +197,7 @@ class FakeGenerators:
         await asyncio.sleep(self.receive_s)
         self.version = manifest.version
         self.diary.note(f"live {manifest.version}")
+        return KnownWeights.of(manifest)
 
 
 class FakeScorer:
@@ -211,6 +212,7 @@ class FakeScorer:
 
     async def receive(self, manifest):
         self.version = manifest.version
+        return KnownWeights.of(manifest)
 
 
 class NotingSaver:
@@ -262,7 +264,6 @@ class Stage:
     death: Callable[[], Coroutine[Any, Any, str]] | None = None
     """Returns when a process that the run needs is gone."""
     controller: Callable[["Stage"], ElasticController] | None = None
-    update_servers: UpdateServers | None = None
     saver: Callable[["Stage"], Any] = NotingSaver
     checkpoints: Checkpoints | None = None
     """Where the trainer's state is really saved; None notes that it would be."""
@@ -339,7 +340,6 @@ class Stage:
             self.accounting,
             self.controller(self) if self.controller else None,
             self.stop,
-            self.update_servers,
         )
         meanwhile = asyncio.create_task(during(self)) if during else None
         try:

@@ -1,6 +1,7 @@
 """`ductile compare`: generator and scorer over the whole vocabulary."""
 
 import json
+import shutil
 
 import pytest
 
@@ -53,6 +54,14 @@ def test_what_generator_and_scorer_do_not_agree_about_is_found(words, tmp_path, 
     assert found.num_decoded == 4
     assert found.largest == found.worst[0].difference > 1
     assert found.share_over > 0.9
+
+
+def test_a_model_that_a_run_has_written_is_compared_in_its_place(words, folder, tmp_path, capfd):
+    shutil.copytree(folder, tmp_path / "run" / "model")
+    words = [*words[:2], "--model.name", str(tmp_path / "run" / "model"), "--prompts", str(tmp_path / "missing.jsonl")]
+    assert main(words) == 2
+    assert "missing.jsonl" in (said := capfd.readouterr().err), "it comes to the prompts"
+    assert "would be lost" not in said
 
 
 @pytest.mark.parametrize(

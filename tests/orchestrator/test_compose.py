@@ -10,6 +10,7 @@ import pytest
 from ductile.config.reading.imports import ImportPathError
 from ductile.config.schema.orchestrator import SamplingConfig, to_sampling
 from ductile.config.schema.run import OrchestratorRunConfig, RLConfig
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.commands.compose import prepare, run_loop
 from ductile.orchestrator.commands.rehearse import rehearse
@@ -88,6 +89,7 @@ class Learns:
 
     async def receive(self, manifest):
         self.version = manifest.version
+        return KnownWeights.of(manifest)
 
     async def generate(self, request):
         text = self.tokenizer.decode(request.prompt)

@@ -246,9 +246,6 @@ def test_tokens_of_weights_that_were_never_published_are_not_trained_on(tmp_path
         async def publish(self, version):
             return replace(await super().publish(version), digest=f"digest {version}")
 
-    async def send(version):
-        return KnownWeights(version, f"digest {version}", {"embed": "its part"})
-
     def hear(stage):
         async def heard():
             stage.loop.publisher.on_live.add(lives.append)
@@ -258,6 +255,11 @@ def test_tokens_of_weights_that_were_never_published_are_not_trained_on(tmp_path
     class LiesOnce(FakeGenerators):
         liar = ""
 
+        async def receive(self, manifest):
+            given = await super().receive(manifest)
+            sent = KnownWeights(manifest.version, f"digest {manifest.version}", {"embed": "its part"})
+            return given if given.digest else sent
+
         async def generate(self, request):
             self.liar = self.liar or request.id
             generation = await super().generate(request)
@@ -266,11 +268,11 @@ def test_tokens_of_weights_that_were_never_published_are_not_trained_on(tmp_path
             return replace(generation, digests=digests)
 
     lives = []
-    by = {"trainer": Publishes} if known_by == "the trainer's snapshot" else {"update_servers": send}
-    stage = Stage(tmp_path, max_steps=3, generators=LiesOnce, **by)
+    trainer = Publishes if known_by == "the trainer's snapshot" else FakeTrainer
+    stage = Stage(tmp_path, max_steps=3, generators=LiesOnce, trainer=trainer)
     assert run(stage.go(hear)) == 3
     assert [each.digest for each in lives] == [f"digest {version}" for version in range(4)]
-    assert all(each.tensors for each in lives) == ("update_servers" in by), "the canaries see which tensor is wrong"
+    assert all(each.tensors for each in lives) == (trainer is FakeTrainer), "the canaries see which tensor is wrong"
     group = stage.fake_generators.liar.rsplit("/", 2)[0]
     (told,) = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "group_refused"]
     assert told["prompt"] == group

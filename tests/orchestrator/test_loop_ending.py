@@ -28,7 +28,7 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path):
         async def receive(self, manifest):
             if manifest.version == 1:
                 raise RuntimeError("slot 1 (generate) refused Receive")
-            await super().receive(manifest)
+            return await super().receive(manifest)
 
     stage = Stage(tmp_path, max_steps=3, generators=Refusing)
     with pytest.raises(RuntimeError, match="refused Receive"):

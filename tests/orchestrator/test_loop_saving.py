@@ -97,7 +97,7 @@ def test_ctrl_c_does_not_wait_for_generators_to_take_weights(tmp_path):
             if manifest.version == 1:
                 await asyncio.sleep(100)
                 raise Late("slot 1 did not reply to Receive within 100 s")
-            await super().receive(manifest)
+            return await super().receive(manifest)
 
     async def stop(stage):
         await after_step_1(stage)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Manifest, Prompt, Rollout, RolloutGroup, Sample
 
@@ -16,7 +17,8 @@ class Scores:
         value = -1.0 if model == "policy" else -2.0
         return [(value,) * len(sample) for sample in samples]
 
-    async def receive(self, manifest: Manifest) -> None: ...
+    async def receive(self, manifest: Manifest) -> KnownWeights:
+        raise AssertionError
 
 
 def group(*rewards: float) -> RolloutGroup:

@@ -13,7 +13,7 @@ from ductile.columns import Floats
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.messages.workers import Done, EndLease, LeaseWeights, Receive, Score
+from ductile.messages.workers import Done, EndOffer, OfferWeights, Receive, Score
 from ductile.model.checkpoint import load_model
 from ductile.records import Manifest, Sample
 from ductile.roles import RoleAssignment
@@ -48,15 +48,15 @@ def scores(
     assert role.handle(Receive("score", manifest)) == Done()
     replies += [role.handle(Score(SAMPLES, "policy")), role.handle(Score(SAMPLES, "reference"))]
     replies += [role.handle(Score((), "policy")), role.handle(Score((UNTRAINED,), "policy"))]
-    leased = role.handle(LeaseWeights("score")).manifest
+    offered = role.handle(OfferWeights("score")).manifest
     if groups.slot == members[0]:
-        groups._store.set("leased", pickle.dumps(leased))
+        groups._store.set("offered", pickle.dumps(offered))
     else:
-        assert leased is None
+        assert offered is None
     joiner = ScoreRole(settings, replace(place, joining=True, instance="scorer-0.1"))
-    assert joiner.handle(Receive("score", pickle.loads(groups._store.get("leased")))) == Done()  # noqa: S301
+    assert joiner.handle(Receive("score", pickle.loads(groups._store.get("offered")))) == Done()  # noqa: S301
     replies.append(joiner.handle(Score(SAMPLES, "policy")))
-    assert role.handle(EndLease("score")) == Done()
+    assert role.handle(EndOffer("score")) == Done()
     num_held = sum(parameter.numel() for parameter in joiner._live.policy.parameters())
     for each in (role, joiner):
         each.close()

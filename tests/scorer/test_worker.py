@@ -12,7 +12,7 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.messages.workers import Done, EndLease, LeaseWeights, Receive, Score
+from ductile.messages.workers import Done, EndOffer, OfferWeights, Receive, Score
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model, save_model
 from ductile.model.packed import PackedSamples
@@ -125,9 +125,9 @@ def test_a_joiner_has_no_policy_before_it_receives_one_and_then_its_sources(fold
     shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     config = TrainerConfig.model_validate({"model": {"name": str(tmp_path / "model"), "seq_len": 32}})
     joiner = ScoreRole(config.model_dump(), place(joining=True))
-    for command in (Score(SAMPLES, "policy"), LeaseWeights("score")):
+    for command in (Score(SAMPLES, "policy"), OfferWeights("score")):
         with pytest.raises(
-            Refused, match=r"slot 0 joins .* cannot execute (Score|LeaseWeights) before the first Receive"
+            Refused, match=r"slot 0 joins .* cannot execute (Score|OfferWeights) before the first Receive"
         ):
             joiner.handle(command)
 
@@ -135,14 +135,14 @@ def test_a_joiner_has_no_policy_before_it_receives_one_and_then_its_sources(fold
     publisher, source = SharedMemory(), make_role(folder)
     source.handle(Receive("score", publisher.publish(4, trained.named_parameters())))
     publisher.close()
-    manifest = source.handle(LeaseWeights("score")).manifest
+    manifest = source.handle(OfferWeights("score")).manifest
     assert manifest.version == 4
     assert joiner.handle(Receive("score", manifest)) == Done()
-    assert source.handle(EndLease("score")) == Done()
+    assert source.handle(EndOffer("score")) == Done()
     with pytest.raises(WeightsUnavailable, match="version 4 is gone"):
         SharedMemory().receive(manifest)
     assert_scores(joiner.handle(Score(SAMPLES, "policy")).logprobs, trained)
-    again = joiner.handle(LeaseWeights("score")).manifest
+    again = joiner.handle(OfferWeights("score")).manifest
     assert (again.version, again.fingerprint) == (4, manifest.fingerprint)
     shutil.copyfile(folder / "model.safetensors", tmp_path / "model" / "model.safetensors")
     assert_scores(joiner.handle(Score(SAMPLES, "reference")).logprobs, load_model(folder))

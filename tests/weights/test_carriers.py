@@ -11,7 +11,7 @@ import threading
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -28,6 +28,7 @@ from ductile.weights.carriers.carrier import UpdateFailed
 from ductile.weights.carriers.disk import DiskSender, folder_of
 from ductile.weights.carriers.http import receive as take_lease
 from ductile.weights.carriers.shared_memory import SlotRing
+from ductile.weights.carriers.source import connect
 from ductile.weights.sender import WeightSender
 from tests.full_disk import small_disk
 from tests.weights.member import TOKEN, Task, content, fill, fingerprint, offer_of
@@ -321,6 +322,48 @@ def test_a_receiver_that_never_comes_is_left_out(
     failed = made.report().failed
     assert failed.keys() == {"late", "refused"}
     assert failed["refused"] == "refused was left out: it has another model"
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_receiver_that_stops_as_soon_as_it_has_come_is_left_out(
+    fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier, others: int
+) -> None:
+    """Nobody waits for it in a group that is still to be made."""
+    made = fleet(carrier)
+    if others:
+        made.receiver("here")
+    present, made.receivers = made.receivers, [*made.receivers, Receiver("stopped", carrier)]
+    update, made.receivers = made.update(bucket_timeout_s=60.0), present
+    offers = made.send(update, SIZES)
+    made.prepare(update, offers)
+    stopped = connect(offers[0].location, "rank-0", "stopped", carrier, update.secret, WAIT_S, threading.Event())
+    assert stopped.next(WAIT_S) is not None
+    made.senders[0].leave_out("stopped", "it did not answer 2 probes in a row")
+    if others:
+        assert made.servers["here"].until("staged") == expected(SIZES)
+    assert made.report().failed == {"stopped": "stopped was left out: it did not answer 2 probes in a row"}
+    stopped.close()
+
+
+def test_a_server_whose_host_takes_no_connection_is_left_out(fleet: Callable[[WeightCarrier], Fleet]) -> None:
+    """As one that has lost its power: it answers nothing at all."""
+    made = fleet("http")
+    made.receiver("here")
+    with ExitStack() as stack:
+        host = stack.enter_context(socket.create_server((LOOPBACK, 0), backlog=0))
+        for _ in range(4):  # the kernel takes no more until somebody accepts these
+            connecting = stack.enter_context(socket.socket())
+            connecting.setblocking(False)
+            connecting.connect_ex(host.getsockname())
+        gone = Receiver("gone", "http", f"http://{LOOPBACK}:{host.getsockname()[1]}", TOKEN)
+        present, made.receivers = made.receivers, [*made.receivers, gone]
+        update, made.receivers = made.update(bucket_timeout_s=60.0), present
+        made.prepare(update, made.send(update, SIZES))
+        made.servers["here"].until("bucket", "0")
+        made.senders[0].leave_out("gone", "it did not answer 2 probes in a row")
+        assert made.servers["here"].until("staged") == expected(SIZES)
+        assert made.report().failed == {"gone": "gone was left out: it did not answer 2 probes in a row"}
 
 
 @pytest.mark.parametrize("carrier", ACKNOWLEDGED)

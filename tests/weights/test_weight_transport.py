@@ -115,10 +115,10 @@ def test_a_manifest_that_does_not_fit_is_refused(transport: WeightTransport, cha
         receive(wrong)
 
 
-def test_who_asks_for_the_same_version_leases_the_same_copy(transport: WeightTransport):
-    first = transport.lease(4, TENSORS.items())
-    assert transport.lease(4, [("never", torch.ones(1))]) == first
-    newer = transport.lease(5, TENSORS.items())
+def test_who_asks_for_the_same_version_is_offered_the_same_copy(transport: WeightTransport):
+    first = transport.offer(4, TENSORS.items())
+    assert transport.offer(4, [("never", torch.ones(1))]) == first
+    newer = transport.offer(5, TENSORS.items())
     assert newer.version == 5
     assert torch.equal(receive(first)["embed"], receive(newer)["embed"])
 

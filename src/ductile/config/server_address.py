@@ -17,6 +17,12 @@ def root_of(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
+def with_scheme(address: str) -> str:
+    """Return the root of a server's routes for an address that may lack its scheme: "http://10.0.0.7:8000" of
+    "10.0.0.7:8000"."""
+    return root_of(address if "://" in address else f"http://{address}")
+
+
 def is_root(url: str) -> bool:
     """Return whether it is the root of a server's routes: scheme, host, port, and nothing else."""
     if not is_address(url):

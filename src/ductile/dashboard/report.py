@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ductile.core.instances.placement import compact
+from ductile.core.layout.choice.layout_text import compact
 from ductile.core.scheduling.policies.names import described
 from ductile.dashboard.causes import CAUSES, named
 from ductile.dashboard.colours import COLOURS

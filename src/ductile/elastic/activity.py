@@ -14,7 +14,7 @@ from ductile.messages.workers import (
     Command,
     Commit,
     DigestWeights,
-    EndLease,
+    EndOffer,
     EngineStats,
     ExportModel,
     Finalize,
@@ -22,9 +22,9 @@ from ductile.messages.workers import (
     ForwardBackward,
     Freeze,
     Generate,
-    LeaseWeights,
     LoadState,
     MigrateOut,
+    OfferWeights,
     OptimStep,
     Prepare,
     Publish,
@@ -57,7 +57,7 @@ ACTIVITIES: dict[type[Command], Activity] = {
         ),
         "publish",
     ),
-    **dict.fromkeys((AssignRole, ReleaseRole, MigrateOut, Forget, LeaseWeights, EndLease), "switch"),
+    **dict.fromkeys((AssignRole, ReleaseRole, MigrateOut, Forget, OfferWeights, EndOffer), "switch"),
     **dict.fromkeys((Prepare, Freeze, TransferState, Commit, Rollback, Finalize), "switch"),
 }
 

@@ -390,6 +390,24 @@ typedef struct {
     Way way;
 } Summed;
 
+/* Returns the sum over all rows, a few at a time. `first` is the first row's index at `level`, which gives each row its
+weight; at level 0 all have weight 1. */
+static inline __attribute__((always_inline)) uint64_t sum_all(SumRows *sum_rows, const Rows *rows, Py_ssize_t num_rows,
+                                                              const Weights *weights, int level, uint64_t first)
+{
+    uint64_t total = 0, sums[SUMMED_AT_ONCE];
+    for (Py_ssize_t index = 0; index < num_rows; index += SUMMED_AT_ONCE) {
+        Rows some = *rows;
+        some.at += index * rows->step;
+        some.to = rows->to ? rows->to + index * rows->to_step : NULL;
+        some.count = (int)(num_rows - index < SUMMED_AT_ONCE ? num_rows - index : SUMMED_AT_ONCE);
+        sum_rows(some, weights, sums);
+        for (int row = 0; row < some.count; row++)
+            total += sums[row] * (level ? weight_of(level, first + index + row) : 1);
+    }
+    return total;
+}
+
 /* Of a matrix, or of one row: so many columns at a time that their weights stay in the first cache. What is copied is
 summed up from where it is, or from registers: what is read once cannot change in between. */
 static uint64_t sum_matrix(const Summed *of, const char *at, char *to, Py_ssize_t num_rows, Py_ssize_t step,
@@ -398,23 +416,17 @@ static uint64_t sum_matrix(const Summed *of, const char *at, char *to, Py_ssize_
     const int last = of->box->ndim - 1;
     const Py_ssize_t length = of->box->shape[last], item_bytes = of->box->itemsize;
     Weights weights;
-    uint64_t total = 0, sums[SUMMED_AT_ONCE];
+    uint64_t total = 0;
     for (Py_ssize_t from = 0; from < length; from += COLUMNS_AT_ONCE) {
         const Py_ssize_t width = length - from < COLUMNS_AT_ONCE ? length - from : COLUMNS_AT_ONCE;
         of->way.weigh(&weights, 1, of->first[last] + from, width);
-        for (Py_ssize_t index = 0; index < num_rows; index += SUMMED_AT_ONCE) {
-            const int count = (int)(num_rows - index < SUMMED_AT_ONCE ? num_rows - index : SUMMED_AT_ONCE);
-            const Rows rows = {.at = at + index * step + from * item_bytes,
-                               .to = to ? to + index * to_step + from * item_bytes : NULL,
-                               .step = step,
-                               .to_step = to_step,
-                               .length = width,
-                               .count = count,
-                               .past_cache = of->past_cache};
-            of->way.sum_rows(rows, &weights, sums);
-            for (int row = 0; row < count; row++)
-                total += sums[row] * (last ? weight_of(2, first_row + index + row) : 1);
-        }
+        const Rows rows = {.at = at + from * item_bytes,
+                           .to = to ? to + from * item_bytes : NULL,
+                           .step = step,
+                           .to_step = to_step,
+                           .length = width,
+                           .past_cache = of->past_cache};
+        total += sum_all(of->way.sum_rows, &rows, num_rows, &weights, last ? 2 : 0, first_row);
     }
     return total;
 }
@@ -481,7 +493,7 @@ static uint64_t sum_turned(const Summed *of, const char *at, char *to, Py_ssize_
     const int last = of->box->ndim - 1;
     const Py_ssize_t length = of->box->shape[last], item_bytes = of->box->itemsize;
     Weights of_rows;
-    uint64_t total = 0, sums[SUMMED_AT_ONCE];
+    uint64_t total = 0;
     for (Py_ssize_t row = 0; row < num_rows; row += TILE_ROWS) {
         const int height = (int)(num_rows - row < TILE_ROWS ? num_rows - row : TILE_ROWS);
         of->way.weigh(&of_rows, 2, first_row + row, height);
@@ -489,13 +501,8 @@ static uint64_t sum_turned(const Summed *of, const char *at, char *to, Py_ssize_
             const int width = (int)(length - column < TILE_COLUMNS ? length - column : TILE_COLUMNS);
             char *tile = to + column * to_step + row * item_bytes;
             turn_tile(tile, at + row * step + column * item_bytes, to_step, step, height, width, item_bytes);
-            for (int index = 0; index < width; index += SUMMED_AT_ONCE) {
-                const int count = width - index < SUMMED_AT_ONCE ? width - index : SUMMED_AT_ONCE;
-                const Rows rows = {.at = tile + index * to_step, .step = to_step, .length = height, .count = count};
-                of->way.sum_rows(rows, &of_rows, sums);
-                for (int each = 0; each < count; each++)
-                    total += sums[each] * weight_of(1, of->first[last] + column + index + each);
-            }
+            const Rows rows = {.at = tile, .step = to_step, .length = height};
+            total += sum_all(of->way.sum_rows, &rows, width, &of_rows, 1, of->first[last] + column);
         }
     }
     return total;

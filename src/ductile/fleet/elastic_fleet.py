@@ -1,37 +1,40 @@
 """The servers of a run as one object: found, watched, given weights, taken out. It has the names of AReaL's engine.
 
     discovery (where to look) → monitor (who answers) → judge (who is what) → joining (who comes and goes)
-                                     requests, updates ↗                                ↘ members
+                                     requests, updates ↗                                ↘ pool
 
 It is the one authority over its servers: whoever updates weights or routes requests asks it for a decision, and nobody
-else looks at clocks, lists or flags. It moves no bytes: that is for its members
-(`ductile.fleet.servers.fleet_members`).
+else looks at clocks, lists or flags. It moves no bytes: that is for its `ServerPool`.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Literal
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
-from ductile.config.server_address import is_root, root_of
+from ductile.config.server_address import is_root, root_of, with_scheme
 from ductile.core.instances.fleet_state import FleetState
 from ductile.core.instances.health import HealthRules, ServerHealth
 from ductile.core.instances.instances import InstanceId
-from ductile.core.instances.topology import Action, TopologyDecision, TopologyMember, require_members
+from ductile.core.instances.topology import TopologyDecision, TopologyMember, require_members
 from ductile.core.instances.update_outcomes import lacking
 from ductile.error_text import error_text
 from ductile.fleet.registry.authority import Authority, first_epoch
 from ductile.fleet.registry.discovery import Discovery
 from ductile.fleet.registry.registries import Registry, RegistryDown, StaticServers
-from ductile.fleet.servers.fleet_members import FleetMembers
 from ductile.fleet.servers.joining import Joining
 from ductile.fleet.servers.judge import Judge
 from ductile.fleet.servers.monitor import HttpProbe, Monitor, Probe, ProbeOutcome
+from ductile.fleet.servers.requirements import Requirements
+from ductile.fleet.servers.server_pool import ServerPool
 from ductile.fleet.servers.shared_state import SharedFleetState
-from ductile.roles import Failure, Interrupted, Late
+from ductile.fleet.servers.shortage import Shortage, WaitNotes
+from ductile.roles import Failure, Interrupted, Late, Refused
 
 POLL_S = 5.0
 """Longest time between two looks at the registry."""
@@ -43,13 +46,13 @@ FleetChange = Callable[[ServerHealth | None, ServerHealth, int], None]
 
 
 class ElasticFleet:
-    """`async with ElasticFleet(config, members, addresses) as fleet:`. Made in the event loop in which it works; what
+    """`async with ElasticFleet(config, pool, addresses) as fleet:`. Made in the event loop in which it works; what
     does not wait may be called from any thread."""
 
     def __init__(
         self,
         config: FleetConfig,
-        members: FleetMembers,
+        pool: ServerPool,
         addresses: Iterable[str] = (),
         registry: Registry | None = None,
         authority: Authority | None = None,
@@ -63,7 +66,7 @@ class ElasticFleet:
         sentences for people. state: an empty one, where others have it as well; its clock is the fleet's."""
         self.on_change = Listeners[[ServerHealth | None, ServerHealth, int]]()
         """Hears every change of a server's state (`FleetChange`), in order."""
-        self._config, self._members, self._authority = config, members, authority
+        self._config, self._pool, self._authority = config, pool, authority
         self._patience_s, self._tell = patience_s, tell
         self._shared = state = state or SharedFleetState()
         self._clock = state.clock
@@ -76,8 +79,9 @@ class ElasticFleet:
         """Told in the event loop, after each change of the state."""
         roots = [root_of(each) for each in addresses]
         self._discovery = Discovery(config, registry or StaticServers(()), roots, tell, state.clock)
-        self._judge = Judge(state, rules, self._discovery, members, authority is not None, tell)
-        self._joining = Joining(config, state, self._discovery, members, self._changed, tell)
+        self._judge = Judge(state, rules, self._discovery, pool, authority is not None, tell)
+        self._shortage = Shortage(config, state, self._discovery, self._judge, pool, patience_s, tell)
+        self._joining = Joining(config, state, self._discovery, pool, self._changed, tell)
         self._own_probe = HttpProbe(config.detection_bound_s) if probe is None else None
         self._monitor = Monitor(
             probe or self._own_probe or _no_probe, self._watched, self._found, config, tell, state.clock
@@ -86,12 +90,13 @@ class ElasticFleet:
         self._looking: asyncio.Task[None] | None = None
         self._changed_at = state.clock()
         self._built_epoch = -1
-        self._lacking_since: float | None = None
+        self.is_waiting = False
+        """True while an update waits for servers."""
         self._lacks_version: tuple[int, float] | None = None
         """Version that too few servers have taken, and since when."""
         state.on_change.add(lambda before, after: self._soon(self._follow, before, after))
         state.on_fenced.add(lambda why: self._soon(self._fenced, why))
-        members.on_ended.add(self._judge_request)
+        pool.on_ended.add(self._judge_request)
 
     async def __aenter__(self) -> "ElasticFleet":
         await self.start()
@@ -101,7 +106,7 @@ class ElasticFleet:
         await self.close()
 
     async def start(self) -> None:
-        """Rule the fleet, and look at its servers once. Raises Late when another controller rules it for `patience_s`,
+        """Rule the fleet, and look at its servers once. Raises Late when another run rules it for `patience_s`,
         RegistryDown when nobody can say who does. Nothing happens when it has started."""
         if self._looking is None:
             await self._begin_rule()
@@ -130,13 +135,13 @@ class ElasticFleet:
 
     # -- AReaL's names ----------------------------------------------------------------------------------------------
 
-    def register_server(self, address: str) -> int:
-        """Look for a server at the address from now on, also one that was taken out before. Returns the epoch. Raises
-        ValueError for what is no address."""
+    def register_server(self, address: str, at_once: bool = False) -> int:
+        """Look for a server at the address from now on, also one that was taken out before. Returns the epoch. at_once:
+        it joins without `topology_change_cooldown_seconds`. Raises ValueError for what is no address."""
         address = root_of(address)
         if not is_root(address):
             raise ValueError(f'{address!r} is no address of a server; write one such as "http://10.0.0.7:8000"')
-        self._discovery.name(address)
+        self._discovery.name(address, at_once)
         self._soon(self._monitor.look)
         if not self._config.enable_health_monitor:
             self._soon(self._monitor.hurry, address)
@@ -151,18 +156,18 @@ class ElasticFleet:
         cause, why = ("drain", "it has been told to leave") if mode == "drain" else ("remove", "it has been taken out")
 
         def leave(state: FleetState) -> FleetState:
-            found = _found_by(state, server)
+            found = self.find(server, state)
             if found is None or (mode == "drain" and found.status == "draining"):
                 return state
-            left = len(state.serving) - found.is_serving + self._members.num_others
+            left = len(state.serving) - found.is_serving + self._pool.num_others
             if found.is_serving and left < self._config.min_healthy_servers and not force:
                 least = f"{self._config.min_healthy_servers} are needed (inference.min_healthy_servers)"
                 raise ValueError(f"{found.instance} cannot be taken out: {left} would be left, and {least}")
             return state.changed(found.moved(cause, why, self._clock()))
 
-        found = _found_by(self.state, server)
+        found = self.find(server)
         after = self._shared.change(leave)
-        self._discovery.strike(found.address if found else root_of(server))
+        self._discovery.strike(found.address if found else with_scheme(server))
         return after.epoch
 
     def get_active_server_addresses(self) -> tuple[str, ...]:
@@ -185,25 +190,14 @@ class ElasticFleet:
 
     def maybe_rebuild_weight_update_group(self) -> TopologyDecision:
         """Return what is to be done before the next update, for everybody who takes part in it."""
-        config, now = self._config, self._clock()
-        receivers = self._receivers()
-        num_healthy = sum(each.probe_failures < self._judge.rules.failure_threshold for each in receivers)
-        num_healthy += self._members.num_others
-        if num_healthy >= config.min_healthy_servers:
-            self._lacking_since = None
-        elif self._lacking_since is None:
-            self._lacking_since = now
-        waited_s = 0.0 if self._lacking_since is None else now - self._lacking_since
-        action, reason = self._action(num_healthy, waited_s)
-        return TopologyDecision(
-            action,
-            self.state.topology,
-            tuple(map(TopologyMember.of, receivers)),
-            reason,
-        )
+        verdict, reason = self._shortage.decide()
+        go_on = "rebuild" if self.consume_group_rebuild_request() else "keep"
+        receivers = tuple(map(TopologyMember.of, self._shortage.receivers))
+        return TopologyDecision(go_on if verdict == "go_on" else verdict, self.state.topology, receivers, reason)
 
     def mark_group_built(self, decision: TopologyDecision) -> None:
-        """The group of the decision is there. Until then the decision is made again, so one that was lost is not."""
+        """Note that the group of the decision is there. Until then the decision is made again, so one that was lost is
+        not."""
         self._built_epoch = max(self._built_epoch, decision.topology.epoch)
 
     async def _monitor_servers_once(self) -> None:
@@ -225,15 +219,31 @@ class ElasticFleet:
         """All servers, now. A value: it does not change any more."""
         return self._shared.now
 
+    def find(self, server: str, state: FleetState | None = None) -> ServerHealth | None:
+        """Return the living server of this id, or at this address, which may lack its scheme. state: default, now's."""
+        state = state or self.state
+        found = state.servers.get(InstanceId(server))
+        return found if found is not None and found.is_living else state.at(with_scheme(server))
+
     @property
     def kept_out(self) -> dict[str, str]:
         """Addresses that are known and may not join now, each with a sentence."""
         return self._discovery.kept_out
 
-    def expect_model(self, *fingerprints: str) -> None:
-        """Servers whose model (`messages.updates.ServerState.model`) is none of these cannot join from now on. None
-        given: any may."""
-        self._judge.expect_model(fingerprints)
+    @property
+    def absent(self) -> dict[str, str]:
+        """Addresses that are looked at and have no living server, each with a sentence."""
+        return self._shortage.absent
+
+    @property
+    def missing(self) -> str:
+        """Why servers are not there, address by address; "" where none is known to be missing."""
+        return self._shortage.missing
+
+    def require(self, requirements: Requirements, own_digests: frozenset[str] = frozenset()) -> None:
+        """Let only servers join, from now on, that meet these. own_digests: of versions that this run has given to
+        servers before: those that have one are no other run's."""
+        self._judge.require(requirements, own_digests)
 
     async def update(self, version: int) -> None:
         """Bring the trainer's weights, which are this version, to all servers that are there or come back by it. Those
@@ -249,7 +259,7 @@ class ElasticFleet:
         lacking = [each.instance for each in decision.receivers if each.version != version]
         present = self._judge.update_began(version, lacking)
         try:
-            result = await self._members.update(version, present)
+            result = await self._pool.update(version, present)
         except BaseException:
             self._judge.update_aborted([each.instance for each in present])
             raise
@@ -258,20 +268,20 @@ class ElasticFleet:
 
     async def enough_servers(self) -> TopologyDecision:
         """Return the decision before an update, once there are `min_healthy_servers`. Raises Late when there are not
-        within `patience_s`, or when another controller rules."""
+        within `patience_s`, or when another run rules."""
         while (decision := self.maybe_rebuild_weight_update_group()).action == "wait":
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(1.0, self._patience_s)):
-                    await self._changed.wait()
+            self.is_waiting = True
+            await self._wait_for_change(1.0)
+        self.is_waiting = False
         if decision.action == "fail":
-            self._lacking_since = None  # who asks again waits as long again
+            self._shortage.wait_anew()  # for a later update
             raise Late(decision.reason)
         return decision
 
     async def enough_have(self, version: int) -> bool:
         """Return whether `min_healthy_servers` have the version by now, slots that get it included. When they have not,
         waits a moment for a change first: it may be sent again. Raises Late when that has gone on for `patience_s`."""
-        num = sum(each.version == version for each in self.state.serving) + self._members.num_others
+        num = sum(each.version == version for each in self.state.serving) + self._pool.num_others
         if self._lacks_version is None or self._lacks_version[0] != version:
             self._lacks_version = version, self._clock()
         waited_s, minimum = self._clock() - self._lacks_version[1], self._config.min_healthy_servers
@@ -279,20 +289,25 @@ class ElasticFleet:
         if verdict == "go_on":
             self._lacks_version = None
         elif verdict == "wait":
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(SEND_AGAIN_S, self._patience_s)):
-                    await self._changed.wait()
+            self.is_waiting = True
+            await self._wait_for_change(SEND_AGAIN_S)
         else:
             why = "; ".join(f"{each.instance} is {each.status}: {each.reason}" for each in self.state.living)
             raise Late(
                 f"{num} of at least {minimum} servers have taken version {version} in {waited_s:.0f} s "
-                f"(inference.min_healthy_servers): {why or 'there is none'}"
+                f"(inference.min_healthy_servers): {why or self.missing or 'there is none'}"
             )
         return verdict == "go_on"
 
+    async def _wait_for_change(self, most_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(most_s, self._patience_s)):
+                await self._changed.wait()
+
     def request_failed(self, server: InstanceId, why: str, began_at: float = float("inf")) -> None:
-        """A request has failed there by the server's fault: its connection was lost, or it said HTTP 5xx. It is probed
-        at once: if nobody listens any more, it is taken out without waiting for more. began_at: when it got it."""
+        """Note that a request has failed there by the server's fault: its connection was lost, or it said HTTP 5xx. The
+        server is probed at once: if nobody listens any more, it is taken out without waiting for more. began_at: when
+        it got it."""
         self._judge_request(server, Interrupted(why), began_at)
 
     def _judge_request(self, server: InstanceId, failure: Failure | None, began_at: float) -> None:
@@ -308,6 +323,21 @@ class ElasticFleet:
         await self._monitor.sweep()
         await asyncio.sleep(0)
         self._joining.begin_due()
+
+    async def join(self, address: str, timeout_s: float) -> ServerHealth:
+        """Have the server at the address join at once; returns it when it generates. Raises Refused when none is there,
+        or may join, and Late. It is looked for all the same."""
+        self.register_server(address, at_once=True)
+        await self.look()
+        until = time.monotonic() + timeout_s
+        while (found := self.find(address)) is None or not found.is_serving:
+            if found is None:
+                why = self.absent.get(address, "nobody answers there yet")
+                raise Refused(f"{address} is not in the fleet: {why}; it is looked for until it is evicted")
+            if time.monotonic() > until:
+                raise Late(f"{found.instance} is still {found.status} after {timeout_s:.0f} s: {found.reason}")
+            await self._wait_for_change(0.2)
+        return found
 
     async def settled(self) -> None:
         """Wait for the joins and removals that are under way now."""
@@ -326,6 +356,7 @@ class ElasticFleet:
         return self._discovery.wanted.union(server.address for server in self.state.living)
 
     def _found(self, address: str, outcome: ProbeOutcome) -> None:
+        self._discovery.saw(address, outcome.reason)
         self._judge.probed(address, outcome)
         self._joining.begin_due()
 
@@ -342,6 +373,8 @@ class ElasticFleet:
             if was.is_living and was.instance not in after.servers:
                 self._act(was, was.moved("die", "another process has its address", self._clock()), after.epoch)
         self._monitor.look()
+        if self._looking is not None:
+            self._shortage.look()
         self._changed.notify_all()
 
     def _act(self, was: ServerHealth | None, server: ServerHealth, epoch: int) -> None:
@@ -349,7 +382,7 @@ class ElasticFleet:
         self.on_change(was, server, epoch)
 
     def _fenced(self, why: str) -> None:
-        self._tell(f"{why}: this one makes no more decisions")
+        self._tell(why)
         self._changed.notify_all()
 
     # -- Registry and rule ------------------------------------------------------------------------------------------
@@ -357,10 +390,11 @@ class ElasticFleet:
     async def _begin_rule(self) -> None:
         if self._authority is None:
             return
-        until = self._clock() + self._patience_s
+        until, notes = self._clock() + self._patience_s, WaitNotes(self._patience_s, self._clock, self._tell)
         while (token := await self._authority.claim()) is None:
             if self._clock() >= until:
-                raise Late(f"another controller has ruled this fleet for {self._patience_s:g} s")
+                raise Late(f"another run has had the servers of this registry for {said(self._patience_s)}")
+            notes.look("another run, which has the servers of this registry, to end (inference.registry)")
             await asyncio.sleep(min(1.0, self._patience_s))
         self._shared.change(lambda state: state.above(first_epoch(token) - 1))
 
@@ -368,7 +402,7 @@ class ElasticFleet:
         if self._authority is not None:
             began_at = self._clock()
             if await self._authority.claim() is None:
-                self._shared.fence("another controller rules the fleet of this registry")
+                self._shared.fence("the servers of this registry (inference.registry)")
             else:
                 self._judge.rule_renewed(began_at)
 
@@ -380,6 +414,7 @@ class ElasticFleet:
             case _:
                 interval_s = POLL_S
         while not self._shared.fenced:
+            self._shortage.look()
             await asyncio.sleep(interval_s)
             try:
                 await self._renew_rule()
@@ -405,32 +440,6 @@ class ElasticFleet:
                     server.instance, lambda each: each.moved("drain", "it says that it is leaving", self._clock())
                 )
 
-    def _receivers(self) -> list[ServerHealth]:
-        """Return the servers that get the next version: those that serve, those whose weights are not trusted and who
-        answer, and before the first version those that wait for it."""
-        waiting = ("stale", "joining") if self._members.version is None else ("stale",)
-        living = self.state.living
-        return [each for each in living if each.is_serving or (each.status in waiting and not each.probe_failures)]
-
-    def _action(self, num_healthy: int, waited_s: float) -> tuple[Action, str]:
-        minimum = self._config.min_healthy_servers
-        lack = f"{num_healthy} of at least {minimum} servers are healthy (inference.min_healthy_servers)"
-        verdict = lacking(num_healthy, minimum, waited_s, self._patience_s)
-        if self._shared.fenced:
-            return "fail", self._shared.fenced
-        if verdict == "wait":
-            return "wait", f"{lack}; others may join for {self._patience_s - waited_s:.0f} s"
-        if verdict == "fail":
-            why = f": {self._judge.own_fault}" if self._judge.own_fault else ""
-            return "fail", f"{lack}, and none joined in {waited_s:.0f} s{why}"
-        return ("rebuild" if self.consume_group_rebuild_request() else "keep"), ""
-
 
 async def _no_probe(address: str) -> ProbeOutcome:
     return ProbeOutcome("unasked", f"nobody asks {address}")
-
-
-def _found_by(state: FleetState, server: str) -> ServerHealth | None:
-    """Return the living server of this id, or at this address."""
-    found = state.servers.get(InstanceId(server))
-    return found if found is not None and found.is_living else state.at(root_of(server))

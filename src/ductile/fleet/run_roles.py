@@ -62,11 +62,11 @@ class RunRoles:
             return
         if manifest := await self.trainer.publish_again(version):
             try:
-                await pool.receive(manifest)
+                await pool.go_live(manifest)
             finally:
                 await self.trainer.withdraw(version)
         if why := pool.why_lost(instance):
-            raise SlotLost(why)  # `receive` goes on without instances that are lost
+            raise SlotLost(why)  # `go_live` goes on without instances that are lost
 
     async def release(self, release: Release) -> list[str]:
         """Have the rollouts migrate, and then the instances end. Returns a sentence, without its full stop, for each

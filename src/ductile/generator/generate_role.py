@@ -122,9 +122,9 @@ class GenerateRole(InstanceRole):
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._engine.load_weights(tensors, version)
 
-    def lease(self) -> Manifest | None:
+    def offer(self) -> Manifest | None:
         """The digest is that of the version as it was published, also where the engine has it in another dtype."""
-        manifest = super().lease()
+        manifest = super().offer()
         announced = "" if manifest is None else self._digests.get(manifest.version, "")
         return replace(manifest, digest=announced) if manifest and announced else manifest
 

@@ -1,5 +1,5 @@
-"""What the orchestrator and the agent of a node say to each other (`ductile.cluster.agent`). Slots speak for themselves
-(`ductile.messages.workers`); an agent starts and kills their processes and reports how they end.
+"""Messages that the orchestrator and the agent of a node send to each other (`ductile.cluster.agent`). Slots speak for
+themselves (`ductile.messages.workers`); an agent starts and kills their processes and reports how they end.
 
 Each side says something several times in `lease_s`: `Renew` if there is nothing else. An agent that hears nothing for
 so long kills its slots and ends; an orchestrator that hears nothing for so long gives up all slots of the node.
@@ -75,7 +75,7 @@ class SlotEnded(AgentMessage):
     slot: int
     pid: int
     code: int
-    """How the process ended, as in subprocess: negative is a signal's number."""
+    """Exit code of the process, as in subprocess: negative is a signal's number."""
     ending: str
     """The same in words, with the cause that the node's machine tells."""
 
@@ -85,7 +85,7 @@ FromAgent = Renew | AgentHello | NodeReady | NodeLost | SlotSpawned | SlotNotSpa
 
 
 class NodeSettings(msgspec.Struct, frozen=True):
-    """What the processes of a node need to know of the run."""
+    """Facts of the run that the processes of a node need."""
 
     run: str
     """Name of the run, in the environment of all its processes."""
@@ -107,8 +107,8 @@ class NodeSettings(msgspec.Struct, frozen=True):
 
 
 class AgentSettings(msgspec.Struct, frozen=True):
-    """What an agent reads from its standard input, as one line of JSON, when it starts. Its input stays open as long as
-    the orchestrator wants it."""
+    """Line of JSON that an agent reads from its standard input when it starts. Its input stays open as long as the
+    orchestrator wants it."""
 
     address: str
     """Address at which the agent finds the orchestrator."""

@@ -33,7 +33,7 @@ class ComparedToken(msgspec.Struct, frozen=True):
 
     @property
     def difference(self) -> float:
-        """How far apart the two are, in nats; infinite where a side has no number."""
+        """Distance of the two, in nats; infinite where a side has no number."""
         apart = abs(self.generator - self.scorer)
         return apart if apart == apart else inf
 

@@ -1,4 +1,4 @@
-"""What is said to a live run from outside (`ductile.orchestrator.control.control`,
+"""Messages to a live run from outside (`ductile.orchestrator.control.control`,
 `ductile.orchestrator.control.endpoint`), and what becomes of it. One line of JSON each way."""
 
 from typing import Literal
@@ -38,6 +38,8 @@ class FleetRequest(Words, tag="fleet"):
     action: Literal["list", "join", "drain", "evict"] = "list"
     server: str = ""
     """join: the server's address. drain, evict: its id, or its address."""
+    timeout_s: float = 600.0
+    """join: seconds until the server must generate."""
 
 
 class ControlRequest(Words):
@@ -47,7 +49,7 @@ class ControlRequest(Words):
 
 
 class Resized(Words, tag="resized"):
-    """What became of a resize."""
+    """Outcome of a resize."""
 
     outcome: Literal["resized", "rolled_back", "unchanged"]
     sentence: str
@@ -56,7 +58,7 @@ class Resized(Words, tag="resized"):
     after: ParallelLayout
     """Layout that was asked for; after a rollback the trainer is on `before`."""
     reason: str = ""
-    """Why it was rolled back; "" when it was not."""
+    """Reason for which it was rolled back; "" when it was not."""
     not_released: tuple[str, ...] = ()
     """Parts of a change of roles that were to be done before the freeze and were not, a sentence for each."""
     pause_s: float = 0.0
@@ -93,9 +95,10 @@ class FleetServer(Words):
     id: str
     url: str
     status: str
-    """A state of `ductile.core.instances.health`: joining, warming, ready, suspect, draining, stale, dead or gone."""
+    """A state of `ductile.core.instances.health`: joining, warming, ready, suspect, draining, stale, dead or gone; or
+    absent, for an address that is looked at and has no server."""
     reason: str
-    """Why it is in that state, a sentence."""
+    """Reason for which it is in that state, a sentence."""
     since_s: float
     """Seconds for which it has been."""
     version: int | None = None
@@ -141,9 +144,9 @@ class Response(Words):
     version: int
     result: Resized | RunStatus | FleetStatus | None = None
     error: str = ""
-    """Why there is no result, as a sentence; "" when there is one."""
+    """Reason for which there is no result, as a sentence; "" when there is one."""
     unfit: bool = False
-    """What was asked for cannot be, and nothing was tried."""
+    """True when what was asked for cannot be, and nothing was tried."""
 
 
 class RunFailed(Exception):
@@ -151,4 +154,4 @@ class RunFailed(Exception):
 
 
 class Unfit(Exception):
-    """What was asked for cannot be, or there is no live run to ask: nothing was tried. The text is a sentence."""
+    """An impossible request, or no live run to ask: nothing was tried. The text is a sentence."""

@@ -49,8 +49,8 @@ def token_file(host: str, port: int) -> Path:
 
 @contextmanager
 def control_token(host: str, port: int) -> Generator[ControlToken]:
-    """A new token, which is in the file until the end. Where no file can be written the server goes on, and nobody can
-    give it weights. Raises `UnsafeFolder`."""
+    """Make a new token, which is in the file until the end. Where no file can be written the server goes on, and nobody
+    can give it weights. Raises `UnsafeFolder`."""
     file = token_file(host, port)
     token = ControlToken(file=file)
     content = msgspec.json.encode(_TokenFile(host, port, os.getpid(), token.text)).decode()

@@ -9,11 +9,11 @@ RoleName = Literal["train", "generate", "score"]
 
 class Message(msgspec.Struct, tag=True):
     def roles_after(self, roles: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
-        """Roles of a slot that had `roles` and has done what the message says."""
+        """Return the roles of a slot that had `roles` and has done what the message says."""
         return roles
 
     def count_tokens(self) -> int:
-        """Number of tokens that the message carries data of; what encoding it takes goes by that."""
+        """Return the number of tokens that the message carries data of; what encoding it takes goes by that."""
         return 0
 
     @property

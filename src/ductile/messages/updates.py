@@ -194,6 +194,8 @@ class ServerState(msgspec.Struct, frozen=True):
     """Tokens sampled since the process began: a wedged engine answers probes, and samples nothing."""
     update: UpdateProgress | None = None
     """The update that is under way, or the last one."""
+    model_name: str = ""
+    """Name under which it serves its model; "" where it does not say it."""
 
 
 class PrepareUpdate(msgspec.Struct, frozen=True):

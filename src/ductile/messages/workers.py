@@ -212,7 +212,7 @@ class MigrateOut(Message):
 
     ids: tuple[str, ...]
     with_cache: tuple[str, ...] = ()
-    """Those of `ids` whose KV cache goes along; the slot keeps it for the receivers until `Forget`."""
+    """Requests of `ids` whose KV cache goes along; the slot keeps it for the receivers until `Forget`."""
 
 
 class Forget(Message):
@@ -221,15 +221,15 @@ class Forget(Message):
     ids: tuple[str, ...]
 
 
-class LeaseWeights(Message):
+class OfferWeights(Message):
     """Offer the live weights to an instance that joins the role, or another one. Reply: `Published`, whose
-    manifest is good until `EndLease`."""
+    manifest is good until `EndOffer`."""
 
     role: RoleName
 
 
-class EndLease(Message):
-    """Free what `LeaseWeights` offers. Reply: `Done`."""
+class EndOffer(Message):
+    """Free what `OfferWeights` offers. Reply: `Done`."""
 
     role: RoleName
 
@@ -361,11 +361,11 @@ class Heartbeat(Message):
 
 
 class PreparationEnded(Message):
-    """What `Prepare` began has ended. The thread that did it says so, whatever the main thread is at."""
+    """The end of what `Prepare` began. The thread that did it says so, whatever the main thread is at."""
 
     epoch: int
     failure: Failed | None = None
-    """Why the slot cannot take part in the change; None when it can."""
+    """Reason for which the slot cannot take part in the change; None when it can."""
 
 
 class Finished(Message):
@@ -399,7 +399,7 @@ TrainCommand = (
 )  # fmt: skip
 Command = (
     AssignRole | ReleaseRole | Ping | Stop | Survey | TrainCommand
-    | Generate | Abort | MigrateOut | Forget | LeaseWeights | EndLease | Receive | DigestWeights | Score
+    | Generate | Abort | MigrateOut | Forget | OfferWeights | EndOffer | Receive | DigestWeights | Score
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed
@@ -410,7 +410,7 @@ Event = Hello | Heartbeat | PreparationEnded | UpdateSent | Finished | EngineSta
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What goes over the socket, with the run's token beside it (`transport.router`, `transport.dealer`)."""
+    """All that goes over the socket, with the run's token beside it (`transport.router`, `transport.dealer`)."""
 
     epoch: int
     seq: int

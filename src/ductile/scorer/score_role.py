@@ -66,12 +66,12 @@ class ScoreRole(InstanceRole):
     def live_weights(self) -> tuple[int, Iterator[tuple[str, Tensor]]]:
         return self._version, self._gathered()
 
-    def lease(self) -> Manifest | None:
+    def offer(self) -> Manifest | None:
         """The first slot offers the whole tensors, the others help to gather them. When it fails half way, it still
         gathers the rest: the others are spared its failure."""
         version, weights = self.live_weights()
         try:
-            return self._leased.lease(version, weights) if self._live.context.is_first else None
+            return self._offered.offer(version, weights) if self._live.context.is_first else None
         finally:
             for _ in weights:
                 pass

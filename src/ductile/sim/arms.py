@@ -7,8 +7,9 @@ from typing import Any
 from ductile.config.checks.named_policy import named_policy
 from ductile.config.reading.errors import did_you_mean
 from ductile.config.reading.imports import ImportPathError
-from ductile.core.instances.placement import Placement, compact
+from ductile.core.instances.placement import Placement
 from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules, dims_allowed
+from ductile.core.layout.choice.layout_text import compact
 from ductile.core.scheduling.orders import Policy
 from ductile.core.scheduling.policies.names import NAMES
 from ductile.core.scheduling.policies.static import InTurns, Static

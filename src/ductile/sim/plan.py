@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ductile.config.checks.named_policy import named_policy
-from ductile.core.instances.placement import SPELLED, Placement, compact, many
+from ductile.core.instances.placement import SPELLED, Placement, many
+from ductile.core.layout.choice.layout_text import compact
 from ductile.core.scheduling.facts.profile import Setting
 from ductile.core.scheduling.orders import Policy
 from ductile.core.scheduling.policies.names import described

@@ -13,6 +13,7 @@ from ductile.columns import Floats, TokenIds, Versions
 from ductile.core.instances.instances import slots_on
 from ductile.core.instances.routing import predicted_tokens
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import SamplesInFlight
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
@@ -56,13 +57,14 @@ class SimGenerators:
             "length" if simulated.num_tokens >= scenario.work.max_tokens else "stop",
         )
 
-    async def receive(self, manifest: Manifest) -> None:
+    async def receive(self, manifest: Manifest) -> KnownWeights:
         actuator = self._actuator
         seconds = actuator.scenario.speeds.receive_s
         slots = slots_on(actuator.instances_of("generate"))
         actuator.stall(slots, seconds)
         await actuator.busy("publish", slots, seconds)
         actuator.now_live(manifest.version)
+        return KnownWeights.of(manifest)
 
     def _on_finished(self, requests: Sequence[SimulatedRequest]) -> None:
         for simulated in requests:
@@ -147,9 +149,10 @@ class SimScorer:
         self._controller.notify()
         return [Floats.full(len(sample), 0.0) for sample in samples]
 
-    async def receive(self, manifest: Manifest) -> None:
+    async def receive(self, manifest: Manifest) -> KnownWeights:
         slots = slots_on(self._actuator.instances_of("score"))
         await self._actuator.busy("publish", slots, self._actuator.scenario.speeds.receive_s)
+        return KnownWeights.of(manifest)
 
 
 def _message(

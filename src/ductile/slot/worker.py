@@ -29,11 +29,11 @@ from ductile.messages.workers import (
     AssignRole,
     Command,
     Done,
-    EndLease,
+    EndOffer,
     Envelope,
     Failed,
-    LeaseWeights,
     MigrateOut,
+    OfferWeights,
     Ping,
     Prepare,
     Receive,
@@ -180,7 +180,7 @@ class Worker:
             case ReleaseRole():
                 self._release(command.role)
                 return Done()
-            case Receive() | LeaseWeights() | EndLease():
+            case Receive() | OfferWeights() | EndOffer():
                 return self._role(command.role).handle(command)
             case MigrateOut():
                 role = self._role("generate")

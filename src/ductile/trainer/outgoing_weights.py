@@ -32,7 +32,7 @@ FINISH_S = 5.0
 """Seconds that a sender which is through, or was told to end, has to free what it holds."""
 
 BoxKey = tuple[str, tuple[int, ...]]
-"""Name and start of a box: in one manifest no two have the same."""
+"""Name and start of a box: in one offer no two have the same."""
 
 
 class UpdateStopped(Exception):
@@ -84,7 +84,7 @@ class _Sent:
     """Digests of a version's boxes, as this rank has sent them: all that is kept of the version."""
 
     version: int
-    manifest: Offer
+    whole_offer: Offer
     digests: Mapping[BoxKey, int]
 
 
@@ -94,11 +94,13 @@ class _Sending:
 
     update: WeightUpdate
     source: _Source
-    manifest: Offer
+    whole_offer: Offer
+    """All boxes of this rank; those that are left out, too."""
     ends_at_s: float
     digests: dict[BoxKey, int] = field(default_factory=dict[BoxKey, int])
     """Digests of the boxes that were filled, or did not change."""
     offer: Offer | None = None
+    """Boxes that are sent; None before that has begun."""
     sender: WeightSender | None = None
     reading: Lock = field(default_factory=Lock)
     """Held by the sender's thread while it reads a bucket's boxes."""
@@ -126,9 +128,9 @@ class _Sending:
 
     def num_bytes_equal(self, base: _Sent | None) -> int:
         """Return the bytes of the boxes that are as they were in `base`, another version."""
-        if base is None or base.version == self.update.version or base.manifest is not self.manifest:
+        if base is None or base.version == self.update.version or base.whole_offer is not self.whole_offer:
             return 0
-        boxes = (box for bucket in self.manifest.buckets for box in bucket.boxes)
+        boxes = (box for bucket in self.whole_offer.buckets for box in bucket.boxes)
         return sum(box.num_bytes for box in boxes if base.digests[_key(box)] == self.digests.get(_key(box)))
 
     def digests_by_tensor(self) -> dict[str, Digest]:
@@ -139,7 +141,7 @@ class _Sending:
 
     @property
     def is_complete(self) -> bool:
-        return all(_key(box) in self.digests for bucket in self.manifest.buckets for box in bucket.boxes)
+        return all(_key(box) in self.digests for bucket in self.whole_offer.buckets for box in bucket.boxes)
 
 
 class OutgoingWeights:
@@ -155,7 +157,7 @@ class OutgoingWeights:
         self._sending: _Sending | None = None
         self._finished = ""
         """The latest update that is over: a finish may come before its begin."""
-        self._manifest: tuple[SlotParts, int, Offer] | None = None
+        self._whole_offer: tuple[SlotParts, int, Offer] | None = None
         self._committed: _Sent | None = None
 
     def begin(self, update: WeightUpdate, trainer: Trainer, state: Mapping[str, Tensor]) -> Offer:
@@ -172,9 +174,9 @@ class OutgoingWeights:
             self._end(f"update {update.update_id} began")
             sending = self._prepared(update, trainer, state)
             base = self._base(sending)
-            offer = sending.manifest if base is None else self._changed(sending, base)
+            offer = sending.whole_offer if base is None else self._changed(sending, base)
             unchanged = sum(sending.digests.values())
-            left_out = num_bytes_of(sending.manifest) - num_bytes_of(offer)
+            left_out = num_bytes_of(sending.whole_offer) - num_bytes_of(offer)
 
             def tell(report: SendReport) -> None:
                 sending.through.set()
@@ -200,7 +202,7 @@ class OutgoingWeights:
         left_s = min(self._longest_fence_s, sending.ends_at_s - monotonic())
         if not sending.through.wait(max(0.0, left_s)):
             sending.stop(
-                f"{action} waited for {sending.manifest.sender} to send its weights until the update's deadline"
+                f"{action} waited for {sending.whole_offer.sender} to send its weights until the update's deadline"
             )
 
     def leave_out(self, update_id: str, instance: str, reason: str) -> None:
@@ -217,7 +219,7 @@ class OutgoingWeights:
             if sending is None or sending.update.update_id != update_id:
                 return
             if not aborted and not sending.stopped and sending.is_complete:
-                self._committed = _Sent(sending.update.version, sending.manifest, sending.digests)
+                self._committed = _Sent(sending.update.version, sending.whole_offer, sending.digests)
             self._end("the update was aborted" if aborted else "the update was finished")
 
     def close(self) -> None:
@@ -237,30 +239,30 @@ class OutgoingWeights:
     def _prepared(self, update: WeightUpdate, trainer: Trainer, state: Mapping[str, Tensor]) -> _Sending:
         local = {name.removeprefix(MODEL): flat for name, flat in state.items() if name.startswith(MODEL)}
         source = _Source(trainer.parts, local, trainer.precision.compute)
-        known = self._manifest
+        known = self._whole_offer
         if known is None or known[0] is not trainer.parts or known[1] != update.bucket_bytes:
             tensors = [
                 OwnedTensor(each.name, source.dtype, each.shape, source.parts.shared(each.name))
                 for each in parameters(trainer.spec)
             ]
-            manifest = offer_of(f"slot-{self._slot}", tensors, update.bucket_bytes)
-            known = self._manifest = source.parts, update.bucket_bytes, manifest
+            offer = offer_of(f"slot-{self._slot}", tensors, update.bucket_bytes)
+            known = self._whole_offer = source.parts, update.bucket_bytes, offer
         return _Sending(update, source, known[2], monotonic() + update.total_timeout_s)
 
     def _base(self, sending: _Sending) -> _Sent | None:
         """The version that the update builds on, where this rank has sent it in the same boxes."""
         base = self._committed
-        if base is None or base.version != sending.update.base_version or base.manifest is not sending.manifest:
+        if base is None or base.version != sending.update.base_version or base.whole_offer is not sending.whole_offer:
             return None
         return base
 
     @staticmethod
     def _changed(sending: _Sending, base: _Sent) -> Offer:
         """The boxes that are not as they were in `base`; the digests of the others are known."""
-        manifest = sending.manifest
-        now = {_key(box): sending.source.digest(box) for bucket in manifest.buckets for box in bucket.boxes}
+        offer = sending.whole_offer
+        now = {_key(box): sending.source.digest(box) for bucket in offer.buckets for box in bucket.boxes}
         sending.digests.update({key: digest for key, digest in now.items() if base.digests[key] == digest})
-        return only(manifest, sending.update.bucket_bytes, lambda box: _key(box) not in sending.digests)
+        return only(offer, sending.update.bucket_bytes, lambda box: _key(box) not in sending.digests)
 
 
 def _key(box: TensorBox) -> BoxKey:

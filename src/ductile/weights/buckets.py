@@ -76,8 +76,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _pieces(box: Box, item_bytes: int, most: int, dim: int = 0) -> Iterator[Box]:
-    """A box in pieces of at most so many bytes, cut along `dim` and, where one index of it is too much, those after
-    it."""
+    """Return a box in pieces of at most so many bytes, cut along `dim` and, where one index of it is too much, those
+    after it."""
     start, stop = box
     num_bytes = volume(box) * item_bytes
     if num_bytes <= most or dim >= min(len(start), max(1, len(start) - 1)):
@@ -114,7 +114,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _fused(name: str) -> str:
-    """The name of the tensor of which a server makes this one a part."""
+    """Return the name of the tensor of which a server makes this one a part."""
     for part, whole in _FUSED:
         name = part.sub(whole, name)
     return name

@@ -1,4 +1,4 @@
-"""What generators and scorers have in common: weights that come by `Receive` and are leased to instances that join."""
+"""Roles of generators and scorers: weights that come by `Receive` and are offered to instances that join."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ductile.messages.workers import Done, EndLease, LeaseWeights, Published, Receive
+from ductile.messages.workers import Done, EndOffer, OfferWeights, Published, Receive
 from ductile.records import Manifest
 from ductile.roles import NotTaken, Refused, RoleAssignment
 from ductile.weights.shared_memory import SharedMemory
@@ -18,18 +18,18 @@ class InstanceRole(ABC):
     `Receive`."""
 
     does: str
-    """What a slot with the role does, such as "generates"."""
+    """Verb for a slot with the role, such as "generates"."""
     peers: str
-    """Those that hold the role, such as "generators"."""
+    """Noun for those that hold the role, such as "generators"."""
 
     def __init__(self, assignment: RoleAssignment) -> None:
         self._slot = assignment.slot
         self._has_weights = not assignment.joining
-        self._leased: WeightTransport = SharedMemory()
+        self._offered: WeightTransport = SharedMemory()
 
     @abstractmethod
     def live_weights(self) -> tuple[int, Iterable[tuple[str, Tensor]]]:
-        """The version that is live, and its weights by the model's names."""
+        """Return the version that is live, and its weights by the model's names."""
 
     @abstractmethod
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -40,18 +40,18 @@ class InstanceRole(ABC):
             case Receive(manifest=manifest):
                 self.load_weights(transport_of(manifest).receive(manifest), manifest.version)
                 self._has_weights = True
-            case LeaseWeights():
+            case OfferWeights():
                 self.needs_weights(command)
-                return Published(self.lease())
-            case EndLease():
-                self._leased.close()
+                return Published(self.offer())
+            case EndOffer():
+                self._offered.close()
             case _:
                 raise Refused(f"slot {self._slot} {self.does}; it cannot execute {type(command).__name__}")
         return Done()
 
-    def lease(self) -> Manifest | None:
+    def offer(self) -> Manifest | None:
         """Offer the live weights, whole. None on a slot that only helps another one to do so."""
-        return self._leased.lease(*self.live_weights())
+        return self._offered.offer(*self.live_weights())
 
     def needs_weights(self, command: object) -> None:
         if not self._has_weights:
@@ -61,4 +61,4 @@ class InstanceRole(ABC):
             )
 
     def close(self) -> None:
-        self._leased.close()
+        self._offered.close()

@@ -24,7 +24,7 @@ class VersionTensors:
     """Digests of whole tensors, as far as they are known."""
 
     def digest(self) -> Digest:
-        """The digest of all tensors, each of which is read unless its own is known."""
+        """Return the digest of all tensors, each of which is read unless its own is known."""
         for name, tensor in self.tensors.items():
             if name not in self.parts:
                 self.parts[name] = box_digest(name, tensor.to(self.dtypes[name]), (0,) * tensor.dim())
@@ -61,7 +61,7 @@ class LiveWeights:
 
     @contextmanager
     def pinned(self) -> Iterator[VersionTensors]:
-        """The live version; its tensors keep their values until the end, also when another one becomes live."""
+        """Hold the live version: its tensors keep their values until the end, also when another one becomes live."""
         with self._lock:
             held = self._current
             self._pinned.append(held)
@@ -72,7 +72,8 @@ class LiveWeights:
                 self._pinned.remove(held)
 
     def room(self, name: str) -> Tensor:
-        """Memory for the next version's tensor of this name, laid as the live one: used before, if any is free."""
+        """Return memory for the next version's tensor of this name, laid as the live one: used before, if any is
+        free."""
         with self._lock:
             spare, like = self._spare.pop(name, None), self._current.tensors[name]
             if spare is not None and all(spare is not held.tensors[name] for held in self._pinned):
@@ -80,7 +81,7 @@ class LiveWeights:
         return torch.empty_like(like)
 
     def replace(self, new: VersionTensors) -> None:
-        """`new` is live from now on; the memory of what it replaces is free for the next one."""
+        """Make `new` the live version; the memory of what it replaces is free for the next one."""
         with self._lock:
             old, self._current = self._current, new
             self._spare = {name: each for name, each in old.tensors.items() if each is not new.tensors[name]}

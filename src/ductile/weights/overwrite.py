@@ -12,7 +12,7 @@ from ductile.parallel.parts import SlotParts
 
 @torch.no_grad()
 def overwrite_all(model: nn.Module, tensors: Mapping[str, Tensor], version: int) -> None:
-    """The model's parameters get the values of these tensors, all of them by its own names. Raises `ValueError`, with
+    """Give the model's parameters the values of these tensors, all of them by its own names. Raises `ValueError`, with
     nothing changed, when names or shapes are not the model's."""
     parameters = dict(model.named_parameters())
     _refuse_strange({name: tuple(parameter.shape) for name, parameter in parameters.items()}, tensors, version)
@@ -21,13 +21,14 @@ def overwrite_all(model: nn.Module, tensors: Mapping[str, Tensor], version: int)
 
 
 def overwrite_parts(model: Transformer, parts: SlotParts, tensors: Mapping[str, Tensor], version: int) -> None:
-    """`overwrite_all` for a model of which this slot has `parts`: it gets its boxes of the tensors, which are whole."""
+    """Do as `overwrite_all` for a model of which this slot has `parts`: it gets its boxes of the tensors, which are
+    whole."""
     _refuse_strange({name: parts.shape(name) for name, _ in model.named_parameters()}, tensors, version)
     data.fill(model, tensors.items(), parts)
 
 
 def overwrite(parameter: Tensor, values: Tensor) -> None:
-    """`parameter`, or a box of it, gets the values of a contiguous tensor of its shape, and stays as it lies."""
+    """Give `parameter`, or a box of it, the values of a contiguous tensor of its shape. It stays as it lies."""
     if parameter.dim() == 2 and not parameter.is_contiguous():
         parameter, values = parameter.t(), values.t()
         if not parameter.is_contiguous():

@@ -33,32 +33,28 @@ class Stage(NamedTuple, Generic[Item]):
 
 
 class StageSpan(NamedTuple):
+    """Time, on the monotonic clock, that a stage took for a bucket."""
+
     stage: str
-    position: int
-    """Place of the bucket in the order, from 0."""
     begin: float
     end: float
-    """Seconds of the pipeline's clock."""
 
 
 class _UnderWay(NamedTuple, Generic[Item]):
     """A bucket and where it is filled."""
 
-    position: int
     item: Item
     buffer: int
 
 
 class BucketPipeline(Generic[Item]):
-    def __init__(
-        self, stages: Sequence[Stage[Item]], num_slots: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage[Item]], num_slots: int) -> None:
         if num_slots < 1:
             raise ValueError(f"a pipeline has at least one slot, not {num_slots}")
         self._stages = stages
         self.num_buffers = num_slots + 1
-        self._clock = clock
         self.trace: list[StageSpan] = []
+        """Times of all stages, each stage's in the order of the buckets."""
         self._error: BaseException | None = None
         self._free: LifoQueue[int] = LifoQueue()
         """The one that was used last is taken first: it is still in the cache. Those that are not needed are never
@@ -77,11 +73,11 @@ class BucketPipeline(Generic[Item]):
         for thread in threads:
             thread.start()
         try:
-            for position, item in enumerate(items):
+            for item in items:
                 buffer = self._free.get()
                 if self._error is not None:
                     break
-                self._step(0, _UnderWay(position, item, buffer))
+                self._step(0, _UnderWay(item, buffer))
         except BaseException as error:
             self._fail(error)
         finally:
@@ -105,13 +101,13 @@ class BucketPipeline(Generic[Item]):
     def _step(self, index: int, under_way: _UnderWay[Item]) -> None:
         stage = self._stages[index]
         if self._error is None or stage.finishes:
-            begin = self._clock()
+            begin = time.monotonic()
             try:
                 stage.work(under_way.item, under_way.buffer)
             except BaseException as error:
                 self._fail(error)
             else:
-                self.trace.append(StageSpan(stage.name, under_way.position, begin, self._clock()))
+                self.trace.append(StageSpan(stage.name, begin, time.monotonic()))
                 if index + 1 < len(self._queues):
                     self._queues[index + 1].put(under_way)
                     return

@@ -46,13 +46,12 @@ class WeightSender:
         self._left_out: dict[str, str] = {}
         self._aborted = Event()
         self._listener: ControlListener | None = None
-        self._audiences: list[Audience] = []
         self._carriers: list[BucketSender] = []
         self._disk: DiskSender | None = None
         self._digest = 0
         self._num_bytes = 0
         self.trace: list[StageSpan] = []
-        """Times at which each stage had each bucket."""
+        """`BucketPipeline.trace` of this update."""
 
     def start(self) -> Offer:
         """Begin. Returns the offer with `location`: where receivers find this sender. Raises OSError."""

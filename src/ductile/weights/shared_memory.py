@@ -44,11 +44,11 @@ class SharedMemory:
         self._offers[version] = manifest, segment
         return manifest
 
-    def lease(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         return self._offers[version][0] if version in self._offers else self.publish(version, tensors)
 
     def receive(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Views of the publisher's memory, which is mapped and not copied."""
+        """Return views of the publisher's memory, which is mapped and not copied."""
         try:
             content = map_segment(manifest.location, manifest.num_bytes, manifest.fingerprint)
         except SegmentUnavailable as error:

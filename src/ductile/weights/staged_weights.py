@@ -79,7 +79,7 @@ class StagedWeights:
             self._summed[box.name][box.start] = values.numel(), part
 
     def digest(self) -> Digest:
-        """The digest of what is staged. What was summed up as it was copied is not read again."""
+        """Return the digest of what is staged. What was summed up as it was copied is not read again."""
         assert self._new is not None
         for name, boxes in self._summed.items():
             if sum(num_elements for num_elements, _ in boxes.values()) == self._new.tensors[name].numel():
@@ -100,7 +100,7 @@ class StagedWeights:
 
 
 def _dtypes(tensors: Sequence[TensorSpec], current: VersionTensors, whole: bool) -> dict[str, torch.dtype]:
-    """The dtypes that tensors are published in. Raises `ValueError` where the tensors are not this model's."""
+    """Return the dtypes that tensors are published in. Raises `ValueError` where the tensors are not this model's."""
     ours = current.tensors
     named = {tensor.name: tensor for tensor in tensors}
     wrong = named.keys() ^ ours.keys() if whole else named.keys() - ours.keys()

@@ -28,13 +28,14 @@ class WeightTransport(Protocol):
         """
         ...
 
-    def lease(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-        """`publish` for several readers, one after the other: a version that is offered already is offered again."""
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+        """Publish as `publish` does, for several readers, one after the other: a version that is offered already is
+        offered again."""
         ...
 
     def receive(self, manifest: Manifest) -> Mapping[str, Tensor]:
-        """The version's tensors, by name, on the CPU, equal to what was published. They live on after the version is
-        withdrawn, and writing to them changes no other reader's. Raises WeightsUnavailable."""
+        """Return the version's tensors, by name, on the CPU, equal to what was published. They live on after the
+        version is withdrawn, and writing to them changes no other reader's. Raises WeightsUnavailable."""
         ...
 
     def withdraw(self, version: int) -> None:
@@ -51,7 +52,7 @@ TRANSPORTS: Mapping[str, type[WeightTransport]] = {"shared_memory": SharedMemory
 
 
 def transport_of(manifest: Manifest) -> WeightTransport:
-    """A transport that reads the manifest's weights. Raises WeightsUnavailable when there is none."""
+    """Return a transport that reads the manifest's weights. Raises WeightsUnavailable when there is none."""
     if manifest.carrier not in TRANSPORTS:
         known = ", ".join(TRANSPORTS)
         raise WeightsUnavailable(

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.instances.placement import MAX_SLOTS, Placement, PlacementError, compact, place
+from ductile.core.instances.placement import MAX_SLOTS, Placement, PlacementError, place
+from ductile.core.layout.choice.layout_text import compact
 from ductile.core.scheduling.facts.cluster_state import may_share
 
 # entries -> train, generate, score

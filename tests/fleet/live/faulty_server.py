@@ -61,7 +61,7 @@ class FailingRoutes:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and said("500", of=lambda words: scope["path"].startswith(words[0])):
+        if scope["type"] == "http" and said("500", of=lambda words: bool(words) and scope["path"].startswith(words[0])):
             await send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
             await send({"type": "http.response.body", "body": b""})
         else:

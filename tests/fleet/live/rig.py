@@ -128,10 +128,10 @@ class Rig:
         self.generators = RemoteGenerators(None, (), 16, 16, deadlines)
         fleet = RunRoles(self.trainer, self.generators, None, {})
         self.record = Recorder(self.folder / "run")
-        self.run_servers = RunServers(config, fleet, self.record, self.folder / "run")
+        self.run_servers = RunServers(config, fleet, self.record, self.folder / "run", asyncio.Event())
         self.fleet = self.run_servers._fleet
         self.fleet.on_change.add(self._on_change)
-        self.run_servers._members.on_updated.add(self._on_updated)
+        self.run_servers._pool.on_updated.add(self._on_updated)
         await self.run_servers.__aenter__()
 
     async def close_fleet(self) -> None:
@@ -166,7 +166,7 @@ class Rig:
                     "client": {"base_url": list(urls), "timeout_s": 3.0},
                 },
                 "trainer": {"weight_broadcast": {"type": broadcast}} if broadcast else {},
-                "inference": INFERENCE | inference,
+                "inference": {"model": {"max_model_len": 64}} | INFERENCE | inference,
             }
         )
 
@@ -249,7 +249,6 @@ class Rig:
         began_s = time.monotonic()
         manifest = await self.trainer.publish(version)
         try:
-            await self.run_servers.update(version)
             await self.generators.receive(manifest)
             self.live = version
         except BaseException:

@@ -13,10 +13,10 @@ from ductile.config.schema.fleet import FileRegistry, FleetConfig
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
 from ductile.fleet.registry.registries import registry_of
-from ductile.fleet.servers.fleet_members import Warmed
+from ductile.fleet.servers.server_pool import Warmed
 from ductile.messages.control_token import token_of
 from tests.fleet.server_processes import ServerProcesses
-from tests.fleet.stub_servers import StubMembers
+from tests.fleet.stub_servers import StubPool
 from tests.tiny import make_model_folder
 
 pytestmark = pytest.mark.fleet
@@ -31,7 +31,7 @@ FOUND_S = 2.0
 """Longest time until a server that is killed or stopped is out, with these keys."""
 
 
-class TakenAsTheyAre(StubMembers):
+class TakenAsTheyAre(StubPool):
     """Servers need no other weights than those of their folder."""
 
     async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:

@@ -1,27 +1,24 @@
 """One of two real servers dies or stops in the middle of a version: the other one has it in less than two seconds."""
 
 import asyncio
-import signal
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 from torch import Tensor
 
 from ductile.columns import TokenIds
-from ductile.config.schema.fleet import FileRegistry, FleetConfig
+from ductile.config.schema.fleet import FleetConfig
 from ductile.core.instances.topology import TopologyMember
 from ductile.fleet import ElasticFleet
-from ductile.fleet.registry.registries import registry_of
 from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.servers.pooled_servers import PooledServers
 from ductile.fleet.servers.server_http import ServerDeadlines
-from ductile.fleet.servers.server_members import ServerMembers
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.servers.shared_state import SharedFleetState
-from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions, UpdateResult
+from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions, UpdateResult
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
@@ -31,16 +28,15 @@ from ductile.transport.deadlines import Deadlines
 from ductile.weights.buckets import OwnedTensor, offer_of
 from ductile.weights.digest import box_digest
 from ductile.weights.sender import WeightSender
-from tests.fleet.server_processes import ServerProcess, ServerProcesses
+from tests.fleet.live.servers import LiveServer, Servers
 from tests.generator.weight_giver import perturbed
-from tests.tiny import make_model_folder
 
 pytestmark = pytest.mark.fleet
 
 CONSISTENT_S = 2.0
 """Longest time from a death until all that live have the version, with these keys."""
 KEYS = {
-    "health_check_interval_seconds": 0.5,
+    "health_check_interval_seconds": 0.25,
     "health_check_failure_threshold": 2,
     "probe_timeout_seconds": 0.4,
     "topology_change_cooldown_seconds": 0.0,
@@ -58,9 +54,6 @@ class Rank:
         self._weights = {name: each.data for name, each in load_model(folder).named_parameters()}
         self._sender: WeightSender | None = None
         self._report: asyncio.Future[SendReport] | None = None
-        self.digests: dict[int, str] = {}
-        self.num_buckets = 0
-        """Buckets of the version that was sent last."""
 
     @contextmanager
     def keeping(self, version: int) -> Generator[None]:
@@ -87,9 +80,7 @@ class Rank:
 
         self._report = report
         self._sender = WeightSender(update, offer_of("slot-0", owned, update.bucket_bytes), fill, tell)
-        offer = self._sender.start()
-        self.num_buckets = len(offer.buckets)
-        return [offer]
+        return [self._sender.start()]
 
     async def sent(self, update_id: str) -> Sequence[SendReport]:
         assert self._report is not None
@@ -107,104 +98,94 @@ class Rank:
 
 
 class Fleet:
-    def __init__(self, servers: ServerProcesses, faults: Path, carrier: WeightCarrier) -> None:
-        self.servers, self.faults = servers, faults
-        self.registry = registry_of(FileRegistry(folder=str(servers.registry), ttl_seconds=3))
+    """What a run has between these servers and its trainer, which is a `Rank`."""
+
+    def __init__(self, model: Path, carrier: WeightCarrier) -> None:
         self.pool = RemoteGenerators(None, (), 8, 0, Deadlines(10, 20, 5, 60))
-        self.rank = Rank(servers.model)
         self.fleet: ElasticFleet
         self.state = SharedFleetState()
-        options = UpdateOptions(bucket_bytes=30_000, bucket_timeout_s=10.0, probe_timeout_s=0.4)
-        updates = WeightUpdates(self.rank, options, lambda state, only: carrier, self.state.next_epoch)
-        self.members = ServerMembers(self.pool, updates, self.rank, self._member)
+        rank = Rank(model)
+        options = UpdateOptions(bucket_bytes=8192, bucket_timeout_s=10.0, probe_timeout_s=0.4)
+        updates = WeightUpdates(rank, options, lambda state, only: carrier, self.state.next_epoch)
+        self.members = PooledServers(self.pool, updates, rank, _handle)
         self.results: list[UpdateResult] = []
         self.members.on_updated.add(self.results.append)
         self.version = 0
-
-    def _member(self, server: TopologyMember) -> UpdateMember[ServerPort]:
-        lease = self.leases[server.address]
-        deadlines = ServerDeadlines(state_s=0.4, control_s=10.0, verify_s=60.0)
-        token = token_of(lease.url, lease.token_file)
-        port = ServerPort(server.address, None, token, deadlines, id=server.instance)
-        return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
-
-    async def look(self) -> None:
-        self.leases = await self.registry.servers()
 
     async def publish(self) -> None:
         self.version += 1
         await self.fleet.update(self.version)
         await self.pool.receive(Manifest(self.version, "disk", "", 0, 0, ()))
 
-    async def until_serving(self, urls: set[str]) -> None:
-        async with asyncio.timeout(60):
-            while {each.address for each in self.fleet.state.serving} != urls:
-                await self.look()
-                await asyncio.sleep(0.05)
+    async def until_serving(self, servers: Iterable[LiveServer]) -> None:
+        urls = {each.url for each in servers}
+        await until(lambda: {each.address for each in self.fleet.state.serving} == urls, 60)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcesses]:
-    folder = tmp_path_factory.mktemp("fleet")
-    with ServerProcesses(make_model_folder(folder / "qwen3"), folder) as started:
-        started.start(number=1)
-        yield started
+def _handle(server: TopologyMember) -> ServerHandle[ServerPort]:
+    deadlines = ServerDeadlines(state_s=0.4, control_s=10.0, verify_s=60.0)
+    token = token_of(server.address)
+    port = ServerPort(server.address, None, token, deadlines, id=server.instance)
+    return ServerHandle(server.instance, port, server.address, token or "", server.incarnation)
 
 
-async def in_the_middle(it: Fleet, victim: ServerProcess, number: int, point: str) -> None:
-    urls = {each.url for each in it.servers.all if each.process.poll() is None}
-    other = next(url for url in urls if url != victim.url)
-    await it.until_serving(urls)
-    (it.faults / point).write_text("hold")
+async def until(happened: Callable[[], bool], within_s: float) -> None:
+    ends_s = time.monotonic() + within_s
+    while not happened():
+        assert time.monotonic() < ends_s
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def pair(servers: Servers) -> Iterator[list[LiveServer]]:
+    started = servers.start("a", "b")
+    yield started
+    for each in started:
+        servers.remove(each)
+
+
+async def in_the_middle(it: Fleet, other: LiveServer, victim: LiveServer, fault: str, point: str) -> None:
+    await it.until_serving([other, victim])
+    victim.fault(point, "hold")
     publishing = asyncio.create_task(it.publish())
-    async with httpx.AsyncClient() as client, asyncio.timeout(20):
-        while True:
-            await asyncio.sleep(0.05)
-            seen = (await client.get(f"{victim.url}/fleet/state")).json()["update"]
-            if seen and not publishing.done() and seen["phase"] in ("prepared", "receiving"):
-                total = it.rank.num_buckets
-                places = {"bucket-first": 0, "bucket-mid": total // 2, "bucket-last": total - 1}
-                if seen["num_buckets"] == places[point]:
-                    break
-    await asyncio.sleep(0.1)
-    victim.signal(number)
+    await until(lambda: victim.reached(point), 20)
+    assert not publishing.done()
+    victim.kill() if fault == "kill" else victim.stop()
     began_s = time.monotonic()
     await publishing
     took_s = time.monotonic() - began_s
     (generator,) = it.pool.instances
     found = await it.pool.digest_weights(generator)
-    print(f"{signal.Signals(number).name} {point}: {took_s:.2f} s, {it.results[-1].attempts} attempts")
-    assert [each.outcome for each in it.results[-1].outcomes if each.instance in other] == ["committed"]
-    assert [each.outcome for each in it.results[-1].outcomes if each.instance not in other] == ["dead"]
-    assert (found.version, found.digest) == (it.version, it.results[-1].digest)
+    print(f"{fault} at {point}: {took_s:.2f} s, {it.results[-1].attempts} attempts")
+    outcomes = {each.instance: each.outcome for each in it.results[-1].outcomes}
+    assert sorted(outcomes.values()) == ["committed", "dead"]
+    assert outcomes[generator.id] == "committed"
+    assert (found.version, found.digest) == (it.version, it.results[-1].digest) == (it.version, other.live[1])
     generated = await it.pool.generate(GenerateRequest("r", TokenIds((1, 2, 3)), Sampling(max_tokens=5)))
     assert {*generated.versions} == {it.version}
     assert took_s < CONSISTENT_S
-    (it.faults / point).unlink()
-    if number == signal.SIGSTOP:
-        victim.signal(signal.SIGCONT)
+    victim.clear()
+    if fault == "kill":
+        await asyncio.to_thread(victim.start)
+    else:
+        victim.cont()
 
 
-@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point"])
-def test_the_other_one_has_the_version_soon(servers: ServerProcesses, carrier: WeightCarrier, tmp_path: Path) -> None:
+@pytest.mark.parametrize("carrier", ["shared_memory", "point_to_point", "http"])
+def test_the_other_one_has_the_version_soon(pair: list[LiveServer], carrier: WeightCarrier, model: Path) -> None:
     """At the first bucket, in the middle and at the last; and who comes back gets it as it joins."""
 
     async def story() -> None:
-        it = Fleet(servers, tmp_path, carrier)
-        await it.look()
+        other, victim = pair
+        it = Fleet(model, carrier)
         config = FleetConfig.model_validate(KEYS)
-        async with ElasticFleet(config, it.members, registry=it.registry, state=it.state) as it.fleet:
-            (victim,) = await asyncio.to_thread(servers.start, DUCTILE_FAULTS=str(tmp_path))
-            await it.look()
-            await it.fleet.look()
+        async with ElasticFleet(config, it.members, [each.url for each in pair], state=it.state) as it.fleet:
             await it.publish()
-            for number in (signal.SIGSTOP, signal.SIGKILL):
+            for fault in ("stop", "kill"):
                 for point in ("bucket-first", "bucket-mid", "bucket-last"):
-                    await in_the_middle(it, victim, number, point)
-                    if number == signal.SIGKILL:
-                        await asyncio.to_thread(victim.process.wait, 10)
-                        (victim,) = await asyncio.to_thread(servers.start, DUCTILE_FAULTS=str(tmp_path))
-            victim.kill()
+                    await in_the_middle(it, other, victim, fault, point)
+            await it.until_serving(pair)
+            assert victim.live == other.live
             await it.members.close()
 
     asyncio.run(asyncio.wait_for(story(), 110))

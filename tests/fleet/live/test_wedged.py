@@ -84,7 +84,7 @@ def test_one_whose_requests_have_failed_gets_one_at_a_time_until_a_token_comes(r
         nums = set[int]()
 
         def is_well() -> bool:
-            nums.add(rig.run_servers._members.num_unfinished(id))
+            nums.add(rig.run_servers._pool.num_unfinished(id))
             return rig.generators.capacity == capacity
 
         await rig.until(is_well, 8.0, "a token has come")

@@ -80,9 +80,9 @@ def server_notes(config: RLConfig) -> Iterator[str]:
     port = config.inference.server.port
     for url in servers.own:
         yield (
-            f"{KEY} = {url} is taken for this run's own generate slots (inference.server.port {port}), which it knows "
-            "anyway. For a server beside them, give that another port; for a server instead of them, give no slot the "
-            "role rollout"
+            f"{KEY} = {url} is taken for this run's own generate slots, as it has their port (inference.server.port "
+            f"{port}): no server there is asked. For a server beside them, write --inference.server.port {port + 1}; "
+            "for a server instead of them, give no slot the role rollout"
         )
     if not servers.urls and config.inference.registry is None and config.trainer.weight_broadcast is not None:
         yield (

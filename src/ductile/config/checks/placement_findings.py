@@ -10,7 +10,8 @@ from ductile.config.finding import Finding
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.trainer import CustomLoss
-from ductile.core.instances.placement import Placement, PlacementError, compact
+from ductile.core.instances.placement import Placement, PlacementError
+from ductile.core.layout.choice.layout_text import compact
 
 
 def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]:

@@ -24,9 +24,9 @@ from ductile.config.schema.run import (
     TrainerRunConfig,
 )
 from ductile.core.instances.instances import slot_groups
-from ductile.core.instances.placement import compact, many
+from ductile.core.instances.placement import many
 from ductile.core.layout.choice.layout_rules import ChosenLayout, LayoutRules, choose_layout, dims_allowed, layout_for
-from ductile.core.layout.choice.layout_text import in_words
+from ductile.core.layout.choice.layout_text import compact, in_words
 from ductile.core.layout.choice.mesh_table import MOST_ROWS, mesh_table
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.scheduling.policies.names import described

@@ -22,9 +22,11 @@ from ductile.config.reading.provenance import DEFAULT, Draft, Origin, Path, as_t
 from ductile.config.schema.section import Section
 
 
-def judge(root: type[Section], fitted: Fit, draft: Draft) -> tuple[Section | None, list[Problem], tuple[str, ...]]:
+def judge(
+    root: type[Section], fitted: Fit, draft: Draft, writes: bool = True
+) -> tuple[Section | None, list[Problem], tuple[str, ...]]:
     """The config, everything that is wrong with it, and a sentence for each length that follows from the model. None
-    when not even a part of the config could be judged."""
+    when not even a part of the config could be judged. writes: the command writes into `output_dir`."""
     problems = list(fitted.problems)
     rejected = list(fitted.rejected)
     values = fitted.values
@@ -44,6 +46,8 @@ def judge(root: type[Section], fitted: Fit, draft: Draft) -> tuple[Section | Non
     config, followed = follow(config)
     findings = [*_not_built(config), *preflight(config), *place_findings(config, draft.origin(("output_dir",)).source)]
     for finding in findings:
+        if not writes and "output_dir" in finding.keys:
+            continue
         paths = [tuple(key.split(".")) for key in finding.keys]
         if not any(_covered(path, rejected) or _covers(path, rejected) for path in paths):
             problems.append(_from_finding(config, finding, paths[0], draft))

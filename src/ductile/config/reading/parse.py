@@ -32,8 +32,8 @@ class Parsed(Generic[S]):
     """A sentence for each value that the user did not write and that is not a default."""
 
 
-def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
-    """The config that `argv` (the words after the command) describes.
+def parse(root: type[S], argv: Sequence[str], writes: bool = True) -> Parsed[S]:
+    """The config that `argv` (the words after the command) describes. writes: the command writes into `output_dir`.
 
     Raises:
         ConfigError: with every problem that was found.
@@ -41,7 +41,7 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
     given = read(root, argv)
     sharing = share(root, given.draft)
     fitted = fit(root, sharing.draft)
-    config, problems, followed = judge(root, fitted, sharing.draft)
+    config, problems, followed = judge(root, fitted, sharing.draft, writes)
     problems = [*given.problems, *sharing.problems, *_at_their_source(problems, sharing)]
     if not given.all_read:
         problems = [problem for problem in problems if problem.value is not None or problem.origin != DEFAULT]

@@ -31,6 +31,9 @@ def _beside(root: type[Section], path: Path) -> bool:
 
 def _nearest(root: type[Section], path: Path) -> Path | None:
     """The key that was probably meant: each word put right where it stands, else one of the same last word."""
+    table, *rest = path
+    if table not in keys(root) and rest and find(root, tuple(rest)):  # a table of another command is around it
+        return tuple(rest)
     right: list[str] = []
     for word in path:
         sections = [variant for key in find(root, tuple(right)) for variant in key.variants] if right else [root]

@@ -96,7 +96,6 @@ class ProbeReply:
     asked_at: float = float("inf")
     """Time at which the probe was sent: what it says may be older than a commit that we know of."""
     digest: str = ""
-    model: str = ""
     epoch: int = 0
     num_requests: int = 0
     """Requests that it has, also those that wait: an engine that is wedged as they come runs none."""

@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
-from ductile.core.instances.placement import Role, compact
+from ductile.core.instances.placement import Role
+from ductile.core.layout.choice.layout_text import compact
 
 InstanceId = NewType("InstanceId", str)
 Serving = Literal["generate", "score"]
@@ -47,15 +48,15 @@ class Instance:
 
 
 def instance_on(role: Serving, slots: tuple[int, ...], birth: int = 0, restart: int = 0) -> Instance:
-    """The instance that begins on these slots in the change of this number; 0 is the start of the run. restart: number
-    of the instance that begins there because the one before it was lost; 0 for one that a change begins."""
+    """Return the instance that begins on these slots in the change of this number; 0 is the start of the run. restart:
+    number of the instance that begins there because the one before it was lost; 0 for one that a change begins."""
     suffix = f"+{restart}" if restart else f".{birth}" if birth else ""
     return Instance(InstanceId(f"{NOUNS[role]}-{compact(slots)}{suffix}"), role, slots)
 
 
 def slot_groups(first: Sequence[int], others: Iterable[int], size: int) -> tuple[tuple[int, ...], ...]:
-    """The slots of `first`, and then those of `others` that are not among them, in groups of `size`. Slots that are
-    left over are in no group."""
+    """Return the slots of `first`, and then those of `others` that are not among them, in groups of `size`. Slots that
+    are left over are in no group."""
     later = sorted({*others}.difference(first))
     return tuple(
         tuple(slots[start : start + size])
@@ -71,8 +72,8 @@ def regrouped(
     groups: InstanceGroups,
     birth: int,
 ) -> tuple[Instance, ...]:
-    """The instances once slots that had the roles `before` have those of `after`, by their slots; those without slots
-    come last.
+    """Return the instances once slots that had the roles `before` have those of `after`, by their slots; those without
+    slots come last.
 
     birth: number of the change, for those that begin.
     """
@@ -91,22 +92,22 @@ def sort_key(instance: Instance) -> SortKey:
 
 
 def in_order(instances: Iterable[Instance]) -> tuple[Instance, ...]:
-    """The instances in the order of their slots; those without slots come last."""
+    """Return the instances in the order of their slots; those without slots come last."""
     return tuple(sorted(instances, key=sort_key))
 
 
 def slots_on(instances: Iterable[Instance]) -> tuple[int, ...]:
-    """All slots of the instances, ascending."""
+    """Return all slots of the instances, ascending."""
     return tuple(sorted({slot for each in instances for slot in each.slots}))
 
 
 def instances_from(rows: Iterable[Mapping[str, Any]]) -> tuple[Instance, ...]:
-    """The instances of an event, which has each as its fields. Raises KeyError or TypeError when something is
+    """Return the instances of an event, which has each as its fields. Raises KeyError or TypeError when something is
     missing."""
     return tuple(Instance(InstanceId(row["id"]), row["role"], tuple(row["slots"])) for row in rows)
 
 
 def named(ids: Collection[InstanceId]) -> str:
-    """The instances in words: "generator-2, generator-3"; "7 instances" where there are more than four."""
+    """Return the instances in words: "generator-2, generator-3"; "7 instances" where there are more than four."""
     names = sorted({*ids}, key=lambda name: (len(name), name))
     return ", ".join(names) if len(names) <= 4 else f"{len(names)} instances"

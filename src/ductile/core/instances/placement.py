@@ -12,8 +12,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import groupby
 from typing import Literal
+
+from ductile.core.layout.choice.layout_text import compact
 
 Role = Literal["train", "generate", "score"]
 SlotsGiven = str | int | Sequence[str | int]
@@ -57,7 +58,7 @@ class Placement:
 
     @property
     def shares(self) -> bool:
-        """Whether some slot holds both the trainer's state and a generator."""
+        """True when some slot holds both the trainer's state and a generator."""
         return bool({*self.train} & {*self.generate})
 
     @property
@@ -68,7 +69,7 @@ class Placement:
         return self.by_role[role]
 
     def roles(self, slot: int) -> tuple[Role, ...]:
-        """Roles of the slot, in the order train, generate, score."""
+        """Return the roles of the slot, in the order train, generate, score."""
         return tuple(role for role, slots in self.by_role.items() if slot in slots)
 
 
@@ -153,7 +154,7 @@ def _is_all(entry: SlotsGiven) -> bool:
 
 
 def _slots(names: str, entry: SlotsGiven) -> tuple[int, ...]:
-    """`"0-1,3"`, `3` or `[0, "1-2"]` as slot numbers, ascending."""
+    """Return `"0-1,3"`, `3` or `[0, "1-2"]` as slot numbers, ascending."""
     words = [str(item) for item in entry] if not isinstance(entry, str | int) else str(entry).split(",")
     violations: list[str] = []
     slots: list[int] = []
@@ -230,27 +231,18 @@ def _gaps(placement: Placement) -> list[str]:
 
 
 def _sharing(placement: Placement, role: Role) -> str:
-    """An entry that puts `role` on the slots of another role."""
+    """Return an entry that puts `role` on the slots of another role."""
     for other, name in SPELLED.items():
         if placement.of(other):
             return f"{name},{SPELLED[role]}: {compact(placement.of(other))}"
     return f"{SPELLED[role]}: 0"
 
 
-def compact(slots: Sequence[int]) -> str:
-    """Slot numbers as ranges: (0, 1, 2, 5) as "0-2,5"."""
-    parts: list[str] = []
-    for _, run in groupby(enumerate(slots), key=lambda numbered: numbered[1] - numbered[0]):
-        numbers = [slot for _, slot in run]
-        parts.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
-    return ",".join(parts)
-
-
 def slots_of(slots: Collection[int]) -> str:
-    """The slots in words, in ascending order: "slot 3", "slots 0-2,5"."""
+    """Return the slots in words, in ascending order: "slot 3", "slots 0-2,5"."""
     return f"slot{'' if len(slots) == 1 else 's'} {compact(sorted(slots))}"
 
 
 def many(number: int, noun: str) -> str:
-    """The number with its noun: "1 rollout", "3 rollouts"."""
+    """Return the number with its noun: "1 rollout", "3 rollouts"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

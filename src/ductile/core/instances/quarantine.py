@@ -39,7 +39,7 @@ class Quarantine:
         return replace(self, records={**self.records, address: after})
 
     def vouched(self, address: str) -> "Quarantine":
-        """Somebody has asked for the address by hand: it begins anew."""
+        """Let an address that somebody has asked for by hand begin anew."""
         others = {each: record for each, record in self.records.items() if each != address}
         return replace(self, records=others)
 

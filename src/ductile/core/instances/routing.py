@@ -49,8 +49,8 @@ class Route:
 
 
 def route(group: str, loads: Sequence[GeneratorLoad], prompt_tokens: int, block_tokens: int) -> Route:
-    """The generator for one more sequence of `group` ("" for none), with so long a prompt. Of equal ones the first in
-    `loads` gets it.
+    """Return the generator for one more sequence of `group` ("" for none), with so long a prompt. Of equal ones the
+    first in `loads` gets it.
 
     block_tokens: tokens of a block of the generators' caches; 0 where sequences share nothing.
     Raises ValueError when there is no generator.
@@ -79,7 +79,7 @@ def route(group: str, loads: Sequence[GeneratorLoad], prompt_tokens: int, block_
 
 
 def predicted_tokens(max_tokens: int, generated: int, mean_length: float | None) -> float:
-    """How many tokens a sequence still takes, as far as one can know.
+    """Predict the tokens that a sequence still takes, as far as one can know.
 
     mean_length: mean tokens of the completions finished so far; None before the first one.
     A sequence that outlived the mean is expected to need half of what its limit leaves.

@@ -71,7 +71,10 @@ def next_attempt(
     return NextAttempt(again, tuple(ended))
 
 
-def lacking(num_healthy: int, min_healthy: int, waited_s: float, patience_s: float) -> Literal["go_on", "wait", "fail"]:
+SupplyVerdict = Literal["go_on", "wait", "fail"]
+
+
+def lacking(num_healthy: int, min_healthy: int, waited_s: float, patience_s: float) -> SupplyVerdict:
     """Decide whether a run has servers enough: below `min_healthy` it waits for joins, for so long and no longer."""
     if num_healthy >= min_healthy:
         return "go_on"

@@ -1,1 +1,1 @@
-"""Where servers announce themselves, and which run rules those that are there."""
+"""Registries: servers announce themselves there, and one run rules those that do."""

@@ -18,8 +18,8 @@ from ductile.concurrency.deadline import said
 from ductile.concurrency.structured import OneThread
 from ductile.disk import write_whole
 from ductile.error_text import error_text
-from ductile.fleet.http_client import HttpClient, HttpReply, NoReply
 from ductile.fleet.registry.registries import ASK_S, RegistryDown
+from ductile.transport.http_client import HttpClient, HttpReply, NoReply
 
 EPOCHS_OF_A_RULE = 1 << 20
 _FILE = re.compile(r"authority-(\d{20})\.json")

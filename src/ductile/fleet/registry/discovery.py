@@ -3,7 +3,7 @@ are kept out. A level, not an edge: it is asked for anew each time, so nothing t
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ductile.config.schema.fleet import FleetConfig
 from ductile.core.instances.quarantine import FlapRules, Quarantine
@@ -25,10 +25,14 @@ class Discovery:
         self._goes_on = config.enable_topology_discovery
         self._lock = threading.Lock()
         self._named = frozenset(named)
+        self._urgent: frozenset[str] = frozenset()
+        """Addresses whose servers join without waiting for others."""
         self._struck: frozenset[str] = frozenset()
         """Addresses that somebody has taken out: they stay out until somebody names them."""
         self._rejected: dict[str, tuple[str, str]] = {}
         """Address, and of it the incarnation that cannot be a member, with a sentence."""
+        self._seen: dict[str, str] = {}
+        """What the last probe of an address has found instead of a server, a sentence."""
         self._leases: Leases = {}
         self._is_down = self._has_answered = False
         rules = FlapRules(
@@ -46,18 +50,40 @@ class Discovery:
         """Addresses that are known and may not join now, each with a sentence."""
         return {address: why for address in self._known if (why := self.why_not(address))}
 
+    def absent(self, living: Collection[str]) -> dict[str, str]:
+        """Return the addresses that are known and not among those of living servers, each with a sentence on why no
+        server is there; "" where nothing is known of it."""
+        return {
+            address: self.why_not(address) or self._seen.get(address) or self._rejected.get(address, ("", ""))[1]
+            for address in sorted(self._known)
+            if address not in living
+        }
+
     @property
     def _known(self) -> frozenset[str]:
         found = (url for url, lease in self._leases.items() if not lease.is_leaving)
         return self._named.union(found)
 
-    def name(self, address: str) -> None:
-        """Look there from now on, whatever was before."""
+    def name(self, address: str, at_once: bool = False) -> None:
+        """Look there from now on, whatever was before. at_once: its server waits for no others as it joins."""
         with self._lock:
             self._named |= {address}
+            self._urgent |= {address} if at_once else frozenset()
             self._struck -= {address}
             self._rejected.pop(address, None)
             self._quarantine = self._quarantine.vouched(address)
+
+    def is_urgent(self, address: str) -> bool:
+        return address in self._urgent
+
+    def joins(self, address: str) -> None:
+        """Note that the server there is given weights."""
+        with self._lock:
+            self._urgent -= {address}
+
+    def saw(self, address: str, instead: str) -> None:
+        """Note what a probe of the address has found instead of a server, a sentence; "" for a server."""
+        self._seen[address] = instead
 
     def strike(self, address: str) -> None:
         """Look there no more, also where a registry lists it."""
@@ -66,16 +92,19 @@ class Discovery:
             self._struck |= {address}
 
     def lost(self, address: str) -> None:
-        """The address has lost its server, or could not give it weights."""
+        """Note that the address has lost its server, or could not give it weights."""
         with self._lock:
             self._quarantine = self._quarantine.lost(address, self._clock())
 
-    def reject(self, address: str, incarnation: str, why: str) -> None:
-        """The process there cannot be a member; the next one may. incarnation: "" where it does not say, and no lease
-        does: then nobody looks there until somebody names the address."""
+    def reject(self, address: str, incarnation: str, why: str) -> bool:
+        """Keep the process there out; the next one may join. incarnation: "" where it does not say, and no lease does:
+        then nobody looks there until somebody names the address. Returns whether that is news."""
         lease = self._leases.get(address)
+        rejected = (incarnation or (lease.incarnation if lease else ""), why)
         with self._lock:
-            self._rejected[address] = (incarnation or (lease.incarnation if lease else ""), why)
+            is_news = self._rejected.get(address) != rejected
+            self._rejected[address] = rejected
+        return is_news
 
     def why_not(self, address: str, incarnation: str | None = None) -> str:
         """Return why the server at the address may not join now; "" when it may. incarnation: what it says it is; None:

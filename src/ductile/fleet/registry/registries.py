@@ -19,8 +19,8 @@ from ductile.concurrency.structured import OneThread
 from ductile.config.reading.imports import import_object
 from ductile.config.schema.fleet import FileRegistry, HttpRegistry, RegistryConfig, StaticRegistry
 from ductile.config.schema.secrets import secret_of
-from ductile.fleet.http_client import HttpClient, NoReply
 from ductile.messages.server_lease import MOST_BYTES, LeaseError, ServerLease, lease_from
+from ductile.transport.http_client import HttpClient, NoReply
 from ductile.user_files import NotOwn, read_own
 
 ASK_S = 5.0

@@ -88,7 +88,7 @@ class LeaseTable:
 
 
 def registry_app(book: LeaseTable, token: str | None = None) -> Starlette:
-    """token: that every request must have; None: none, for loopback."""
+    """Return the registry's routes. token: that every request must have; None: none, for loopback."""
 
     async def servers(request: Request) -> Response:
         if request.method == "GET":
@@ -146,7 +146,7 @@ async def serve_registry(app: Starlette, host: str = "127.0.0.1", port: int = 0)
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """The process has handlers of its own."""
+        """Leave signals alone: the process has handlers of its own."""
         yield
 
 

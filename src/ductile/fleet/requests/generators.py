@@ -20,8 +20,8 @@ from ductile.core.scheduling.orders import Migration
 from ductile.fleet.requests.dispatch import Dispatch
 from ductile.fleet.requests.in_flight import InFlight, RequestsInFlight
 from ductile.fleet.requests.instance_port import InstanceEvent, Returned, RoleSlots
-from ductile.fleet.requests.leases import WeightLeases
 from ductile.fleet.requests.migration import MigrationResult, Migrator
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.requests.worker_pool import ANY_VERSION, MOST_LOST, WorkerPool
 from ductile.messages.updates import LiveDigest
 from ductile.messages.workers import DigestWeights, EngineStats, Finished, Heartbeat, Score, TrainCommand, WeightDigests
@@ -53,10 +53,10 @@ class RemoteGenerators(WorkerPool):
         max_num_seqs: int,
         block_tokens: int,
         deadlines: Deadlines,
-        leases: WeightLeases | None = None,
+        offers: WeightOffers | None = None,
     ) -> None:
         """max_num_seqs: of one generator, where it does not say its own. block_tokens: as
-        `core.instances.routing.route` has it. slots, instances, leases: as `WorkerPool` has them."""
+        `core.instances.routing.route` has it. slots, instances, offers: as `WorkerPool` has them."""
         self.on_finished = Listeners[[Generation]]()
         """Told of every completion, as it comes."""
         self.on_restarted = Listeners[[str, InstanceId | None]]()
@@ -65,7 +65,7 @@ class RemoteGenerators(WorkerPool):
         self.on_ended = Listeners[[InstanceId, Failure | None, float]]()
         """Told of each request that has ended at a generator: what it failed with there, None where it has not; and
         when the generator got it, by the event loop's clock."""
-        super().__init__("generate", slots, instances, deadlines, leases)
+        super().__init__("generate", slots, instances, deadlines, offers)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
         self._in_flight = RequestsInFlight(lambda: asyncio.get_running_loop().time())
         self._dispatch = Dispatch(self)
@@ -77,7 +77,7 @@ class RemoteGenerators(WorkerPool):
         return sum(self._ports[each.id].max_num_seqs or self._max_num_seqs for each in able)
 
     def suspect(self, id: InstanceId, why: str, on_trial: bool = False) -> None:
-        """The generator gets only what no other one can take; on trial one request at a time; with "" for a reason,
+        """Give the generator only what no other one can take; on trial one request at a time; with "" for a reason,
         what it can, again."""
         self._in_flight.suspect(id, Suspicion(why, on_trial) if why else None)
         self.on_change()
@@ -89,14 +89,15 @@ class RemoteGenerators(WorkerPool):
         What was under way at a generator that is lost goes on at another one, with the tokens that are known of it; a
         generator that makes no progress is given up. A request that MOST_LOST generators were lost with while it came
         no further fails: it may be what ends them. One that a generator does not take, or does not do to its end,
-        goes to another, and again to all of them when none is left.
+        goes to another, and again to all of them when none is left. One that a server refuses fails only when no other
+        generator is left: the server may be another than the run needs.
         """
         entry, aborted = self._in_flight.open(request), False
-        lost, unwilling = set[Instance](), set[Instance]()
+        lost, unwilling, refused = set[Instance](), set[Instance](), set[Instance]()
         try:
             while True:
                 try:
-                    await self._send(entry, lost, unwilling, versions)
+                    await self._send(entry, lost | refused, unwilling, versions)
                     return await self._wait_for(entry)
                 except Failure as error:
                     if entry.instance is not None:
@@ -105,9 +106,13 @@ class RemoteGenerators(WorkerPool):
                             unwilling.add(entry.instance)
                         elif isinstance(error, SlotLost) and entry.where in self._ports:
                             lost.add(entry.instance)  # the news of its death is still to come
+                        elif isinstance(error, Refused) and not entry.instance.slots:
+                            refused.add(entry.instance)
+                            if not refused.issuperset(self.of_versions(versions)):
+                                error = NotTaken(str(error))
                     self._begin_again(entry, error)
                     if unwilling.issuperset(
-                        {*self.of_versions(versions)} - lost
+                        {*self.of_versions(versions)} - lost - refused
                     ):  # nothing tells when they take requests again
                         if isinstance(error, NotTaken | Interrupted):
                             await asyncio.sleep(self._not_taken_s(entry))
@@ -142,7 +147,7 @@ class RemoteGenerators(WorkerPool):
             self._in_flight.close(entry, aborted)
 
     async def digest_weights(self, instance: Instance) -> LiveDigest:
-        """The generator's weights as they are in its memory. Raises SlotLost, Late or Refused."""
+        """Return the digests of the generator's weights as they are in its memory. Raises SlotLost, Late or Refused."""
         reply = await self.ask(instance, DigestWeights())
         if not isinstance(reply, WeightDigests):
             raise Refused(f"{self.describe(instance)} replied to DigestWeights with {type(reply).__name__}")
@@ -171,11 +176,11 @@ class RemoteGenerators(WorkerPool):
         return await finish(self._migrate(migrations))
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """Requests in flight, as policies see them; `Unfinished.id` is what `migrate` understands."""
+        """Return the requests in flight, as policies see them; `Unfinished.id` is what `migrate` understands."""
         return self._in_flight.unfinished()
 
     def lengths(self) -> Lengths:
-        """Lengths of the latest completions."""
+        """Return the lengths of the latest completions."""
         return self._in_flight.completion_lengths.lengths()
 
     async def _send(
@@ -201,7 +206,7 @@ class RemoteGenerators(WorkerPool):
         return entry.completion.result()
 
     def _not_taken_s(self, entry: InFlight) -> float:
-        """More and more seconds, as long as nobody takes the request."""
+        """Return more and more seconds, as long as nobody takes the request."""
         return min(max(NOT_TAKEN_S, self._in_flight.not_taken_for_s(entry) / 4), MOST_NOT_TAKEN_S)
 
     def _kill(self, instance: Instance, request: str, limit_s: float) -> NoReturn:

@@ -1,17 +1,19 @@
-"""The books of all requests in flight: where each is, how far it is, and how much work every generator still has."""
+"""Books of all requests in flight: where each is, how far it is, and how much work every generator still has."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.routing import GeneratorLoad, Suspicion, predicted_tokens
-from ductile.core.scheduling.facts.cluster_state import Unfinished
-from ductile.fleet.requests.completion_lengths import CompletionLengths
+from ductile.core.scheduling.facts.cluster_state import Lengths, Unfinished
 from ductile.messages.workers import EngineStats
 from ductile.records import GenerateRequest, Generation
+
+KEPT_LENGTHS = 2048
+"""Completions whose lengths are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +64,37 @@ class InFlight:
         return replace(self.request, id=self.name)
 
 
+class CompletionLengths:
+    """Lengths of the latest completions. An aborted one is not counted: it says nothing about lengths."""
+
+    def __init__(self) -> None:
+        self.ended: deque[int] = deque(maxlen=KEPT_LENGTHS)
+        """Tokens of each completion that the model ended."""
+        self.cut: deque[int] = deque(maxlen=KEPT_LENGTHS)
+        """Tokens of each completion that hit its limit."""
+        self.num_seen = 0
+        self._tokens = 0
+        self._prompts: deque[int] = deque(maxlen=KEPT_LENGTHS)
+
+    def note(self, request: GenerateRequest, generation: Generation) -> None:
+        if generation.finish_reason == "abort":
+            return
+        num_tokens = len(generation.token_ids)
+        (self.cut if generation.finish_reason == "length" else self.ended).append(num_tokens)
+        self._prompts.append(len(request.prompt))
+        self.num_seen += 1
+        self._tokens += num_tokens
+
+    @property
+    def mean(self) -> float | None:
+        """Mean tokens of a completion over the whole run; None before the first completion."""
+        return self._tokens / self.num_seen if self.num_seen else None
+
+    def lengths(self) -> Lengths:
+        prompt_mean = sum(self._prompts) / len(self._prompts) if self._prompts else 0.0
+        return Lengths(tuple(self.ended), tuple(self.cut), prompt_mean)
+
+
 class RequestsInFlight:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.completion_lengths = CompletionLengths()
@@ -101,7 +134,7 @@ class RequestsInFlight:
         self.note_instance(entry, None)
 
     def not_taken_for_s(self, entry: InFlight) -> float:
-        """Seconds for which no generator has taken the request."""
+        """Return the seconds for which no generator has taken the request."""
         return 0.0 if entry.not_taken_since_s is None else self._clock() - entry.not_taken_since_s
 
     def close(self, entry: InFlight, aborted: bool) -> None:
@@ -135,14 +168,15 @@ class RequestsInFlight:
         await self._changed.wait_for(lambda: not self.at(instance), timeout_s)
 
     def progress_at_s(self, entry: InFlight) -> float | None:
-        """Time at which the request's generator last made progress, or got the request. None between two generators:
-        none is to blame, and the migration has deadlines of its own."""
+        """Return the time at which the request's generator last made progress, or got the request. None between two
+        generators: none is to blame, and the migration has deadlines of its own."""
         if entry.instance is None or entry.migrating:
             return None
         return max(entry.since_s, self._progress_at_s.get(entry.instance.id, entry.since_s))
 
     def note_other_work(self, instance: Instance) -> None:
-        """Its slot is at a command of another role: meanwhile the generator cannot make progress."""
+        """Note that the generator's slot is at a command of another role: meanwhile the generator cannot make
+        progress."""
         self._progress_at_s[instance.id] = self._clock()
 
     def note_completions(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:
@@ -192,7 +226,7 @@ class RequestsInFlight:
         ]
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """All requests that are at a generator, as policies see them; their ids are those on the wire."""
+        """Return all requests that are at a generator, as policies see them; their ids are those on the wire."""
         return tuple(
             Unfinished(
                 id=entry.name,
@@ -208,7 +242,7 @@ class RequestsInFlight:
         )
 
     def forget(self, instance: Instance) -> None:
-        """The generator is none any more, and no other one will have its id."""
+        """Forget a generator that is none any more; no other one will have its id."""
         self.suspects.pop(instance.id, None)
         self._num_tokens.pop(instance.id, None)
         self._progress_at_s.pop(instance.id, None)

@@ -60,11 +60,6 @@ class InstancePort(Protocol):
         """True where the run would end with the instance: it is never given up."""
         ...
 
-    @property
-    def can_lease(self) -> bool:
-        """True where the instance gives its weights to one that joins, by `LeaseWeights`."""
-        ...
-
     def describe(self) -> str: ...
 
     def listen(self, deliver: Callable[[InstanceEvent], None]) -> None:
@@ -73,13 +68,6 @@ class InstancePort(Protocol):
 
     async def ask(self, command: Command) -> Reply:
         """Raises SlotLost, Late or Refused."""
-        ...
-
-    async def receive(self, manifest: Manifest, joining: bool = False) -> None:
-        """Returns when the version is live. Raises SlotLost, Late or Refused.
-
-        joining: the instance has no weights yet.
-        """
         ...
 
     async def release(self) -> None:
@@ -116,7 +104,8 @@ class RoleSlots:
         mailbox.subscribe(self._on_event)
 
     def open(self, instance: Instance) -> "SlotsPort":
-        """The port of an instance that has these slots, or is to get them. Raises ValueError when another has one."""
+        """Return the port of an instance that has these slots, or is to get them. Raises ValueError when another has
+        one."""
         for slot in instance.slots:
             if slot in self._ports:
                 raise ValueError(f"slot {slot} has the role {self.role!r} already")
@@ -125,11 +114,11 @@ class RoleSlots:
         return port
 
     def has(self, port: "SlotsPort", slot: int) -> bool:
-        """False once the instance has left the slot, which another one may be on."""
+        """Return False once the instance has left the slot, which another one may be on."""
         return self._ports.get(slot) is port
 
     def close(self, port: "SlotsPort") -> None:
-        """The port hears nothing more of its slots, and others may have them."""
+        """Hear nothing more of the slots, which others may have from now on."""
         for slot in port.instance.slots:
             if self.has(port, slot):
                 del self._ports[slot]
@@ -143,7 +132,7 @@ class SlotsPort:
     """Follows `InstancePort`. Roles and weights go to every slot of the instance; all else to those that are asked
     (`Instance.asked`), the first of which speaks for it."""
 
-    max_num_seqs, can_lease = 0, True
+    max_num_seqs = 0
 
     def __init__(self, instance: Instance, slots: RoleSlots) -> None:
         self.instance = instance
@@ -163,7 +152,7 @@ class SlotsPort:
         return any(map(self._slots.is_needed, self.instance.slots))
 
     def describe(self) -> str:
-        """ "slot 2 (generate, pid 123)"; of an instance on several slots that are all asked, its id."""
+        """Return "slot 2 (generate, pid 123)"; of an instance on several slots that are all asked, its id."""
         asked = self.instance.asked
         return self._mailbox.describe(asked[0]) if len(asked) == 1 else self.instance.id
 
@@ -182,7 +171,10 @@ class SlotsPort:
         raise_worst(outcomes)
 
     async def receive(self, manifest: Manifest, joining: bool = False) -> None:
-        """A slot that hangs as it gets its first weights is killed."""
+        """Give the weights to all slots, and return when they are live. Raises SlotLost, Late or Refused.
+
+        joining: the instance has no weights yet. A slot that hangs as it gets them is killed.
+        """
         commands = dict.fromkeys(self.instance.slots, Receive(self._slots.role, manifest, joining=joining))
         outcomes = await self._mailbox.ask_all(commands, self._slots.command_s)
         if joining:

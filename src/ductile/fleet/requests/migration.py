@@ -35,7 +35,8 @@ class MigrationResult:
     """Generator where the request goes on; None: nowhere, it has ended or failed."""
     with_cache: bool = False
     why: str = ""
-    """Why the migration is not as it was ordered: "it had ended", "generator-3 refused it". "" when it is."""
+    """Reason for which the migration is not as it was ordered: "it had ended", "generator-3 refused it". "" when it
+    is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +177,8 @@ class Migrator:
             await self._pool.ask(source, Forget(tuple(names)))
 
     def _note_not_left(self, order: Migration, entry: InFlight, error: Exception) -> None:
-        """A generator that refuses has given nothing away. One that is late may have, into nowhere."""
+        """Note that a request has not left: a generator that refuses has given nothing away. One that is late may have,
+        into nowhere."""
         if isinstance(error, Refused) and self._in_flight.is_under_way(entry):
             self._note(order, order.source, why=str(error))
             return

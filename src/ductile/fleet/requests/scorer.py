@@ -10,7 +10,7 @@ from ductile.concurrency.deadline import said
 from ductile.core.batch.packing import split_by_tokens
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.fleet.requests.instance_port import RoleSlots
-from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.requests.worker_pool import MOST_LOST, WorkerPool
 from ductile.messages.workers import Score, Scores
 from ductile.records import Sample
@@ -32,10 +32,10 @@ class RemoteScorer(WorkerPool):
         slots: RoleSlots,
         instances: Iterable[Instance],
         deadlines: Deadlines,
-        leases: WeightLeases | None = None,
+        offers: WeightOffers | None = None,
     ) -> None:
-        """slots, instances, leases: as `WorkerPool` has them."""
-        super().__init__("score", slots, instances, deadlines, leases)
+        """slots, instances, offers: as `WorkerPool` has them."""
+        super().__init__("score", slots, instances, deadlines, offers)
         self.scorer_seconds = 0.0
         """Seconds of all scorers together that they have been asked to score."""
         self._num_scoring: Counter[InstanceId] = Counter()
@@ -84,7 +84,7 @@ class RemoteScorer(WorkerPool):
     async def _score(
         self, samples: Sequence[Sample], asked: Mapping[Instance, Sequence[int]], model: Literal["policy", "reference"]
     ) -> dict[Instance, Scores | Failure]:
-        """One outcome a scorer, once all have replied."""
+        """Return one outcome a scorer, once all have replied."""
         commands = {scorer: Score(tuple(samples[index] for index in share), model) for scorer, share in asked.items()}
         names = [scorer.id for scorer in commands]
         self._num_scoring.update(names)

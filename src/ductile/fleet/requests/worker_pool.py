@@ -8,12 +8,13 @@ A version goes live on all of them while none joins, so none ends up on another 
 it, or does not do its work in time, is given up (`leave_behind`) and holds up nobody but itself: slots are killed and
 come back as a new instance (`ductile.elastic.recovery`), a server waits for a version that it takes.
 
-Each instance is behind a port (`ductile.fleet.requests.instance_port`), and nothing here asks what is on the other side
-of it.
+Each instance is behind a port (`ductile.fleet.requests.instance_port`). What is on the other side of it matters only to
+how an instance comes and how it gets a version: slots by the mailbox, servers by a transaction (`Delivery`).
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Protocol
 
 from ductile.concurrency.background import finish
 from ductile.concurrency.change_signal import ChangeSignal
@@ -21,12 +22,13 @@ from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.read_write_lock import ReadWriteLock
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order, slots_on
+from ductile.core.rollouts.provenance import KnownWeights
 from ductile.error_text import error_text
 from ductile.fleet.requests.instance_port import InstanceEvent, InstancePort, RoleSlots, SlotsPort
-from ductile.fleet.requests.leases import WeightLeases
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.messages.workers import Command, Reply
 from ductile.records import Manifest
-from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
+from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import raise_worst
 from ductile.transport.mailbox import Died, Outcome
@@ -34,6 +36,21 @@ from ductile.transport.mailbox import Died, Outcome
 ANY_VERSION = range(-1, 1 << 31)
 MOST_LOST = 5
 """Generators that may be lost with one request before it fails, and times that scorers may be with the same samples."""
+
+
+class Delivery(Protocol):
+    """Way by which versions get to the servers among a pool's instances (`ductile.orchestrator.commands.servers`); to
+    slots they get by `Receive`."""
+
+    async def deliver(self, version: int) -> KnownWeights:
+        """Return what servers have been given, once each has this version, which the trainer's weights are, or is left
+        behind. Others come and go meanwhile. Raises a Failure when the version is not to go live."""
+        ...
+
+    @property
+    def missing(self) -> str:
+        """Why servers are not there, address by address; "" where none is known to be missing."""
+        ...
 
 
 class WorkerPool:
@@ -45,32 +62,39 @@ class WorkerPool:
         slots: RoleSlots | None,
         instances: Iterable[Instance],
         deadlines: Deadlines,
-        leases: WeightLeases | None,
+        offers: WeightOffers | None,
     ) -> None:
         """slots: None where the run has none for the role. instances: those on slots, which have the role.
-        leases: None where no instance on slots ever joins."""
+        offers: None where no instance on slots ever joins."""
         self.instances: tuple[Instance, ...] = ()
         self.version: int | None = None
         """Version that is live; None before the first."""
         self.num_waiting = 0
         """Calls of `some` that wait for an instance."""
-        # Longer than a source that hangs at its lease, and then a newcomer that hangs at its weights, hold it: who
+        # Longer than a source that hangs at its offer, and then a newcomer that hangs at its weights, hold it: who
         # waits for them is not to blame, and the run need not end.
         self.lock = ReadWriteLock(float(deadlines.patience_s) + 2 * deadlines.command_s)
+        self._to_servers: Delivery | None = None
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or what they can take, or a call of `some` begins to wait for one."""
         self._role: Serving = role
-        self._slots, self._deadlines, self._leases = slots, deadlines, leases
+        self._slots, self._deadlines, self._offers = slots, deadlines, offers
         self._ports: dict[InstanceId, InstancePort] = {}
         self._draining = set[InstanceId]()
         self._waiting = dict[InstanceId, str]()
-        """Why each instance that waits does not take work."""
+        """Reason for which each instance that waits does not take work."""
+        self._put_aside = set[InstanceId]()
+        """Instances that wait for `readmit`, whichever version they get."""
         self._lost: dict[InstanceId, str] = {}
-        """How instances have died."""
+        """Deaths of instances, a sentence each."""
         self._changed = ChangeSignal()
         if slots is not None:
             for instance in instances:
                 self._add(self._open(slots, instance))
+
+    def deliver_by(self, delivery: Delivery) -> None:
+        """Have this bring versions to the servers that are among the instances."""
+        self._to_servers = delivery
 
     @property
     def all_instances(self) -> tuple[Instance, ...]:
@@ -88,24 +112,25 @@ class WorkerPool:
         return tuple(each for each in self.all_instances if each.id not in self._waiting)
 
     def on_event(self, instance: Instance, event: InstanceEvent) -> None:
-        """Called with what the instances say, `Died` included: then the instance has left the pool."""
+        """Hear what the instances say, `Died` included: then the instance has left the pool."""
 
     def on(self, slot: int) -> Instance | None:
-        """The instance that is on this slot."""
+        """Return the instance that is on this slot."""
         return next((port.instance for port in self._ports.values() if slot in port.instance.slots), None)
 
     def describe(self, instance: Instance) -> str:
-        """ "slot 2 (generate, pid 123)"; of a server, or of one on several slots, its id."""
+        """Return "slot 2 (generate, pid 123)"; of a server, or of one on several slots, its id."""
         port = self._ports.get(instance.id)
         return port.describe() if port else instance.id
 
     def why_lost(self, instance: Instance) -> str:
-        """The sentence that says why the instance is lost; "" while it is not."""
+        """Return the sentence that says why the instance is lost; "" while it is not."""
         port = self._ports.get(instance.id)
         return port.why_lost if port else self._lost.get(instance.id, "")
 
     def of_versions(self, versions: range) -> tuple[Instance, ...]:
-        """The instances that take work and have one of these versions. Where one does not say, it has the live one."""
+        """Return the instances that take work and have one of these versions. Where one does not say, it has the live
+        one."""
         has = {each: self._ports[each.id].version for each in self.instances}
         live = 0 if self.version is None else self.version
         return tuple(each for each, version in has.items() if (live if version is None else version) in versions)
@@ -131,7 +156,7 @@ class WorkerPool:
     async def some(
         self, what: str, without: Collection[Instance] = (), versions: range = ANY_VERSION
     ) -> tuple[Instance, ...]:
-        """The instances that take work, at least one. Raises Late when none comes. what: the work, such as "12
+        """Return the instances that take work, at least one. Raises Late when none comes. what: the work, such as "12
         samples". without: instances that were lost with it; their connection may end before the news of their death
         comes. versions: those that one of them may have."""
 
@@ -146,6 +171,8 @@ class WorkerPool:
             except TimeoutError:
                 waited, last = said(self._deadlines.patience_s), next(reversed(self._lost.values()), "")
                 lost = f"; the last one was lost: {last}" if last else ""
+                if self._to_servers is not None and self._to_servers.missing:
+                    lost += f"; of the servers: {self._to_servers.missing}"
                 raise Late(f"for {waited} no slot had the role {self._role!r}, for {what}{lost}") from None
             finally:
                 self.num_waiting -= 1
@@ -159,8 +186,8 @@ class WorkerPool:
 
         after: returns when slots that have the role may take the weights and work. None: at once.
         """
-        if self._leases is None or self._slots is None:
-            raise ValueError(f"{instance.id} cannot join: there are no weight leases here")
+        if self._offers is None or self._slots is None:
+            raise ValueError(f"{instance.id} cannot join: nobody offers it weights here")
         port = self._open(self._slots, instance)
         try:
             await port.join(settings)
@@ -168,19 +195,19 @@ class WorkerPool:
                 await self._while_there(port, after())
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
-                takes_work = version is not None and await self._leases.give(port, version)
+                takes_work = version is not None and await self._offers.give(port, version)
                 if why := port.why_lost:
                     raise SlotLost(why)
                 self._add(port, "" if takes_work else "it waits for its first weights")
                 return takes_work
         except BaseException:
-            self._leases.forget(port)
+            self._offers.forget(port)
             await finish(port.leave())
             raise
 
     async def add_server(self, port: InstancePort) -> bool:
-        """An instance that is not on slots of the run comes, with the weights that it has. True: it takes work. False:
-        it waits for a version. Raises ValueError when it is there already, SlotLost when it is lost."""
+        """Add an instance that is not on slots of the run, with the weights that it has. Returns whether it takes work;
+        else it waits for a version. Raises ValueError when it is there already, SlotLost when it is lost."""
         async with self.lock.shared(f"{port.instance.id} joins"):
             if port.instance.id in self._ports:
                 raise ValueError(f"{port.instance.id} is in the fleet already")
@@ -191,17 +218,17 @@ class WorkerPool:
             return not behind
 
     def put_aside(self, id: InstanceId, why: str) -> None:
-        """The instance takes no new work, until `readmit` or the next version that it takes, and what it has goes to
-        others. Nothing happens when it is none any more."""
+        """Give the instance no new work until `readmit`; what it has goes to others. Nothing happens when it is
+        none any more."""
         if port := self._ports.get(id):
-            self._waiting[id] = why
-            port.condemn(why)
-            self._update()
+            self._put_aside.add(id)
+            self._take_out(port, why)
 
     def readmit(self, id: InstanceId) -> bool:
-        """An instance that was put aside takes work again, if it has the live version. Returns whether it does."""
+        """Give work again to an instance that was put aside, if it has the live version. Returns whether it has."""
         if (port := self._ports.get(id)) is None:
             return False
+        self._put_aside.discard(id)
         self._waiting.pop(id, None)
         if behind := self._behind(port):
             self._waiting[id] = behind
@@ -209,21 +236,21 @@ class WorkerPool:
         return not behind
 
     async def remove_server(self, id: InstanceId, why: str) -> None:
-        """The instance leaves at once, and what it has goes to others. Nothing happens when it is none any more."""
+        """Take the instance out at once; what it has goes to others. Nothing happens when it is none any more."""
         if port := self._ports.get(id):
             port.condemn(why)
             self._tell(port, Died(why))
             await port.release()
 
     def drain(self, instance: Instance) -> None:
-        """The instance takes no more work, also when it gets a version that it waits for. Nothing happens when it is
+        """Give the instance no more work, also when it gets a version that it waits for. Nothing happens when it is
         none any more."""
         if instance.id in self._ports:
             self._draining.add(instance.id)
             self._update()
 
     def resume(self, instance: Instance) -> None:
-        """A draining instance takes work again."""
+        """Give a draining instance work again."""
         if instance.id in self._draining:
             self._draining.discard(instance.id)
             self._update()
@@ -238,9 +265,23 @@ class WorkerPool:
                 self._forget(port)
                 await port.release()
 
-    async def receive(self, manifest: Manifest) -> None:
-        """Returns when the version is live on every instance that takes it; the others are left behind. Nothing happens
-        when a later version is live.
+    async def receive(self, manifest: Manifest) -> KnownWeights:
+        """Bring the version to all instances, to each by the way of its kind, and have it go live. Return what they
+        have been given. Raises what `Delivery.deliver` and `go_live` raise.
+
+        Servers get it first, and without the lock: those that the delivery waits for could not come otherwise. What
+        they sample from it until it is live is as good as what the others sample from the version before.
+        """
+        given = KnownWeights.of(manifest)
+        if self._to_servers is not None:
+            sent = await self._to_servers.deliver(manifest.version)
+            given = given if given.digest else sent  # no snapshot was made: what was sent is all that is known
+        await self.go_live(manifest)
+        return given
+
+    async def go_live(self, manifest: Manifest) -> None:
+        """Returns when the version is live on every instance that takes it: slots receive it, servers have it by now.
+        The others are left behind. Nothing happens when a later version is live.
 
         Raises Refused when all of several refuse it: the fault is the version's. Raises Refused or Late when one cannot
         be given up (`leave_behind`).
@@ -257,15 +298,16 @@ class WorkerPool:
             self.version = manifest.version
             for instance, port in asked.items():
                 if instance not in failed and self._ports.get(instance.id) is port:
-                    self._waiting.pop(instance.id, None)
-                    if self._leases is not None:
-                        self._leases.note(port, manifest.version)
+                    if instance.id not in self._put_aside:
+                        self._waiting.pop(instance.id, None)
+                    if self._offers is not None and isinstance(port, SlotsPort):
+                        self._offers.note(port, manifest.version)
             self._update()
             self._changed.notify_all()  # work may wait for the version
 
     def leave_behind(self, failed: Mapping[Instance, Failure]) -> None:
         """Go on without the instances that failed at what they were asked: one that is late or refuses is given up
-        (`InstancePort.condemn`).
+        (`InstancePort.condemn`), and takes work again with the next version that it takes.
 
         A slot that the run would end with, such as one that also trains, cannot be: what such ones failed with is
         raised, the worst of it.
@@ -277,12 +319,17 @@ class WorkerPool:
         }
         raise_worst({port: failure for port, failure in ports.items() if port.is_needed})
         for port, failure in ports.items():
-            self.put_aside(port.instance.id, str(failure))
+            self._take_out(port, str(failure))
 
     def _open(self, slots: RoleSlots, instance: Instance) -> SlotsPort:
         port = slots.open(instance)
         port.listen(lambda event: self._tell(port, event))
         return port
+
+    def _take_out(self, port: InstancePort, why: str) -> None:
+        self._waiting[port.instance.id] = why
+        port.condemn(why)
+        self._update()
 
     def _tell(self, port: InstancePort, event: InstanceEvent) -> None:
         instance = port.instance
@@ -295,7 +342,7 @@ class WorkerPool:
             self._changed.notify_all()  # it was about to join
 
     def _add(self, port: InstancePort, waits: str = "") -> None:
-        """waits: why it does not take work yet."""
+        """Add an instance. waits: why it does not take work yet."""
         instance = port.instance
         self._lost.pop(instance.id, None)  # a server may come back under its address
         self._ports[instance.id] = port
@@ -307,13 +354,14 @@ class WorkerPool:
         id = port.instance.id
         del self._ports[id]
         self._draining.discard(id)
+        self._put_aside.discard(id)
         self._waiting.pop(id, None)
-        if self._leases is not None:
-            self._leases.forget(port)
+        if self._offers is not None and isinstance(port, SlotsPort):
+            self._offers.forget(port)
         self._update()
 
     def _behind(self, port: InstancePort) -> str:
-        """Why the instance cannot take work, as another version is live; "" where it can."""
+        """Return why the instance cannot take work, as another version is live; "" where it can."""
         if self.version is None or port.version in (None, self.version):
             return ""
         return f"{port.describe()} has version {port.version}, and {self.version} is live"
@@ -347,9 +395,16 @@ class WorkerPool:
 
 
 async def _received(port: InstancePort, manifest: Manifest) -> Failure | None:
-    """Failure of the instance; None where the version is live on it."""
-    try:
-        await port.receive(manifest)
-    except Failure as failure:
-        return failure
+    """Return the failure of the instance; None where the version is live on it."""
+    if isinstance(port, SlotsPort):
+        try:
+            await port.receive(manifest)
+        except Failure as failure:
+            return failure
+    elif port.why_lost:
+        return SlotLost(port.why_lost)
+    elif port.version != manifest.version:
+        has = "keeps its own weights" if port.version is None else f"has version {port.version}"
+        # Not refused: that would be the version's fault, and not this server's.
+        return Interrupted(f"{port.describe()} {has}, and was not given version {manifest.version}")
     return None

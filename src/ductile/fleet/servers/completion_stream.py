@@ -27,7 +27,7 @@ class NoTokens(Refused):
 
 
 def as_prompt(request: GenerateRequest) -> GenerateRequest:
-    """The request as a server can go on with it that does not know `num_generated`: it sees a prompt in what was
+    """Return the request as a server can go on with it that does not know `num_generated`: it sees a prompt in what was
     generated, and no stop string there. One that has begun in the last tokens would be missed, so these are sampled
     again."""
     longest = max((len(stop.encode()) for stop in request.sampling.stop), default=1)
@@ -41,9 +41,9 @@ def as_prompt(request: GenerateRequest) -> GenerateRequest:
 
 
 def completion_body(request: GenerateRequest, model: str, goes_on: bool) -> dict[str, Any]:
-    """All of sampling is said, or a server may take what the model's generation_config.json says. goes_on: the server
-    understands `num_generated`, so that seed and stop strings go on; another one gives no log-probs for 0 likely
-    tokens, either."""
+    """Return the request's body. All of sampling is said, or a server may take what the model's generation_config.json
+    says. goes_on: the server understands `num_generated`, so that seed and stop strings go on; another one gives no
+    log-probs for 0 likely tokens, either."""
     sampling, num_generated = request.sampling, len(request.generated)
     body: dict[str, Any] = {
         "model": model,
@@ -171,7 +171,7 @@ class PartialCompletion:
         self.request = self.asked if self.goes_on else as_prompt(self.asked)
 
     def __len__(self) -> int:
-        """Tokens of the completion, those that the request began with included."""
+        """Return the number of the completion's tokens, those that the request began with included."""
         return len(self.request.generated) + len(self.token_ids)
 
     @property
@@ -183,8 +183,8 @@ class PartialCompletion:
         return "length" if len(self) >= sampling.max_tokens else None
 
     def add(self, piece: StreamedPiece, version: int, url: str, vocab_size: int | None = None) -> None:
-        """version: of the tokens that the piece does not say the version of. vocab_size: of the run's model; None: it
-        is not known. Raises NoTokens."""
+        """Take a piece. version: of the tokens that the piece does not say the version of. vocab_size: of the run's
+        model; None: it is not known. Raises NoTokens."""
         if len(self) + len(piece.token_ids) > self.request.sampling.max_tokens:
             raise NoTokens(f"{url} sent more than the {self.request.sampling.max_tokens} tokens it was asked for")
         if why := strange_token(piece, vocab_size):
@@ -197,7 +197,7 @@ class PartialCompletion:
                 self.digests = both_digests(self.digests, {span.version: span.digest})
 
     def so_far(self) -> GenerateRequest:
-        """The request as another instance can go on with it, with no fewer tokens than it came with."""
+        """Return the request as another instance can go on with it, with no fewer tokens than it came with."""
         if len(self) <= len(self.asked.generated):
             return self.asked
         return self._whole()

@@ -3,6 +3,7 @@ nobody watches (`ductile.fleet.servers.server_port` says what they must understa
 
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NoReturn
 
 import httpx
 
@@ -64,7 +65,8 @@ class HttpGenerators:
         """Raises SlotLost, Late, Refused or Interrupted. Cancelling the call aborts the request."""
         return await self._pool.generate(request)
 
-    async def receive(self, manifest: Manifest) -> None:
+    async def receive(self, manifest: Manifest) -> NoReturn:
+        """Raises Refused."""
         raise Refused(
             f"{', '.join(port.url for port in self._ports)}: servers of their own weights cannot receive version "
             f"{manifest.version}"

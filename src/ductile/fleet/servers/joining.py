@@ -17,7 +17,7 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember, joins_due
 from ductile.error_text import error_text
 from ductile.fleet.registry.discovery import Discovery
-from ductile.fleet.servers.fleet_members import FleetMembers, Warmed
+from ductile.fleet.servers.server_pool import ServerPool, Warmed
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.roles import Failure
 
@@ -33,17 +33,17 @@ class Joining:
         config: FleetConfig,
         state: SharedFleetState,
         discovery: Discovery,
-        members: FleetMembers,
+        pool: ServerPool,
         changed: ChangeSignal,
         tell: Callable[[str], None],
     ) -> None:
         """changed: told of each change of the state."""
-        self._config, self._state, self._discovery, self._members = config, state, discovery, members
+        self._config, self._state, self._discovery, self._pool = config, state, discovery, pool
         self._changed, self._tell = changed, tell
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
         """Join, drain or removal of a server that is under way."""
         self._added: set[InstanceId] = set()
-        """Servers that `members` have been told of."""
+        """Servers that the pool has been told of."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def stop(self) -> None:
@@ -72,14 +72,14 @@ class Joining:
                 self._begin(id, self._remove(id, server.reason), instead=True)
             case "stale":
                 if id in self._added:
-                    self._members.put_aside(id, server.reason)
+                    self._pool.put_aside(id, server.reason)
             case "draining":
                 self._begin(id, self._drain(id), instead=True)
             case "ready" | "suspect" if id not in self._added:
                 self._added.add(id)
                 self._begin(id, self._add(TopologyMember.of(server)))
             case "ready" | "suspect" if was is not None and was.status in ("stale", "warming"):
-                self._members.readmit(id)
+                self._pool.readmit(id)
             case _:
                 pass
         if server.status == "suspect" or (was is not None and was.status == "suspect"):
@@ -88,14 +88,14 @@ class Joining:
     def tell_suspicion(self, server: ServerHealth) -> None:
         """Have the server get fewer requests, or more again."""
         reason = server.reason if server.status == "suspect" else ""
-        self._members.suspect(server.instance, reason, server.on_trial)
+        self._pool.suspect(server.instance, reason, server.on_trial)
 
     def begin_due(self) -> None:
         """Begin the joins that are due. What is not due is seen again: nothing is noted down and forgotten."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._state.fenced or self._members.version is None:
+        if self._state.fenced or self._pool.version is None:
             return
         state = self._state.now
         waiting = {
@@ -107,9 +107,11 @@ class Joining:
             and not server.probe_failures
             and not self._discovery.why_not(server.address, server.incarnation)
         }
-        cooldown_s = self._config.topology_change_cooldown_seconds
+        is_urgent = any(self._discovery.is_urgent(state.of(each).address) for each in waiting)
+        cooldown_s = 0.0 if is_urgent else self._config.topology_change_cooldown_seconds
         joins = joins_due(waiting, self._state.clock(), cooldown_s, len(state.serving))
         for instance in joins.now:
+            self._discovery.joins(state.of(instance).address)
             self._begin(instance, self._join(instance))
         if joins.wait_s is not None:
             self._timer = asyncio.get_running_loop().call_later(joins.wait_s, self.begin_due)
@@ -147,10 +149,10 @@ class Joining:
         try:
             async with asyncio.timeout(deadline_s):
                 while self._state.now.of(id).status == "warming":
-                    version = self._members.version
+                    version = self._pool.version
                     donors = () if version is None else self._state.now.holders(version)
-                    warmed = await self._members.warm(TopologyMember.of(server), tuple(map(TopologyMember.of, donors)))
-                    if warmed is not None and warmed.version >= (self._members.version or 0):
+                    warmed = await self._pool.warm(TopologyMember.of(server), tuple(map(TopologyMember.of, donors)))
+                    if warmed is not None and warmed.version >= (self._pool.version or 0):
                         self._commit(id, warmed)
                         return
                     if warmed is None:
@@ -176,22 +178,22 @@ class Joining:
         self._state.judge(id, lambda each: each.sent(warmed.version, now).committed(warmed.version, warmed.digest, now))
 
     async def _add(self, server: TopologyMember) -> None:
-        await self._members.add(server)
+        await self._pool.add(server)
         now = self._state.now.servers.get(server.instance)
         if now is not None and now.status == "stale":  # it came to that meanwhile
-            self._members.put_aside(server.instance, now.reason)
+            self._pool.put_aside(server.instance, now.reason)
 
     async def _drain(self, id: InstanceId) -> None:
-        """Whatever becomes of its requests, it has left by the deadline: what it still has goes to others."""
+        """Have the server leave by the deadline, whatever becomes of its requests: what it still has goes to others."""
         why, limit_s = "it has left as it was told", self._config.drain_timeout_seconds
         try:
             if id in self._added:
                 async with asyncio.timeout(limit_s):
-                    await self._members.drain(id, limit_s)
+                    await self._pool.drain(id, limit_s)
         except (TimeoutError, Failure):
             why += "; what it still had goes to others"
         self._state.judge(id, lambda each: each.moved("remove", why, self._state.clock()))
 
     async def _remove(self, id: InstanceId, why: str) -> None:
         self._added.discard(id)
-        await self._members.remove(id, why)
+        await self._pool.remove(id, why)

@@ -13,11 +13,12 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember, blame, wedged_receivers
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.registry.discovery import Discovery
-from ductile.fleet.servers.fleet_members import FleetMembers
 from ductile.fleet.servers.monitor import ProbeOutcome
+from ductile.fleet.servers.requirements import Requirements
+from ductile.fleet.servers.server_pool import ServerPool
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.messages.updates import Digest, ServerState
-from ductile.roles import Failure, Interrupted, Late, SlotLost
+from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 
 
 class Judge:
@@ -28,26 +29,29 @@ class Judge:
         state: SharedFleetState,
         rules: HealthRules,
         discovery: Discovery,
-        members: FleetMembers,
+        pool: ServerPool,
         has_authority: bool,
         tell: Callable[[str], None],
     ) -> None:
         """has_authority: of several fleets one rules (`ductile.fleet.registry.authority`)."""
         self.rules = rules
         self.own_fault = ""
-        """Why no server can be asked, where the fault is on our side, a sentence."""
-        self._state, self._discovery, self._members, self._tell = state, discovery, members, tell
+        """Reason for which no server can be asked, where the fault is on our side, a sentence."""
+        self._state, self._discovery, self._pool, self._tell = state, discovery, pool, tell
         self._warns = not has_authority
         self._ruled_at = float("-inf" if has_authority else "inf")
         """Time at which our rule was last renewed."""
         self._foreign: dict[tuple[str, int], float] = {}
         """Address and epoch of servers with epochs of others, and when they were first seen."""
-        self._models: tuple[str, ...] = ()
-        """Fingerprints of the model that servers must have, one of them; () while it is not known."""
+        self._own_digests: frozenset[Digest] = frozenset()
+        self._had: set[str] = set()
+        """Incarnations of the servers that have been members."""
+        self._requirements = Requirements()
 
-    def expect_model(self, fingerprints: tuple[str, ...]) -> None:
-        """Servers with another model cannot join from now on."""
-        self._models = fingerprints
+    def require(self, requirements: Requirements, own_digests: frozenset[Digest]) -> None:
+        """Let only servers join, from now on, that meet these. own_digests: of versions that this run has given to
+        servers before it was gone on with."""
+        self._requirements, self._own_digests = requirements, own_digests
 
     def rule_renewed(self, at: float) -> None:
         """We have ruled at this time."""
@@ -59,12 +63,12 @@ class Judge:
         """A probe of the address has found this."""
         now, server = self._state.clock(), self._state.now.at(address)
         if outcome.kind == "answered" and outcome.state is not None:
-            self._answered(address, _reply_of(outcome.state, outcome.asked_at), now)
+            unmet = self._requirements.unmet(address, outcome.state)
+            self._answered(address, _reply_of(outcome.state, outcome.asked_at), unmet, now)
         elif outcome.kind == "unasked":
             self._blame_ourselves(outcome.reason)
         elif outcome.kind == "denied":
-            self._discovery.reject(address, "", outcome.reason)
-            self._tell(f"{outcome.reason}; it is not asked again")
+            self._reject(address, "", f"{outcome.reason}; it is not asked again")
         if server is not None:
             match outcome.kind:
                 case "closed" if server.status == "draining":
@@ -77,27 +81,27 @@ class Judge:
                     pass
         self._condemn(now)
 
-    def _answered(self, address: str, reply: ProbeReply, now: float) -> None:
+    def _answered(self, address: str, reply: ProbeReply, unmet: str, now: float) -> None:
         self.own_fault = ""
         state = self._state.now
         server = state.at(address)
         if server is not None and server.incarnation != reply.incarnation and reply.asked_at < server.asked_at:
             return  # said late, by the process before
         if reply.epoch > state.epoch and any(each.incarnation == reply.incarnation for each in state.servers.values()):
-            self._state.fence(f"{address} has seen epoch {reply.epoch}, which another controller has made")
+            self._state.fence(f"the server {address}")
         if server is not None:
-            token_at = self._members.heard_at(server.instance)
+            token_at = self._pool.heard_at(server.instance)
             self._state.judge(server.instance, lambda each: each.answered(reply, now, self.rules, token_at))
-        elif self._models and reply.model not in ("", *self._models):
-            why = (
-                f"{address} has another model ({reply.model}) than the run ({self._models[0]}): start it with the run's"
-            )
-            self._discovery.reject(address, reply.incarnation, why)
-            self._tell(why)
+        elif twin := next((each for each in state.living if each.incarnation == reply.incarnation), None):
+            self._reject(address, reply.incarnation, f"{address} is the server that the run has at {twin.address}")
+        elif unmet:
+            self._reject(address, reply.incarnation, unmet)
         elif not self._discovery.why_not(address, reply.incarnation) and not self._state.fenced:
             if reply.epoch > state.epoch and self._foreign.setdefault((address, reply.epoch), now) >= self._ruled_at:
                 return  # a new ruler's, unless we still rule after that
-            if reply.epoch and self._warns:
+            is_ours = reply.digest in self._own_digests or reply.incarnation in self._had
+            self._had.add(reply.incarnation)
+            if reply.epoch and self._warns and not is_ours:
                 self._warns = False  # it is said once
                 self._tell(
                     f"{address} has weights of another run: if that one still goes on it ends, as this one has its "
@@ -105,11 +109,16 @@ class Judge:
                 )
             self._state.change(lambda state: state.above(reply.epoch).joined(address, reply, now))
 
+    def _reject(self, address: str, incarnation: str, why: str) -> None:
+        """Keep the process there out, and say so once."""
+        if self._discovery.reject(address, incarnation, why):
+            self._tell(why)
+
     def _unanswered(self, server: ServerHealth, outcome: ProbeOutcome, now: float) -> None:
         others = [each for each in self._state.now.living if each.instance != server.instance]
-        heard = [max(each.heard_at, self._members.heard_at(each.instance)) for each in others]
+        heard = [max(each.heard_at, self._pool.heard_at(each.instance)) for each in others]
         others_at, replied = max(heard, default=float("-inf")), outcome.kind == "odd"
-        token_at = self._members.heard_at(server.instance)
+        token_at = self._pool.heard_at(server.instance)
         self._state.judge(
             server.instance,
             lambda each: each.unanswered(outcome.reason, now, outcome.asked_at, others_at, replied, token_at),
@@ -135,7 +144,8 @@ class Judge:
     # -- Requests ---------------------------------------------------------------------------------------------------
 
     def request_ended(self, server: InstanceId, failure: Failure | None, began_at: float) -> None:
-        """A request that the server has had since `began_at` has ended there. What it refused says nothing of it."""
+        """A request that the server has had since `began_at` has ended there. A server that refuses one is kept out:
+        it would refuse the next one as well."""
         now = self._state.clock()
         if failure is None:
             self._state.judge(server, lambda each: each.generated(now, self.rules))
@@ -143,6 +153,11 @@ class Judge:
             self.lost(server, str(failure))
         elif isinstance(failure, Interrupted | Late):
             self._state.judge(server, lambda each: each.request_failed(str(failure), now, self.rules, began_at))
+        elif isinstance(failure, Refused) and not isinstance(failure, NotTaken):
+            found = self._state.now.servers.get(server)
+            if found is not None and found.is_living:
+                self._reject(found.address, found.incarnation, f"{server} has refused a request: {failure}")
+                self.lost(server, f"it has refused a request: {failure}")
 
     def lost(self, server: InstanceId, why: str) -> None:
         """There is no doubt that it cannot be used any more."""
@@ -191,7 +206,6 @@ def _reply_of(state: ServerState, asked_at: float) -> ProbeReply:
         version=state.version,
         asked_at=asked_at,
         digest=state.digest,
-        model=state.model,
         epoch=state.epoch,
         num_requests=state.num_running + state.num_waiting,
         is_paused=state.paused or not state.serving,

@@ -19,8 +19,8 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.config.schema.fleet import FleetConfig
 from ductile.error_text import error_text
-from ductile.fleet.http_client import HttpClient, HttpReply, NoReply, bearer
 from ductile.messages.updates import ServerState
+from ductile.transport.http_client import HttpClient, HttpReply, NoReply, bearer
 
 MOST_PROBES = 64
 """Probes under way at a time."""
@@ -64,7 +64,7 @@ class HttpProbe:
                 return ProbeOutcome("closed", f"nobody listens at {address}")
             # A connection that is lost is no proof: a server that has too many of them resets some.
             return ProbeOutcome("silent" if error.kind == "lost" else error.kind, str(error))
-        return _outcome(url, reply)
+        return _outcome(url, reply, bool(self._key_of(address)))
 
     async def close(self) -> None:
         await self._client.close()
@@ -97,7 +97,7 @@ class Monitor:
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Nothing happens when it has started."""
+        """Start to probe. Nothing happens when it has started."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
 
@@ -159,7 +159,7 @@ class Monitor:
         await asyncio.wait([self._begin(address)])
 
     def _begin(self, address: str) -> "asyncio.Task[None]":
-        """A probe of a server that is being probed is that one."""
+        """Return the probe of a server; of one that is being probed it is that one."""
         if (task := self._under_way.get(address)) is None:
             task = self._under_way[address] = asyncio.create_task(self._asked(address))
             task.add_done_callback(lambda _: self._under_way.pop(address, None))
@@ -190,9 +190,13 @@ class Monitor:
             self._tell(address, replace(probing.result(), asked_at=asked_at))
 
 
-def _outcome(url: str, reply: HttpReply) -> ProbeOutcome:
+def _outcome(url: str, reply: HttpReply, has_key: bool) -> ProbeOutcome:
     if reply.status in (401, 403):
-        return ProbeOutcome("denied", f"{url} refused our key with {reply.status}")
+        key = "another API key than this run gives" if has_key else "an API key, and this run gives none"
+        variable = "orchestrator.client.api_key_var names the environment variable that has it"
+        return ProbeOutcome("denied", f"{url} wants {key} ({reply.status}); {variable}")
+    if reply.status == 404:
+        return ProbeOutcome("odd", f"{url} responded with 404: is this a server of `ductile inference`?")
     if reply.status != 200:
         return ProbeOutcome("odd", f"{url} responded with {reply.status}")
     try:

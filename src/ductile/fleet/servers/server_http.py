@@ -1,6 +1,6 @@
 """HTTP to one server, and what goes wrong with it as a `Failure`. No text that comes out of here has a key in it.
 
-closed                SlotLost     hard evidence       (the kinds of `fleet.http_client.NoReply`)
+closed                SlotLost     hard evidence       (the kinds of `transport.http_client.NoReply`)
 lost                  Interrupted  it may be our network
 silent                Late
 unasked, 429, 503     NotTaken     another instance may take it, or this one later
@@ -19,8 +19,8 @@ from typing import Any, cast
 import httpx
 
 from ductile.config.server_address import is_address, root_of
-from ductile.fleet.http_client import MOST_BYTES, HttpClient, HttpReply, Kind, NoReply, bearer, read_all
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
+from ductile.transport.http_client import MOST_BYTES, HttpClient, HttpReply, Kind, NoReply, bearer, read_all
 
 SHOWN_CHARS = 500
 FAILURE_OF: dict[Kind, type[Failure]] = {
@@ -81,7 +81,7 @@ class ServerHttp:
     async def ask(
         self, method: str, route: str, body: bytes | None = None, deadline_s: float | None = None, control: bool = False
     ) -> bytes:
-        """A whole reply. deadline_s: of all of it; None: `control_s`. control: with the control token."""
+        """Return a whole reply. deadline_s: of all of it; None: `control_s`. control: with the control token."""
         url, limit_s = self.root + route, deadline_s or self.deadlines.control_s
         headers = {"Content-Type": "application/json"} | (self._control if control else {})
         with _failures():
@@ -95,7 +95,7 @@ class ServerHttp:
         return self._read(reply, url)
 
     async def events(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The server-sent events of a response, each a JSON object."""
+        """Yield the server-sent events of a response, each a JSON object."""
         url, content = self.root + route, json.dumps({**body, "stream": True}).encode()
         headers, silence_s = {"Content-Type": "application/json"}, self.deadlines.silence_s
         with _failures():
@@ -126,7 +126,7 @@ class ServerHttp:
         raise _failure(reply.status, f"{url} responded with {reply.status}: {text}")
 
     def _without_keys(self, said: bytes) -> bytes:
-        """A server may repeat our keys, and whatever it says may come to be shown."""
+        """Blot out our keys: a server may repeat them, and whatever it says may come to be shown."""
         for secret in self._secrets:
             said = said.replace(secret, b"...")
         return said

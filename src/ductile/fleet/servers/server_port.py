@@ -57,7 +57,7 @@ from ductile.messages.workers import (
     Reply,
     WeightDigests,
 )
-from ductile.records import FinishReason, GenerateRequest, Manifest
+from ductile.records import FinishReason, GenerateRequest
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 from ductile.transport.mailbox import Died
 
@@ -74,7 +74,7 @@ REMEMBERED = 16
 class ServerPort:
     """Follows `fleet.requests.instance_port.InstancePort`. `open` it before all else; `release` it in the end."""
 
-    is_needed = can_lease = False
+    is_needed = False
 
     def __init__(
         self,
@@ -167,15 +167,6 @@ class ServerPort:
             case _:
                 raise Refused(f"{self.describe()} is a server, and does not understand {type(command).__name__}")
 
-    async def receive(self, manifest: Manifest, joining: bool = False) -> None:
-        """A server is given a version by a `WeightUpdate`, before it goes live everywhere: this asks whether it was."""
-        if self.why_lost:
-            raise SlotLost(self.why_lost)
-        if self.version != manifest.version:
-            has = "keeps its own weights" if self.version is None else f"has version {self.version}"
-            # Not refused: that would be the version's fault, and not this server's.
-            raise Interrupted(f"{self.describe()} {has}, and was not given version {manifest.version}")
-
     async def release(self) -> None:
         self._take_away()
         if self._ticking is not None:
@@ -203,7 +194,8 @@ class ServerPort:
         return await self._tell("/weights/verify", message, UpdateProgress, limit_s)
 
     async def commit(self, message: EndUpdate, deadline_s: float | None = None) -> UpdateProgress:
-        """Tokens of the version are taken from now on. Where the reply is lost, `state` says what has become of it."""
+        """Have the server make the version live. Its tokens are taken from now on. Where the reply is lost, `state`
+        says what has become of it."""
         self._committing = message.version, message.digest
         progress = await self._tell("/weights/commit", message, UpdateProgress, deadline_s)
         if progress.phase == "committed":
@@ -216,8 +208,8 @@ class ServerPort:
         return await self._tell("/weights/abort", message, UpdateProgress, deadline_s)
 
     async def pause(self, message: PauseServer) -> ServerState:
-        """A server that has not let everything end by `lease_s` keeps what still runs. Raises Interrupted where it is
-        not paused."""
+        """Pause the server. One that has not let everything end by `lease_s` keeps what still runs. Raises Interrupted
+        where it is not paused."""
         limit_s = message.lease_s + self._http.deadlines.control_s  # it may reply no sooner than its lease is over
         state = await self._tell("/pause", message, ServerState, limit_s)
         if not state.paused and message.mode == "drain":
@@ -342,8 +334,8 @@ class ServerPort:
             del self._committed[min(self._committed)]
 
     async def _is_gone(self) -> bool:
-        """True when there is hard evidence of the server's end: nobody listens any more, or another process does. All
-        requests that lose their connection at the same time share one look."""
+        """Return whether there is hard evidence of the server's end: nobody listens any more, or another process does.
+        All requests that lose their connection at the same time share one look."""
         if self._looking is None or self._looking.done():
             self._looking = start(self._look())
         return await asyncio.shield(self._looking)
@@ -360,7 +352,7 @@ class ServerPort:
         return False
 
     def _lose(self, why: str) -> None:
-        """The server is gone, or is none of this run's any more."""
+        """Give up a server that is gone, or is none of this run's any more."""
         if self.why_lost:
             return
         self.why_lost = why

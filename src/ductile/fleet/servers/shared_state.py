@@ -26,7 +26,7 @@ class SharedFleetState:
         """Told once, with a sentence, when the fleet is another one's."""
         self.clock = clock
         self.fenced = ""
-        """Why the fleet is another one's, a sentence; "" while it is ours."""
+        """Reason for which the fleet is another one's, a sentence; "" while it is ours."""
         self._now = FleetState()
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._untold: deque[tuple[FleetState, FleetState]] = deque()
@@ -56,16 +56,17 @@ class SharedFleetState:
 
     def next_epoch(self, seen: int = 0) -> int:
         """Return an epoch that is newer than any before: for one attempt at an update. seen: the newest one that the
-        members of the attempt have seen. Raises Late when that is newer than ours, for then others rule: epochs of
+        servers of the attempt have seen. Raises Late when that is newer than ours, for then others rule: epochs of
         others are adopted only as a server joins (`FleetState.above`)."""
         if seen > self.now.epoch:
-            self.fence(f"a server has seen epoch {seen}, which another controller has made")
+            self.fence(f"a server of this one, which has seen its epoch {seen}")
         if self.fenced:
             raise Late(self.fenced)
         return self.change(lambda state: state.above(state.epoch)).epoch
 
-    def fence(self, why: str) -> None:
-        """The fleet is another one's: no more decisions are made."""
+    def fence(self, taken: str) -> None:
+        """Make no more decisions: another run has `taken`, such as "the server http://10.0.0.7:8000"."""
+        why = f"another run has taken {taken}: end that one, or give this one servers of its own, before it goes on"
         is_news, self.fenced = not self.fenced, self.fenced or why
         if is_news:
             self.on_fenced(why)

@@ -14,7 +14,7 @@ class _Kept:
     slot: int
     manifest: Manifest
     num_users: int = 1
-    """Those who got the version and have not withdrawn it yet; each withdraws it once."""
+    """Users that got the version and have not withdrawn it yet; each withdraws it once."""
 
 
 class KeptVersions:
@@ -37,12 +37,12 @@ class KeptVersions:
         return frozenset(kept.slot for kept in self._kept.values())
 
     def has(self, version: int) -> bool:
-        """False when it is not published, is just being withdrawn, or its slot is lost."""
+        """Return False when it is not published, is just being withdrawn, or its slot is lost."""
         kept = self._kept.get(version)
         return kept is not None and kept.num_users > 0 and kept.slot not in self._mailbox.lost
 
     def keep(self, version: int, slot: int, manifest: Manifest) -> Manifest:
-        """The slot keeps a version from now on, which has its first user."""
+        """Note that the slot keeps a version from now on, which has its first user."""
         self._kept[version] = _Kept(slot, manifest)
         return manifest
 
@@ -54,7 +54,7 @@ class KeptVersions:
         return self._kept[version].manifest
 
     def end_use(self, version: int) -> bool:
-        """A user has withdrawn the version. True when it was the last one."""
+        """Note that a user has withdrawn the version. Returns whether it was the last one."""
         if (kept := self._kept.get(version)) is not None:
             kept.num_users -= 1
         return kept is None or not kept.num_users
@@ -64,5 +64,5 @@ class KeptVersions:
         return {kept.slot for old, kept in self._kept.items() if old <= version}
 
     def forget_until(self, version: int) -> None:
-        """This version and older ones are not kept any more."""
+        """Keep this version and older ones no more."""
         self._kept = {later: kept for later, kept in self._kept.items() if later > version}

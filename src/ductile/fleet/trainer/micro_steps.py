@@ -31,6 +31,15 @@ class MicroStepDone:
     busy_s: float
     """Seconds that the slowest slot worked; how long the command waited in the slot is not counted."""
 
+    @classmethod
+    def of(cls, step: MicroStep, busy_s: float) -> "MicroStepDone":
+        tokens = _tokens_of(step)
+        return cls(len(step), len(step[0]), max(tokens), sum(tokens), busy_s)
+
+    def expected_s(self, step: MicroStep) -> float:
+        """Return the seconds that another one takes, by the tokens of its fullest rank."""
+        return self.busy_s * max(_tokens_of(step)) / max(1, self.tokens_fullest)
+
 
 @dataclass(slots=True)
 class PendingSamples:
@@ -44,13 +53,13 @@ class PendingSamples:
         self.num_tokens -= sum(micro_batch.num_tokens for of_rank in step for micro_batch in of_rank)
 
 
-def tokens_of(step: MicroStep) -> list[int]:
-    """Tokens of each data-parallel rank."""
-    return [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in step]
-
-
 def in_steps(packed: Sequence[Sequence[MicroBatch]], sizes: Iterable[int]) -> Iterator[MicroStep]:
-    """The micro-batches of every rank, so many of each at a time."""
+    """Return the micro-batches of every rank, so many of each at a time."""
     micro_batches = [iter(of_rank) for of_rank in packed]
     for size in sizes:
         yield [tuple(islice(of_rank, size)) for of_rank in micro_batches]
+
+
+def _tokens_of(step: MicroStep) -> list[int]:
+    """Return the number of tokens of each data-parallel rank."""
+    return [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in step]

@@ -24,15 +24,7 @@ from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.fleet.trainer.kept_versions import KeptVersions
-from ductile.fleet.trainer.micro_steps import (
-    AHEAD_S,
-    IN_FLIGHT,
-    MicroStep,
-    MicroStepDone,
-    PendingSamples,
-    in_steps,
-    tokens_of,
-)
+from ductile.fleet.trainer.micro_steps import AHEAD_S, IN_FLIGHT, MicroStep, MicroStepDone, PendingSamples, in_steps
 from ductile.fleet.trainer.sending import Sending
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun
 from ductile.messages.updates import Offer, SendReport, WeightCarrier, WeightUpdate
@@ -59,8 +51,8 @@ from ductile.transport.fanout import R, ask_each
 from ductile.transport.mailbox import Mailbox
 
 VersionReceivers = Literal["slots", "servers", "both"]
-"""Those who get each version: slots of the run, for which the ranks make a snapshot that is read while training goes
-on, or servers, to which they send it, so that the next optimizer step waits until it is withdrawn."""
+"""Receivers of each version: slots of the run, for which the ranks make a snapshot that is read while training goes on,
+or servers, to which they send it, so that the next optimizer step waits until it is withdrawn."""
 
 
 class RemoteTrainer:
@@ -200,7 +192,7 @@ class RemoteTrainer:
             return [begun[slot].offer for slot in self.layout.slots]
 
     async def sent(self, update_id: str) -> list[SendReport]:
-        """Return each rank's report, once all are through, also if some failed. Raises SlotLost, Late or Refused."""
+        """Return each rank's report, once all are through, also if some failed. Raises a Failure."""
         if self._sending is None or self._sending.update.update_id != update_id:
             raise Refused(f"no weight update {update_id} is under way at the trainer")
         return await self._sending.reports()
@@ -225,9 +217,9 @@ class RemoteTrainer:
             self._sending = None if self._sending is sending else self._sending
 
     async def score(self, samples: Sequence[Sample], version: int) -> Sequence[Floats] | None:
-        """Log-probs of a few samples under a published version, one column each, between two micro-steps. None once the
-        weights are another version, or where stages of a pipeline have them, which cannot score. Raises Late, SlotLost
-        or Refused."""
+        """Return log-probs of a few samples under a published version, one column each, between two micro-steps. None
+        once the weights are another version, or where stages of a pipeline have them, which cannot score. Raises Late,
+        SlotLost or Refused."""
         if self.version != version or self.layout.dims.pp > 1:
             return None
         async with self.boundary():
@@ -236,12 +228,13 @@ class RemoteTrainer:
             replies = await self._all(Score(tuple(samples), "policy", role="train"), Scores)
             return replies[self.layout.first].logprobs
 
-    def can_lease(self, version: int) -> bool:
-        """The weights still are this version, or it is still published."""
+    def can_offer(self, version: int) -> bool:
+        """Return whether the weights still are this version, or it is still published."""
         return version == self.version or self._kept.has(version)
 
-    async def lease(self, version: int) -> Manifest:
-        """`publish`, for slots that join. Raises Refused when training has gone on from this version."""
+    async def offer(self, version: int) -> Manifest:
+        """Publish as `publish` does, for slots that join. Raises Refused when training has gone on from this
+        version."""
         if manifest := self._kept.use(version):
             return manifest
         self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
@@ -308,7 +301,7 @@ class RemoteTrainer:
 
     @contextmanager
     def keeping(self, version: int) -> Generator[None]:
-        """No optimizer step begins meanwhile, as others are sent the weights. Raises Refused once training has gone
+        """Begin no optimizer step meanwhile, as others are sent the weights. Raises Refused once training has gone
         on."""
         self._still(version)
         self._num_keeping += 1
@@ -328,10 +321,10 @@ class RemoteTrainer:
             self._num_expecting -= 1
 
     def lose(self, error: TrainerLost) -> None:
-        """There is no trainer any more: every later call raises `error`."""
+        """Give the trainer up: every later call raises `error`."""
         self._end = error
         if self._sending is not None:
-            self._sending.end()
+            self._sending.end(error)
         self._changed.notify_all()
 
     @property
@@ -340,7 +333,7 @@ class RemoteTrainer:
         return self._kept.slots
 
     def needs(self, slot: int) -> bool:
-        """True when a part of the state, or a version that others fetch, would be lost with the slot."""
+        """Return whether a part of the state, or a version that others fetch, would be lost with the slot."""
         return slot in self.layout.slots or slot in self.publishers
 
     async def has_withdrawn(self, slot: int, deadline_s: float) -> None:
@@ -353,7 +346,7 @@ class RemoteTrainer:
 
     def _still(self, version: int) -> None:
         if self.version != version:
-            raise Refused(f"the trainer has gone on from version {version}, and cannot lease it out")
+            raise Refused(f"the trainer has gone on from version {version}, and cannot offer it")
 
     def check(self) -> None:
         """Raises TrainerLost where there is no trainer any more."""
@@ -361,7 +354,8 @@ class RemoteTrainer:
             raise self._end
 
     async def _until_received(self) -> None:
-        """Updates of servers have deadlines of their own: past them, training goes on all the same."""
+        """Wait until nobody is sent the weights any more. Updates of servers have deadlines of their own: past them,
+        training goes on all the same."""
 
         def may_change() -> bool:
             is_published = self._receivers != "slots" and self.version in self._kept.versions
@@ -422,15 +416,11 @@ class RemoteTrainer:
             await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
 
     def _expected_s(self, step: MicroStep) -> float:
-        """Seconds that a micro-step takes, by the latest one; 0 where there was none in this layout."""
-        if self._latest is None:
-            return 0.0
-        return self._latest.busy_s * max(tokens_of(step)) / max(1, self._latest.tokens_fullest)
+        """Return the seconds that a micro-step takes, by the latest one; 0 where there was none in this layout."""
+        return self._latest.expected_s(step) if self._latest else 0.0
 
     def _tell(self, step: MicroStep, done: Mapping[int, ForwardBackwardDone]) -> None:
-        tokens = tokens_of(step)
-        busy_s = max(reply.busy_s for reply in done.values())
-        self._latest = MicroStepDone(len(step), len(step[0]), max(tokens), sum(tokens), busy_s)
+        self._latest = MicroStepDone.of(step, max(reply.busy_s for reply in done.values()))
         self.on_micro_step(self._latest)
 
     async def _micro_step(self, step: MicroStep, deadline_s: float) -> Mapping[int, ForwardBackwardDone]:
@@ -443,7 +433,7 @@ class RemoteTrainer:
     async def _ask(
         self, commands: Mapping[int, Command], expected: type[R], deadline_s: float | None = None
     ) -> Mapping[int, R]:
-        """deadline_s: None: that of a command; longer for one that waits in its slot for others."""
+        """Ask each slot its command. deadline_s: that of a command where None; longer for one that waits for others."""
         deadline_s = deadline_s or self._deadlines.command_s
         try:
             try:

@@ -8,7 +8,7 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
 from ductile.messages.outgoing_updates import FinishUpdate, LeaveOut, UpdateSent
 from ductile.messages.updates import SendReport, WeightUpdate
-from ductile.roles import Late, SlotLost
+from ductile.roles import Late, SlotLost, TrainerLost
 from ductile.transport.fanout import raise_worst
 from ductile.transport.mailbox import Died, Mailbox, SlotEvent
 
@@ -26,6 +26,7 @@ class Sending:
         self._ends_at_s = asyncio.get_running_loop().time() + update.total_timeout_s + SAYS_S
         self._heard = ChangeSignal()
         self._is_over = False
+        self._error: TrainerLost | None = None
         self._forget: Callable[[], None] = mailbox.subscribe(self._on_event)
 
     @property
@@ -36,8 +37,10 @@ class Sending:
 
     async def reports(self) -> list[SendReport]:
         """Return what each rank says, in their order, once all are through. Raises SlotLost for one that is gone, Late
-        for one that says nothing though the update's time is over."""
+        for one that says nothing though the update's time is over, TrainerLost where the trainer is given up."""
         await self._until(lambda: self._is_over or not self._unheard or bool(self._lost))
+        if self._error is not None:
+            raise self._error
         if lost := self._lost:
             raise SlotLost(self._mailbox.lost[lost[0]], lost[0])
         if unheard := self._unheard:
@@ -56,9 +59,9 @@ class Sending:
         outcomes = await self._mailbox.ask_all(dict.fromkeys(live, command), deadline_s)
         raise_worst({slot: outcome for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)})
 
-    def end(self) -> None:
-        """Hear no more: the ranks have been told that the update is over."""
-        self._is_over = True
+    def end(self, error: TrainerLost | None = None) -> None:
+        """Hear no more: the ranks have been told that the update is over. error: there is no trainer any more."""
+        self._is_over, self._error = True, self._error or error
         self._forget()
         self._heard.notify_all()
 

@@ -13,7 +13,7 @@ from ductile.messages.updates import (
     WeightCarrier,
     WeightUpdate,
 )
-from ductile.roles import Failure
+from ductile.roles import Failure, Refused
 
 
 class Donor:
@@ -32,7 +32,10 @@ class Donor:
 
     async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
         asked = LeaseVersion(self._version, update.bucket_bytes, update.total_timeout_s)
-        self._lease = await self._port.lease(asked)
+        try:
+            self._lease = await self._port.lease(asked)
+        except Failure as error:
+            raise Refused(str(error)) from error  # also of one that is gone: the joiner asks the next source
         return (self._lease.offer,)
 
     async def sent(self, update_id: str) -> Sequence[SendReport]:

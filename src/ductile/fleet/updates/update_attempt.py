@@ -28,7 +28,7 @@ from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import Shortfall
 from ductile.core.rollouts.provenance import KnownWeights
-from ductile.fleet.updates.update_parties import AnyMember, Senders, UpdateOptions, shortfall, summed_by_name
+from ductile.fleet.updates.update_parties import AnyServer, Senders, UpdateOptions, shortfall, summed_by_name
 from ductile.messages.updates import (
     Digest,
     EndUpdate,
@@ -57,23 +57,23 @@ DIGEST_BYTES_PER_S = 1 << 30
 
 
 class UpdateAttempt:
-    """`run` it once; what has become of each member is in it then."""
+    """`run` it once; what has become of each server is in it then."""
 
     def __init__(
         self,
         senders: Senders,
         version: int,
-        members: Mapping[InstanceId, AnyMember],
+        servers: Mapping[InstanceId, AnyServer],
         options: UpdateOptions,
         choose: Callable[[ServerState], WeightCarrier],
         next_epoch: Callable[[int], int],
         clock: Callable[[], float],
         base: KnownWeights | None = None,
     ) -> None:
-        """base: the version before, where what has not changed since then may be left out; that is so when all members
+        """base: the version before, where what has not changed since then may be left out; that is so when all servers
         have it. choose, next_epoch: as `ductile.fleet.updates.weight_update.WeightUpdates` has them."""
         self.short: dict[InstanceId, Shortfall] = {}
-        """Members that have not committed, and will not."""
+        """Servers that have not committed, and will not."""
         self.committed: list[InstanceId] = []
         self.carriers: dict[InstanceId, WeightCarrier] = {}
         self.digest: Digest = ""
@@ -85,7 +85,7 @@ class UpdateAttempt:
         """Share of the version's bytes that are those of the version before."""
         self.pause_s = 0.0
         """The longest that a server answered nobody."""
-        self._senders, self._version, self._members, self._options = senders, version, members, options
+        self._senders, self._version, self._servers, self._options = senders, version, servers, options
         self._choose, self._next_epoch, self._clock, self._base = choose, next_epoch, clock, base
         self._states: dict[InstanceId, ServerState] = {}
         self._prepared: list[InstanceId] = []
@@ -94,36 +94,38 @@ class UpdateAttempt:
         self._changed = ChangeSignal()
 
     def incarnation(self, name: InstanceId) -> str:
-        """Return the process that a member is: what it says now, or said before where it does not answer."""
+        """Return the process that a server is: what it says now, or said before where it does not answer."""
         state = self._states.get(name)
-        return state.incarnation if state else self._members[name].incarnation
+        return state.incarnation if state else self._servers[name].incarnation
 
     def fail(self, name: InstanceId, error: Failure | Shortfall | str) -> None:
-        """A member is out. Nothing happens when it is none, is out already or has committed; that one is gone is worth
+        """A server is out. Nothing happens when it is none, is out already or has committed; that one is gone is worth
         more than that something there was not done."""
         why = error if isinstance(error, Shortfall) else shortfall(error)
         is_news = name not in self.short or (self.short[name].fault, why.fault) == ("undone", "gone")
-        if name in self._members and is_news and name not in self.committed:
+        if name in self._servers and is_news and name not in self.committed:
             self.short[name] = why
             self._changed.notify_all()
 
     async def run(self) -> None:
-        """Send the version to all members once. Raises what the senders raise but Refused: then members have what they
+        """Send the version to all servers once. Raises what the senders raise but Refused: then servers have what they
         had, and have been told to abort."""
-        for name, found in (await self._look(self._members)).items():
+        for name, found in (await self._look(self._servers)).items():
             if isinstance(found, Shortfall):
                 self.fail(name, found)
             else:
                 self._states[name] = found
         self._choose_carriers()
-        update, is_begun = self._decided(), False
-        try:
-            if self._left:
-                is_begun = True
+        update = self._decided()
+        if self._left:
+            try:
                 await self._bring(update)
                 await gather_all(*(self._take(update, name) for name in self._left))
-        finally:
-            await finish(self._end(update, is_begun))
+            except BaseException:
+                with suppress(Failure):  # it follows from what is raised here, such as a rank's death
+                    await finish(self._end(update))
+                raise
+            await finish(self._end(update))
         await self._judge(update)
 
     async def _bring(self, update: WeightUpdate) -> None:
@@ -146,20 +148,20 @@ class UpdateAttempt:
 
     @property
     def _left(self) -> list[InstanceId]:
-        """Members that have not failed."""
-        return [name for name in self._members if name not in self.short]
+        """Servers that have not failed."""
+        return [name for name in self._servers if name not in self.short]
 
-    async def _look(self, members: Mapping[InstanceId, AnyMember]) -> dict[InstanceId, ServerState | Shortfall]:
+    async def _look(self, servers: Mapping[InstanceId, AnyServer]) -> dict[InstanceId, ServerState | Shortfall]:
         """Ask all for their state. Those that are not what they were fall short."""
-        replies = await gather_all(*(_outcome(member.control.state()) for member in members.values()))
+        replies = await gather_all(*(_outcome(server.control.state()) for server in servers.values()))
         found = dict[InstanceId, ServerState | Shortfall]()
-        for member, reply in zip(members.values(), replies, strict=True):
+        for server, reply in zip(servers.values(), replies, strict=True):
             if isinstance(reply, Failure):
-                found[member.id] = shortfall(reply)
-            elif member.incarnation not in ("", reply.incarnation):
-                found[member.id] = _other_process(member.id)
+                found[server.id] = shortfall(reply)
+            elif server.incarnation not in ("", reply.incarnation):
+                found[server.id] = _other_process(server.id)
             else:
-                found[member.id] = reply
+                found[server.id] = reply
         return found
 
     def _choose_carriers(self) -> None:
@@ -172,9 +174,9 @@ class UpdateAttempt:
 
     def _decided(self) -> WeightUpdate:
         """Return the decision that all ranks and servers get."""
-        options, members = self._options, self._members
+        options, servers = self._options, self._servers
         receivers = tuple(
-            Receiver(name, carrier, members[name].url, members[name].token if carrier == "http" else "")
+            Receiver(name, carrier, servers[name].url, servers[name].token if carrier == "http" else "")
             for name, carrier in self.carriers.items()
         )
         epoch = self._next_epoch(max((state.epoch for state in self._states.values()), default=0))
@@ -199,8 +201,8 @@ class UpdateAttempt:
 
     @asynccontextmanager
     async def _leaving_out(self, update: WeightUpdate) -> AsyncGenerator[None]:
-        """Have the ranks know of each member that fails meanwhile."""
-        reported = {*self.short}
+        """Have the ranks know of each receiver that has failed since the decision, or fails meanwhile."""
+        reported = self.short.keys() - self.carriers.keys()
 
         async def tell() -> None:
             while True:
@@ -222,7 +224,7 @@ class UpdateAttempt:
         async def ask(name: InstanceId) -> None:
             self._prepared.append(name)  # also one whose reply is lost has something to abort
             prepare = PrepareUpdate(_as_sent_to(name, update), self.carriers[name], tuple(offers), instance=name)
-            self._note(name, await self._reply(name, self._members[name].control.prepare(prepare)))
+            self._note(name, await self._reply(name, self._servers[name].control.prepare(prepare)))
 
         await gather_all(*map(ask, self._left))
 
@@ -253,7 +255,7 @@ class UpdateAttempt:
     async def _watch(self, update: WeightUpdate, name: InstanceId) -> None:
         while name not in self.short:
             await asyncio.sleep(WATCH_S)
-            reply = await _outcome(self._members[name].control.state())
+            reply = await _outcome(self._servers[name].control.state())
             if isinstance(reply, SlotLost):
                 self.fail(name, reply)
             elif isinstance(reply, ServerState):
@@ -272,7 +274,7 @@ class UpdateAttempt:
     async def _verify(self, update: WeightUpdate, name: InstanceId) -> UpdateProgress | Failure:
         """Return what a server has found. Where its reply is lost or late, its state says whether it has; only one that
         still gets buckets, such as from another server, is waited for again."""
-        control, num_buckets = self._members[name].control, 0
+        control, num_buckets = self._servers[name].control, 0
         patience_s = self._options.bucket_timeout_s + self.num_bytes / DIGEST_BYTES_PER_S
         while True:
             left_s = max(self._ends_at_s - self._clock(), self._options.probe_timeout_s)
@@ -294,7 +296,7 @@ class UpdateAttempt:
     async def _commit(self, update: WeightUpdate, name: InstanceId) -> None:
         """Change a server over while nothing is sampled there, by any client. It goes on only when it has committed;
         else its lease ends the pause, and nothing is asked of it by then."""
-        options, control = self._options, self._members[name].control
+        options, control = self._options, self._servers[name].control
         pause = PauseServer(update.epoch, options.pause_mode, options.pause_lease_s)
         began_s = self._clock()
         try:
@@ -315,7 +317,7 @@ class UpdateAttempt:
     async def _what_came_of(self, update: WeightUpdate, name: InstanceId, lost: Failure) -> UpdateProgress:
         """The reply to a commit was lost: the server's state says whether it was done. Only when it says that it was
         not is the commit sent once more. Raises a Failure."""
-        control, state = self._members[name].control, None
+        control, state = self._servers[name].control, None
         for _ in range(NUM_ASKED):
             state = await _outcome(control.state())
             if not isinstance(state, Late):
@@ -328,28 +330,24 @@ class UpdateAttempt:
             return UpdateProgress(update.update_id, "committed", digest=state.digest)
         return await control.commit(self._ends(update))
 
-    async def _end(self, update: WeightUpdate, is_begun: bool) -> None:
-        """Have those abort that have not committed, and the ranks go on."""
+    async def _end(self, update: WeightUpdate) -> None:
+        """Have those abort that have not committed, and the ranks go on. Raises what the ranks raise where nobody has
+        committed: a version that servers have is not lost for what a rank cannot be told, who learns it by the next
+        one."""
         await asyncio.gather(*self._commits, return_exceptions=True)
         gone = {name for name, why in self.short.items() if why.fault in ("gone", "restarted")}
 
         async def abort(name: InstanceId) -> None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._options.probe_timeout_s):
-                    await _outcome(self._members[name].control.abort(self._ends(update)))
+                    await _outcome(self._servers[name].control.abort(self._ends(update)))
 
-        ending = [abort(name) for name in self._prepared if name not in gone and name not in self.committed]
-        if is_begun:
-            ending.append(self._finish(update))
-        await gather_all(*ending)
-
-    async def _finish(self, update: WeightUpdate) -> None:
-        """A version that servers have is not lost for what a rank cannot be told: it learns it by the next one."""
-        try:
-            await self._senders.finish_update(update.update_id, aborted=not self.committed)
-        except Failure:
-            if not self.committed:
-                raise
+        finished, *_ = await gather_all(
+            _outcome(self._senders.finish_update(update.update_id, aborted=not self.committed)),
+            *(abort(name) for name in self._prepared if name not in gone and name not in self.committed),
+        )
+        if isinstance(finished, Failure) and not self.committed:
+            raise finished
 
     async def _judge(self, update: WeightUpdate) -> None:
         """Look at those that failed without being at fault as far as is known: they may be gone, hang, or be others. Of
@@ -357,9 +355,9 @@ class UpdateAttempt:
         """
         unclear = [name for name, why in self.short.items() if why.fault in ("undone", "refused")]
         asked = [
-            replace(self._members[name], incarnation=self.incarnation(name)) for name in unclear if name in self._states
+            replace(self._servers[name], incarnation=self.incarnation(name)) for name in unclear if name in self._states
         ]
-        found = await self._look({member.id: member for member in asked})
+        found = await self._look({server.id: server for server in asked})
         absent = {name: why for name, why in found.items() if isinstance(why, Shortfall)}
         for name, why in absent.items():
             self.short[name] = Shortfall(why.fault, f"{self.short[name].reason}; {why.reason}")
@@ -378,7 +376,7 @@ class UpdateAttempt:
                 self.short[name] = Shortfall("held_up", self.short[name].reason)
 
     async def _reply(self, name: InstanceId, call: Awaitable[T]) -> T | Failure:
-        """Return what a member replies, or fails with, once it is out at the latest."""
+        """Return what a server replies, or fails with, once it is out at the latest."""
         asking = asyncio.create_task(_outcome(call))
         asking.add_done_callback(lambda _: self._changed.notify_all())
         try:

@@ -75,8 +75,8 @@ Control = TypeVar("Control", bound=ServerControl, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateMember(Generic[Control]):
-    """A server that is to get a version."""
+class ServerHandle(Generic[Control]):
+    """A server, as the run reaches it: to give it a version, or to have it give its own."""
 
     id: InstanceId
     control: Control
@@ -87,7 +87,7 @@ class UpdateMember(Generic[Control]):
     """Process that it was last known to be; "": not known yet."""
 
 
-AnyMember = UpdateMember[ServerControl]
+AnyServer = ServerHandle[ServerControl]
 
 
 @dataclass(frozen=True, slots=True)

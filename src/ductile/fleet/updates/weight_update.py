@@ -16,9 +16,9 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import InstanceOutcome, next_attempt
 from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet.updates.update_attempt import UpdateAttempt
-from ductile.fleet.updates.update_parties import AnyMember, Senders, UpdateOptions, UpdateResult
+from ductile.fleet.updates.update_parties import AnyServer, Senders, UpdateOptions, UpdateResult
 from ductile.messages.updates import Digest, ServerState, WeightCarrier
-from ductile.roles import Refused, SlotLost
+from ductile.roles import Failure, Refused, SlotLost
 
 WORTH = 0.1
 """Share of unchanged bytes from which on it pays to look for them before a version is sent: ranks read all of their
@@ -39,7 +39,7 @@ class WeightUpdates:
     ) -> None:
         """choose: the carrier for a server, the second argument where only one is possible; raises Refused where there
         is none. next_epoch: an epoch of the fleet's membership that is newer than any before; it is given the newest
-        that the members have seen, and raises Late when that is another fleet's."""
+        that the servers have seen, and raises Late when that is another fleet's."""
         self.known: KnownWeights | None = None
         """Version that was committed last; None before the first."""
         self.under_way = ""
@@ -67,11 +67,11 @@ class WeightUpdates:
         if self._attempt is not None:
             self._attempt.fail(server, SlotLost(why))
 
-    async def update(self, version: int, members: Sequence[AnyMember]) -> UpdateResult:
-        """Bring the trainer's weights, which are this version, to all members. One outcome for each. Raises what the
-        trainer's ranks raise: then the servers have what they had, and have been told to abort.
+    async def update(self, version: int, servers: Sequence[AnyServer]) -> UpdateResult:
+        """Bring the trainer's weights, which are this version, to all servers. One outcome for each. Raises what the
+        trainer's ranks raise before any has it: then the servers have what they had, and have been told to abort.
 
-        A joiner that is being given the version before is left to the caller, who makes it a member of this one."""
+        A joiner that is being given the version before is left to the caller, who makes it a receiver of this one."""
         if self._warming is not None:
             self._warming.cancel()
         self._num_due += 1
@@ -80,7 +80,7 @@ class WeightUpdates:
                 self.under_way = f"version {version}"
                 base = self.known if self.digest and self._share_equal >= WORTH else None
                 most = self._options.max_attempts
-                result = await self._attempts(self._trainer, version, members, most, base=base)
+                result = await self._attempts(self._trainer, version, servers, most, base=base)
                 self._note(result)
                 self._share_equal = result.share_equal
                 return result
@@ -88,7 +88,7 @@ class WeightUpdates:
             self._num_due -= 1
             self.under_way = ""
 
-    async def warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
+    async def warm(self, server: AnyServer, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
         """Bring the live version to a server that joins, from the first source that can give it. It has committed when
         its digest is that of the version. None when another version is published meanwhile, or was sent to servers and
         goes live in a moment: it is to be asked again. Raises Refused when no source can give it.
@@ -96,8 +96,8 @@ class WeightUpdates:
         async with self._turn:
             if self._num_due or self.version not in (None, version):
                 return None
-            self.under_way = f"{member.id} joins"
-            self._warming = asyncio.create_task(self._warm(member, version, sources))
+            self.under_way = f"{server.id} joins"
+            self._warming = asyncio.create_task(self._warm(server, version, sources))
             try:
                 await asyncio.wait([self._warming])
                 return None if self._warming.cancelled() else self._warming.result()
@@ -106,7 +106,7 @@ class WeightUpdates:
                 await asyncio.gather(self._warming, return_exceptions=True)
                 self._warming, self.under_way = None, ""
 
-    async def _warm(self, member: AnyMember, version: int, sources: Sequence[Senders]) -> UpdateResult:
+    async def _warm(self, server: AnyServer, version: int, sources: Sequence[Senders]) -> UpdateResult:
         expected = self.digest if self.version == version else ""
         failures, only = list[str](), self._options.join_carrier
         for source in sources:
@@ -114,7 +114,7 @@ class WeightUpdates:
                 failures.append(f"who has it sends by {source.carrier}, and inference.join_transport is {only!r}")
                 continue
             try:
-                result = await self._attempts(source, version, [member], 1, source.carrier or only)
+                result = await self._attempts(source, version, [server], 1, source.carrier or only)
             except Refused as error:
                 failures.append(str(error))
                 continue
@@ -127,13 +127,13 @@ class WeightUpdates:
             failures.append(result.outcomes[0].reason)
             if result.outcomes[0].outcome == "dead":
                 return result
-        raise Refused(f"{member.id} cannot be given version {version}: {'; '.join(failures)}")
+        raise Refused(f"{server.id} cannot be given version {version}: {'; '.join(failures)}")
 
     async def _attempts(
         self,
         senders: Senders,
         version: int,
-        members: Sequence[AnyMember],
+        servers: Sequence[AnyServer],
         max_attempts: int,
         only: WeightCarrier | None = None,
         base: KnownWeights | None = None,
@@ -142,7 +142,7 @@ class WeightUpdates:
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
         digest, tensors, num_bytes, num_bytes_unchanged = "", dict[str, Digest](), 0, 0
         pause_s = share_equal = 0.0
-        left: dict[InstanceId, AnyMember] = {member.id: member for member in members}
+        left: dict[InstanceId, AnyServer] = {server.id: server for server in servers}
         while left:
             number += 1
             attempt = UpdateAttempt(
@@ -158,6 +158,12 @@ class WeightUpdates:
             self._attempt = attempt
             try:
                 await attempt.run()
+            except Failure as error:
+                if not any(each.outcome == "committed" for each in outcomes):
+                    raise
+                for name in left:  # some have it from an attempt before: it is a version, and goes live there
+                    attempt.fail(name, str(error))
+                max_attempts = number
             finally:
                 self._attempt = None
             carriers |= attempt.carriers

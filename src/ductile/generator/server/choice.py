@@ -165,7 +165,7 @@ class Choice:
             yield self._score(token_id, logprob, likeliest, number < num_added)
 
     def scored(self, start: int = 0) -> Iterator[ScoredToken]:
-        """The completion's tokens from `start` on; each is asked for once, and in order."""
+        """Return the completion's tokens from `start` on; each is asked for once, and in order."""
         assert self.report is not None
         for number in range(start, len(self.token_ids)):
             hidden = self.token_ids[number] in self._hidden
@@ -198,7 +198,7 @@ class Choice:
         )
 
     def _num_added(self) -> int:
-        """Tokens at the prompt's beginning that the tokenizer adds to any text."""
+        """Return the number of tokens at the prompt's beginning that the tokenizer adds to any text."""
         added = self._tokenizer.encode("")
         return len(added) if list(self.prompt[: len(added)]) == added else 0
 

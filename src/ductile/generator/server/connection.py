@@ -91,7 +91,7 @@ class Connection(H11Protocol):
         self.conn = BoundedHTTP(self.conn._max_incomplete_event_size, self.crowd)
         self._receiving: asyncio.TimerHandle | None = None
         self._receives: Any = None
-        """What the timer is for: headers (`h11.IDLE`), a body (`h11.SEND_BODY`), or nothing."""
+        """State that the timer is for: headers (`h11.IDLE`), a body (`h11.SEND_BODY`), or nothing."""
         self._sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -132,7 +132,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Whose turn is it: the client's, with a deadline, or ours?"""
+        """See whose turn it is, the client's or ours; the client's has a deadline."""
         if self not in self.crowd.connections:
             return
         receives = self.conn.their_state if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) else None
@@ -151,5 +151,5 @@ class Connection(H11Protocol):
 
 
 def crowded(crowd: Crowd) -> type[Connection]:
-    """The connections of one server."""
+    """Return the class of one server's connections."""
     return type("Connection", (Connection,), {"crowd": crowd})

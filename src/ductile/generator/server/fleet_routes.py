@@ -19,7 +19,7 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from ductile.generator.server.fleet_member import FleetMember
+from ductile.generator.server.fleet_control import FleetControl
 from ductile.generator.server.request_body import BadBody
 from ductile.generator.server.responses import error
 from ductile.generator.server.update_machine import Fenced, Unusable
@@ -31,80 +31,80 @@ M = TypeVar("M", bound=msgspec.Struct)
 fleet_routes = APIRouter()
 
 
-async def _member(http: Request) -> FleetMember:
-    return http.app.state.service.member
+async def _control(http: Request) -> FleetControl:
+    return http.app.state.service.control
 
 
-Member = Annotated[FleetMember, Depends(_member)]
+OwnControl = Annotated[FleetControl, Depends(_control)]
 
 
 @fleet_routes.get("/fleet/state")
-async def state(member: Member) -> Response:
-    return _json(member.state())
+async def state(control: OwnControl) -> Response:
+    return _json(control.state())
 
 
 @fleet_routes.post("/weights/prepare")
-async def prepare(member: Member, http: Request) -> Response:
-    return _json(await member.receiver.prepare(_read(PrepareUpdate, http)))
+async def prepare(control: OwnControl, http: Request) -> Response:
+    return _json(await control.receiver.prepare(_read(PrepareUpdate, http)))
 
 
 @fleet_routes.post("/weights/buckets/{update_id}/{sender}/{index}")
-async def take_bucket(update_id: str, sender: str, index: int, member: Member, http: Request) -> Response:
+async def take_bucket(update_id: str, sender: str, index: int, control: OwnControl, http: Request) -> Response:
     try:
         epoch = int(http.headers["X-Ductile-Epoch"])
     except (KeyError, ValueError):
         raise BadBody("the header X-Ductile-Epoch must have the update's epoch") from None
     content, checksum = http.scope["state"].pop("body"), http.headers.get("X-Ductile-Checksum", "")
-    return _json(await member.receiver.take(update_id, epoch, sender, index, checksum, content))
+    return _json(await control.receiver.take(update_id, epoch, sender, index, checksum, content))
 
 
 @fleet_routes.post("/weights/verify")
-async def verify(member: Member, http: Request) -> Response:
-    return _json(await member.receiver.verify(_read(EndUpdate, http)))
+async def verify(control: OwnControl, http: Request) -> Response:
+    return _json(await control.receiver.verify(_read(EndUpdate, http)))
 
 
 @fleet_routes.post("/weights/commit")
-async def commit(member: Member, http: Request) -> Response:
-    return _json(await member.receiver.commit(_read(EndUpdate, http)))
+async def commit(control: OwnControl, http: Request) -> Response:
+    return _json(await control.receiver.commit(_read(EndUpdate, http)))
 
 
 @fleet_routes.post("/weights/abort")
-async def abort(member: Member, http: Request) -> Response:
-    return _json(await member.receiver.abort(_read(EndUpdate, http)))
+async def abort(control: OwnControl, http: Request) -> Response:
+    return _json(await control.receiver.abort(_read(EndUpdate, http)))
 
 
 @fleet_routes.post("/weights/lease")
-async def lease(member: Member, http: Request) -> Response:
+async def lease(control: OwnControl, http: Request) -> Response:
     url = str(http.base_url).rstrip("/")
-    return _json(await member.donor.lease(_read(LeaseVersion, http), member.incarnation, url))
+    return _json(await control.donor.lease(_read(LeaseVersion, http), control.incarnation, url))
 
 
 @fleet_routes.post("/weights/lease/end")
-async def end_lease(member: Member, http: Request) -> Response:
-    member.donor.end(_read(EndVersionLease, http).location)
+async def end_lease(control: OwnControl, http: Request) -> Response:
+    control.donor.end(_read(EndVersionLease, http).location)
     return Response(b"{}", media_type="application/json")
 
 
 @fleet_routes.get("/weights/buckets/{lease}/{index}")
-async def give_bucket(lease: str, index: int, member: Member) -> Response:
-    content = await member.donor.bucket(lease, index)
+async def give_bucket(lease: str, index: int, control: OwnControl) -> Response:
+    content = await control.donor.bucket(lease, index)
     checksum = {"X-Ductile-Checksum": checksum_of(content)}
     return Response(content.numpy().tobytes(), media_type="application/octet-stream", headers=checksum)
 
 
 @fleet_routes.get("/weights/digest")
-async def live_digest(member: Member) -> Response:
-    return _json(await member.live_digest())
+async def live_digest(control: OwnControl) -> Response:
+    return _json(await control.live_digest())
 
 
 @fleet_routes.post("/pause")
-async def pause(member: Member, http: Request) -> Response:
-    return _json(await member.pause(_read(PauseServer, http)))
+async def pause(control: OwnControl, http: Request) -> Response:
+    return _json(await control.pause(_read(PauseServer, http)))
 
 
 @fleet_routes.post("/resume")
-async def resume(member: Member, http: Request) -> Response:
-    return _json(member.resume(_read(ResumeServer, http)))
+async def resume(control: OwnControl, http: Request) -> Response:
+    return _json(control.resume(_read(ResumeServer, http)))
 
 
 def _read(kind: type[M], http: Request) -> M:

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a server. A registry of its own, so that several servers fit into one process."""
+"""Metrics of a server, for Prometheus. A registry of its own, so that several servers fit into one process."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""What a request must be before any of its body is read, and the reading of the body within bounds.
+"""Checks of a request before any of its body is read, and the reading of the body within bounds.
 
 | in this order | else |
 |---|---|
@@ -45,7 +45,7 @@ CLOSE = {"Connection": "close"}
 
 
 class Refusal(Exception):
-    """Why a request does not get in, as HTTP says it."""
+    """A request does not get in, for the reason that HTTP says."""
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class RequestGuard:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncGenerator[None]:
-        """A bucket's turn to be read and loaded. Raises `Refusal` when it has not come in `server.timeout_s`."""
+        """Wait for a bucket's turn to be read and loaded. Raises `Refusal` when it has not come in
+        `server.timeout_s`."""
         try:
             await asyncio.wait_for(self._buckets.acquire(), self._config.timeout_s)
         except TimeoutError:
@@ -110,7 +111,7 @@ class RequestGuard:
             self._buckets.release()
 
     def _may_be(self, path: str) -> tuple[str, int]:
-        """The type and the most bytes of a body."""
+        """Return the type and the most bytes of a body."""
         if path.startswith(BUCKETS):
             return "application/octet-stream", self._bucket_bytes() or MAX_CONTROL_BYTES
         return "application/json", MAX_CONTROL_BYTES if is_control(path) else self._config.max_body_bytes
@@ -156,7 +157,7 @@ def check_body(headers: Headers, kind: str, most_bytes: int) -> None:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without the port and without the brackets of an IPv6 address."""
+    """Return the name in a Host header, without the port and without the brackets of an IPv6 address."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
@@ -186,7 +187,7 @@ class Bodies:
         """Bytes that have come of each body that is being read, by the deadline of its reading."""
 
     async def read(self, receive: Receive, most_bytes: int) -> bytearray | None:
-        """A whole body; None when the client goes away before its end. Raises `Refusal`."""
+        """Return a whole body; None when the client goes away before its end. Raises `Refusal`."""
         deadline = asyncio.timeout(self._timeout_s)
         chunks: list[bytes] = []
         try:

@@ -1,4 +1,5 @@
-"""What the HTTP server understands: OpenAI's completions and chat, with vLLM's extensions, and vLLM's token endpoint.
+"""Requests that the HTTP server understands: OpenAI's completions and chat, with vLLM's extensions, and vLLM's token
+endpoint.
 
 A field that we do not offer is accepted at the value that changes nothing and refused at any other; an unknown field
 is refused. Nothing that would change a response is ignored. Null is the same as leaving a field out.
@@ -172,7 +173,7 @@ class SamplingFields(Body):
         return self.model_copy(update={name: value for name, value in defaults.items() if name not in said})
 
     def sampling(self, default_max_tokens: int) -> Sampling:
-        """The sampling of choice 0 of a prompt."""
+        """Return the sampling of choice 0 of a prompt."""
         top_k = self.top_k if self.top_k is not None else -1
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -345,7 +346,7 @@ class ChatRequest(TextRequest):
         return self
 
     def conversation(self) -> list[TemplateMessage]:
-        """The messages as templates take them. Raises ValueError, which names the message."""
+        """Return the messages as templates take them. Raises ValueError, which names the message."""
         taken: list[TemplateMessage] = []
         for number, message in enumerate(self.messages):
             try:

@@ -44,7 +44,7 @@ class PauseGate:
         await self._runner.pause("keep", deadline_s)
 
     def stay_closed(self) -> None:
-        """Nothing is to come of what was being loaded: those who wait are told so."""
+        """Tell those who wait that nothing is to come of what was being loaded."""
         if self.torn:
             self._runner.end_all()
 

@@ -1,12 +1,13 @@
 """A server's lease in its registry, kept from when it listens until it has ended."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlencode
 
-import httpx
 import msgspec
 
 from ductile.config.schema.fleet import FileRegistry, HttpRegistry, RegistryConfig
@@ -14,14 +15,20 @@ from ductile.config.schema.secrets import secret_of
 from ductile.disk import write_whole
 from ductile.error_text import error_text
 from ductile.messages.server_lease import ServerLease, lease_file
+from ductile.transport.http_client import HttpClient
 
 BEATS = 3
 """Renewals in the lifetime of a lease."""
 ASK_S = 5.0
+"""Longest time that a registry may take to reply."""
+
+
+class LeaseRefused(Exception):
+    """A registry refuses to put or to remove a lease. The text is a sentence."""
 
 
 class _Place(Protocol):
-    """Place of leases. Both methods raise OSError or httpx.HTTPError."""
+    """Place of leases. Both methods raise OSError, NoReply or LeaseRefused."""
 
     def put(self, lease: ServerLease) -> None: ...
 
@@ -42,20 +49,26 @@ class _Folder:
             file.unlink()  # else a later server at the same port has written its own
 
 
-class _Client:
-    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
-        self._url, self._timeout_s = f"{url.rstrip('/')}/servers", timeout_s
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+class _Registry:
+    """A registry over HTTP. Each request has a client, and a loop, of its own: renewals come from two threads."""
+
+    def __init__(self, url: str, token: str | None, deadline_s: float) -> None:
+        self._url, self._token, self._deadline_s = f"{url.rstrip('/')}/servers", token, deadline_s
 
     def put(self, lease: ServerLease) -> None:
-        self._ask("PUT", content=msgspec.json.encode(lease))
+        asyncio.run(self._ask("PUT", self._url, msgspec.json.encode(lease)))
 
     def remove(self, lease: ServerLease) -> None:
-        self._ask("DELETE", params={"url": lease.url})
+        asyncio.run(self._ask("DELETE", f"{self._url}?{urlencode({'url': lease.url})}"))
 
-    def _ask(self, method: str, content: bytes | None = None, params: dict[str, str] | None = None) -> None:
-        with httpx.Client(timeout=self._timeout_s, headers=self._headers, trust_env=False) as client:
-            client.request(method, self._url, content=content, params=params).raise_for_status()
+    async def _ask(self, method: str, url: str, body: bytes | None = None) -> None:
+        client = HttpClient(self._token)
+        try:
+            reply = await client.ask(method, url, self._deadline_s, body=body)
+        finally:
+            await client.close()
+        if not 200 <= reply.status < 300:
+            raise LeaseRefused(f"{self._url} responded with {reply.status}")
 
 
 class Registrar:
@@ -77,8 +90,8 @@ class Registrar:
                 self._place = _Folder(Path(config.folder).expanduser())
                 self._interval_s = config.ttl_seconds / BEATS
             case HttpRegistry():
-                timeout_s = min(ASK_S, config.ttl_seconds / BEATS)
-                self._place = _Client(config.url, secret_of(None, config.token_var), timeout_s)
+                deadline_s = min(ASK_S, config.ttl_seconds / BEATS)
+                self._place = _Registry(config.url, secret_of(None, config.token_var), deadline_s)
                 self._interval_s = config.ttl_seconds / BEATS
             case _:
                 pass

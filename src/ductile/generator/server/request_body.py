@@ -43,7 +43,7 @@ def read_body(kind: type[B], raw: bytes | bytearray) -> B:
 
 
 def _num_containers(raw: bytes | bytearray) -> int:
-    """An upper bound, and exact when the bound is large: brackets in strings do not count.
+    """Return an upper bound, which is exact when it is large: brackets in strings do not count.
 
     A few passes over the body, whatever it holds: a regular expression for strings would begin anew at each quote of
     one that never ends.
@@ -72,7 +72,7 @@ def _bad_field(problem: ErrorDetails) -> BadBody:
 
 
 def _rule(type: str, context: Mapping[str, Any]) -> str:
-    """What pydantic asks for, in our words; empty for what no field here asks."""
+    """Return the rule that pydantic applies, in our words; empty for what no field here asks."""
     rules = {
         "bool_type": "true or false",
         "dict_type": "an object",

@@ -1,4 +1,4 @@
-"""What the HTTP server says: whole responses and streamed chunks, for completions and for chat.
+"""Responses of the HTTP server: whole responses and streamed chunks, for completions and for chat.
 
 A format (`Chat`, `TextCompletion`) knows how the API spells a `Choice`.
 """
@@ -42,7 +42,7 @@ class Chat(_Spelling):
         super().__init__(body, tokenizer)
 
     def whole(self, choice: Choice) -> Json:
-        """The entry of a whole response."""
+        """Return the entry of a whole response."""
         message: Json = {"role": "assistant", "content": choice.text}
         if choice.calls:
             message |= {"content": choice.text.strip() or None, "tool_calls": [_call(each) for each in choice.calls]}
@@ -50,7 +50,7 @@ class Chat(_Spelling):
         return self._entry(choice, {"message": message}, logprobs, choice.spans, token_ids=choice.token_ids)
 
     def piece(self, choice: Choice, piece: ChoiceDelta) -> Json:
-        """The entry of a streamed chunk."""
+        """Return the entry of a streamed chunk."""
         delta: Json = {"content": piece.text}
         if piece.calls:
             delta["tool_calls"] = [{"index": each.index, **_call(each)} for each in piece.calls]
@@ -58,7 +58,7 @@ class Chat(_Spelling):
         return self._entry(choice, {"delta": delta}, logprobs, piece.spans, token_ids=choice.token_ids[piece.start :])
 
     def opening(self, choice: Choice) -> Json:
-        """The entry of the chunk before the first token."""
+        """Return the entry of the chunk before the first token."""
         said: Json = {"delta": {"role": "assistant", "content": ""}}
         return {"index": choice.index, **said, "logprobs": None, "finish_reason": None}
 
@@ -102,7 +102,7 @@ class TextCompletion(_Spelling):
         )
 
     def opening(self, choice: Choice) -> Json | None:
-        """The echo, where one is asked for; else there is none: the first chunk has the first token."""
+        """Return the echo, where one is asked for; else there is none: the first chunk has the first token."""
         if not self._echo:
             return None
         logprobs = self._logprobs(list(choice.scored_prompt())) if choice.report else None
@@ -117,8 +117,8 @@ class TextCompletion(_Spelling):
         }
 
     def _top(self, token: ScoredToken) -> dict[str, float] | None:
-        """The likeliest tokens and the one in their place, as vLLM has them. Of two that are spelled alike the likelier
-        counts."""
+        """Return the likeliest tokens and the one in their place, as vLLM has them. Of two that are spelled alike the
+        likelier counts."""
         if token.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -136,7 +136,7 @@ def _call(called: Called) -> Json:
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
-    """Choices of one prompt count it once, as they share it."""
+    """Return the numbers of tokens. Choices of one prompt count it once, as they share it."""
     prompt = sum(map(len, prompts))
     completion = sum(len(choice.token_ids) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -52,7 +52,7 @@ WeightSpan = tuple[int, Digest, int]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one request of a call generated since the last time."""
+    """Tokens that one request of a call generated since the last time."""
 
     index: int
     """Place of the request among those of its call."""

@@ -11,6 +11,8 @@ import resource
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,11 +27,11 @@ from ductile.config.checks.generation_config import GenerationDefaults, generati
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.config.reading.errors import dotted, show
 from ductile.config.reading.key_tree import value_at
+from ductile.config.schema.fleet import FileRegistry
 from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.generator.generate_role import load_engine
 from ductile.generator.server.connection import Crowd, crowded
-from ductile.generator.server.log_limit import LogLimit
 from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app, most_bucket_bytes
@@ -40,10 +42,11 @@ from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 DRAIN_S = 30
 """Seconds that responses have to end after the first signal; a second signal ends them at once."""
-
-
 BACKLOG = 128
 """Connections that the kernel holds until they are accepted."""
+LOG_WINDOW_S = 10.0
+MOST_LOG_LINES = 5
+"""Most lines that a logger writes in a window: what strangers can cause must not fill a disk."""
 
 
 def serve(config: InferenceRunConfig) -> int:
@@ -80,7 +83,7 @@ def serve(config: InferenceRunConfig) -> int:
         signal.signal(signal.SIGTERM, leave)
 
         def lease() -> ServerLease:
-            state = app.state.service.member.state()
+            state = app.state.service.control.state()
             file = str(control.file) if control and control.file else ""
             return ServerLease(
                 _url(listener), state.incarnation, state.model, file, os.getpid(), state.host, version=state.version
@@ -89,6 +92,9 @@ def serve(config: InferenceRunConfig) -> int:
         registrar = Registrar(config.registry, lease, lambda said: print(said, file=sys.stderr, flush=True))
         server.while_serving(registrar)
         print(f"serving {name} on {_url(listener)}", flush=True)
+        if isinstance(config.registry, FileRegistry):
+            folder = Path(config.registry.folder).expanduser().absolute()
+            print(f"announced in {folder} (registry.folder)", flush=True)
         server.run(sockets=[listener])
     return _print_error(failures[0]) if failures else 0
 
@@ -134,9 +140,30 @@ class _Server(uvicorn.Server):
             await asyncio.to_thread(self._registrar.__exit__)
 
 
+class LogLimit(logging.Filter):
+    """Filter of a logger. The first line after a time of too many says how many were left out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._window_began_s = -LOG_WINDOW_S
+        self._num_lines = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = self._clock()
+        if now - self._window_began_s >= LOG_WINDOW_S:
+            left_out = self._num_lines - MOST_LOG_LINES
+            if left_out > 0:
+                record.msg = f"{record.getMessage()} ({left_out} more lines were left out before this one)"
+                record.args = ()
+            self._window_began_s, self._num_lines = now, 0
+        self._num_lines += 1
+        return self._num_lines <= MOST_LOG_LINES
+
+
 def _room_for(num_connections: int) -> int:
-    """So many connections, or a third of what the process may have open beside its other files: those that make room
-    for new ones are closed a moment after these have come."""
+    """Return `num_connections`, or a third of what the process may have open beside its other files: those that make
+    room for new ones are closed a moment after these have come."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_others = len(os.listdir("/proc/self/fd")) + 16
     wanted = num_others + 3 * num_connections
@@ -175,7 +202,8 @@ def _listen(server: ServerConfig) -> socket.socket:
 
 
 def _control(server: ServerConfig, listener: socket.socket, stack: ExitStack) -> ControlToken | None:
-    """The API key opens the control routes, too; where there is none, a token in a file does. Raises `UnsafeFolder`."""
+    """Return the token of the control routes, which is in a file; None where there is an API key, which opens them,
+    too. Raises `UnsafeFolder`."""
     if server.api_key is not None:
         return None
     host, port = listener.getsockname()[:2]

@@ -51,10 +51,10 @@ def create_app(
     defaults: Mapping[str, float] | None = None,
     control: ControlToken | None = None,
 ) -> FastAPI:
-    """The engine belongs to the app from its start to its end: no other code may touch it. `on_failure` is called when
-    it is dead: by then every client has been told, and nothing but a new process can help. `defaults` are the values of
-    the model's generation_config.json that count for requests which say nothing of them. control: for the control
-    routes, where there is no API key; by default nobody has it."""
+    """Return the server's routes. The engine belongs to the app from its start to its end: no other code may touch it.
+    `on_failure` is called when it is dead: by then every client has been told, and nothing but a new process can help.
+    `defaults` are the values of the model's generation_config.json that count for requests which say nothing of them.
+    control: for the control routes, where there is no API key; by default nobody has it."""
     config = config or ServerConfig()
 
     @asynccontextmanager
@@ -74,7 +74,7 @@ def create_app(
         app.state.health_deadline_s = health_deadline_s
         app.state.service.runner.start()
         yield
-        app.state.service.member.close()
+        app.state.service.control.close()
         await app.state.service.runner.stop()
 
     app = FastAPI(title="ductile inference", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
@@ -89,7 +89,7 @@ def create_app(
 
 def most_bucket_bytes(app: FastAPI) -> int:
     """Return the bytes of the largest bucket of the last update; 0 before any."""
-    return app.state.service.member.receiver.most_bucket_bytes
+    return app.state.service.control.receiver.most_bucket_bytes
 
 
 async def _service(http: Request) -> Service:
@@ -104,7 +104,7 @@ _routes = APIRouter()
 @_routes.get("/health")
 async def health(service: SharedService, http: Request) -> Json:
     await service.runner.probe(http.app.state.health_deadline_s)
-    state = service.member.state()
+    state = service.control.state()
     return {"status": "ok", "incarnation": state.incarnation, "weight_version": state.version, "digest": state.digest}
 
 
@@ -141,7 +141,7 @@ def _model(service: Service) -> Json:
         "max_model_len": service.limits.max_model_len,
         "weight_version": service.runner.engine.version,
         "weight_digest": service.runner.digest,
-        "incarnation": service.member.incarnation,
+        "incarnation": service.control.incarnation,
     }
 
 
@@ -183,12 +183,12 @@ async def generate(service: SharedService, http: Request) -> Response:
 
 
 def _take_body(http: Request) -> bytearray:
-    """The body that the middleware has read; no other code keeps it."""
+    """Return the body that the middleware has read; no other code keeps it."""
     return http.scope["state"].pop("body")
 
 
 def _translate_errors(app: FastAPI) -> None:
-    """Whatever goes wrong is said in OpenAI's form."""
+    """Have whatever goes wrong said in OpenAI's form."""
 
     @app.exception_handler(BadBody)
     async def _(http: Request, problem: BadBody) -> JSONResponse:
@@ -233,5 +233,5 @@ def _translate_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _(http: Request, problem: Exception) -> JSONResponse:
-        """The traceback goes to the log."""
+        """Let the traceback go to the log."""
         return JSONResponse(error("the server failed at this request; its log says why", "server_error"), 500)

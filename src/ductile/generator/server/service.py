@@ -19,7 +19,7 @@ from ductile.config.reading.errors import show
 from ductile.generator.engine.engine import Engine
 from ductile.generator.engine.limits import Overloaded, RequestRefused
 from ductile.generator.server.choice import Asked, Choice
-from ductile.generator.server.fleet_member import FleetMember
+from ductile.generator.server.fleet_control import FleetControl
 from ductile.generator.server.metrics import ServerMetrics
 from ductile.generator.server.openai_api import ChatRequest, SamplingFields, TextRequest, TokenRequest
 from ductile.generator.server.prompt_text import PromptEncoder
@@ -73,7 +73,7 @@ class Service:
         self.created = int(time.time())
         live = LiveWeights({name: each.data for name, each in engine.weights()}, engine.version)
         self.runner = EngineRunner(engine, on_failure, live.current.digest())
-        self.member = FleetMember(self.runner, live, stage_weights)
+        self.control = FleetControl(self.runner, live, stage_weights, self.model_id)
         self.metrics = ServerMetrics(engine.stats, lambda: peak_memory(engine.device).used_bytes)
         self._max_sequences, self._num_sequences = max_sequences, 0
         self.sampling_defaults = {name: value for name, value in defaults.items() if name != "max_new_tokens"}
@@ -107,7 +107,7 @@ class Service:
                 f"server.max_sequences allows {self._max_sequences}",
             )
         self._refuse_overload(num_sequences)
-        self.member.refuse_torn()
+        self.control.refuse_torn()
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool, http: Request) -> list[list[int]]:
         return await unless_gone(http, self._prompts.encode(texts, add_special_tokens))
@@ -121,7 +121,7 @@ class Service:
         max_tokens: int | None,
         http: Request,
     ) -> Response:
-        """`max_tokens` is for a request that says none; None: as many as there is room for."""
+        """Complete texts. `max_tokens` is for a request that says none; None: as many as there is room for."""
         head = self.head(body.model, form.prefix)
         if asked.num_likeliest:  # a request that says no length gets one that it may have
             bound = MAX_REPORTED // (asked.num_likeliest * len(prompts) * (body.n or 1))
@@ -167,14 +167,14 @@ class Service:
                 "finish_reason": choice.finish_reason,
             }
 
-        around = {"request_id": head["id"], "prompt_logprobs": None, "incarnation": self.member.incarnation}
+        around = {"request_id": head["id"], "prompt_logprobs": None, "incarnation": self.control.incarnation}
         return await asyncio.to_thread(_whole, around, entry, choices)
 
     def head(self, model: str | None, prefix: str) -> Json:
         if model is not None and model != self.model_id:
             raise UnknownModel(f"the model {show(model)} is not served here; this is {show(self.model_id)}")
         head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_id}
-        return head | {"incarnation": self.member.incarnation}
+        return head | {"incarnation": self.control.incarnation}
 
     def make_requests(
         self,
@@ -184,8 +184,8 @@ class Service:
         max_tokens: int | None,
         priority: int | None,
     ) -> list[GenerateRequest]:
-        """One for each prompt and choice, in the order of the response's choices. `priority` is vLLM's: the lower goes
-        first."""
+        """Return a request for each prompt and choice, in the order of the response's choices. `priority` is vLLM's:
+        the lower goes first."""
         num_choices = body.n or 1
         requests: list[GenerateRequest] = []
         for number, prompt in enumerate(prompts):
@@ -213,7 +213,7 @@ class Service:
     async def _deltas(
         self, requests: Sequence[GenerateRequest], choices: Sequence[Choice], each_step: bool
     ) -> AsyncGenerator[Delta]:
-        """`EngineRunner.generate`, counted and limited."""
+        """Yield as `EngineRunner.generate` does, counted and limited."""
         self._refuse_overload(len(requests))
         self._num_sequences += len(requests)
         started, first = time.monotonic(), True
@@ -273,8 +273,8 @@ def _refuse_long_report(requests: Sequence[GenerateRequest], asked: Asked) -> No
 
 
 def _whole(around: Json, entry: Callable[[Choice], Json], choices: Sequence[Choice]) -> Response:
-    """A response's JSON, for a thread: with many choices it takes a while. One piece a choice, as none of them may hold
-    the interpreter for long."""
+    """Return a response's JSON, for a thread: with many choices it takes a while. One piece a choice, as none of them
+    may hold the interpreter for long."""
     entries = ", ".join(json.dumps(entry(choice)) for choice in choices)
     return Response(f'{json.dumps(around)[:-1]}, "choices": [{entries}]}}', media_type="application/json")
 
@@ -319,7 +319,7 @@ async def _chunks(
 async def _events(
     chunks: AsyncGenerator[Json], last_chunk: Json | None, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]
 ) -> AsyncGenerator[str]:
-    """Server-sent events. The status is sent by now, so a failure becomes an event."""
+    """Yield server-sent events. The status is sent by now, so a failure becomes an event."""
     async with aclosing(chunks):
         try:
             async for chunk in chunks:

@@ -132,7 +132,7 @@ class UpdateMachine:
         return update
 
     def verified(self, update: Update, found: Digest, wanted: Digest) -> None:
-        """`found` is staged; "" where nobody has asked for it."""
+        """Note the digest `found` of what is staged; "" where nobody has asked for it."""
         update.digest = found or wanted
         if found and wanted and found != wanted:
             self.end("failed", f"what was staged of version {update.version} has digest {found}, and not {wanted}")
@@ -158,7 +158,8 @@ class UpdateMachine:
             self.last.phase, self.last.reason = phase, reason
 
     def abort(self, message: EndUpdate) -> UpdateProgress:
-        """An update that is over stays what it is. One that nobody has heard of is over before it has begun."""
+        """Abort an update. One that is over stays what it is. One that nobody has heard of is over before it has
+        begun."""
         update_id = message.update_id
         if self.last is not None and self.last.update_id == update_id:
             self.end("aborted", "it was aborted")

@@ -36,7 +36,7 @@ class WeightDonor:
         self._leases: dict[str, _Lease] = {}
 
     async def lease(self, message: LeaseVersion, sender: str, url: str) -> VersionLease:
-        """url: root of this server, as the one who asks reaches it. Raises `Fenced`."""
+        """Lease the live version. url: root of this server, as the one who asks reaches it. Raises `Fenced`."""
         if not self._can_keep:
             raise Fenced("this server has room for one version (server.stage_weights = false), so it can keep none")
         if len(self._leases) >= MOST_LEASES:
@@ -56,7 +56,7 @@ class WeightDonor:
         return VersionLease(held.version, await asyncio.to_thread(held.digest), offer)
 
     async def bucket(self, name: str, index: int) -> Tensor:
-        """The bucket's bytes (uint8). Raises `Unusable` where there is no such lease, or not any more."""
+        """Return the bucket's bytes (uint8). Raises `Unusable` where there is no such lease, or not any more."""
         lease = self._leases.get(name)
         if lease is None or not 0 <= index < len(lease.offer.buckets):
             raise Unusable("no lease of this name has such a bucket: it may be over")

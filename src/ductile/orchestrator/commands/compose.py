@@ -240,7 +240,6 @@ async def run_loop(
             accounting,
             begin_scheduling(buffer, accounting),
             context.stop,
-            context.update_servers,
         )
         async with canaries or nullcontext():
             if canaries:

@@ -42,7 +42,7 @@ def compare(words: Sequence[str], prompts_file: Path, decode: int, worst: int, j
     try:
         if json_file is not None:
             require_folder("--json", json_file)
-        config = parse(RLConfig, words).config
+        config = parse(RLConfig, words, writes=False).config
         tokenizer = Tokenizer.of(config.inference.model)
         prompts = read_prompts(prompts_file, tokenizer, config.inference.model.max_model_len - decode)
         found = _found(Compare(config.model_dump(mode="json"), prompts, decode, worst))

@@ -35,8 +35,8 @@ from ductile.events.slots import SlotStarted
 from ductile.fleet.requests.assign_role import assign_role, begin_instances
 from ductile.fleet.requests.generators import RemoteGenerators
 from ductile.fleet.requests.instance_port import RoleSlots
-from ductile.fleet.requests.leases import WeightLeases
 from ductile.fleet.requests.scorer import RemoteScorer
+from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.servers.http_generators import HttpGenerators
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer, VersionReceivers
@@ -53,7 +53,7 @@ from ductile.orchestrator.control.endpoint import Endpoint
 from ductile.orchestrator.control.live_run import LiveRun
 from ductile.orchestrator.ending.final_summary import batches_summary, rl_summary, rollout_only_summary
 from ductile.orchestrator.ending.meaning import Beginning
-from ductile.orchestrator.ending.run_until import SlotDied, Stopped, run_until
+from ductile.orchestrator.ending.run_until import SlotDied, Stopped, first_of, run_until
 from ductile.orchestrator.ending.supervise import Session, supervise
 from ductile.transport.deadlines import Deadlines
 
@@ -97,7 +97,8 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         fleet = await run_until(
             _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
         )
-        servers = Servers(config, fleet, session.record, session.folder) if has_servers(config) else None
+        stop = session.interrupt.graceful
+        servers = Servers(config, fleet, session.record, session.folder, stop) if has_servers(config) else None
         live = _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet, servers)
         async with live as resizer:
 
@@ -118,17 +119,17 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
             scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
             context = _context(session, lambda: fleet.slots_by_role, resizer, cluster, servers)
             device = next(iter(cluster.devices.values()))
-            rl_loop = run_loop(
-                prepared,
-                fleet.trainer,
-                fleet.generators,
-                fleet.scorer,
-                context,
-                scheduling.begin,
-                scheduling.spent,
-                canaries_of(prepared, fleet.generators, fleet.trainer, fleet.scorer, device, session.record),
-            )
-            async with recovery, servers or nullcontext():
+            async with recovery, servers or nullcontext():  # they may not begin: then there is no loop
+                rl_loop = run_loop(
+                    prepared,
+                    fleet.trainer,
+                    fleet.generators,
+                    fleet.scorer,
+                    context,
+                    scheduling.begin,
+                    scheduling.spent,
+                    canaries_of(prepared, fleet.generators, fleet.trainer, fleet.scorer, device, session.record),
+                )
                 result = await run_until(rl_loop, session.interrupt.forced)
     return rl_summary(result)
 
@@ -169,9 +170,10 @@ def _context(
     def counts() -> dict[str, float]:
         return {**resizer.metrics(), **(servers.counts() if servers else {})}
 
-    update_servers = servers.update if servers else None
-    stop = session.interrupt.graceful
-    return RunContext(session.record, stop, slots, counts, cluster.death, update_servers, session.began_s)
+    async def death() -> str:
+        return await first_of(cluster.death(), *([servers.stuck()] if servers else []))
+
+    return RunContext(session.record, session.interrupt.graceful, slots, counts, death, session.began_s)
 
 
 def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
@@ -281,7 +283,7 @@ async def _take_roles(
     slots_get_versions = config.cluster.auto_scheduler or placement.generate or placement.score
     receivers: VersionReceivers = "slots" if not has_servers(config) else "both" if slots_get_versions else "servers"
     trainer = RemoteTrainer(mailbox, layout, deadlines, prepared.tokenizer.chat_format, receivers)
-    leases = WeightLeases(trainer)
+    offers = WeightOffers(trainer)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
 
     def slots_of(role: Serving, rendezvous: str = "") -> RoleSlots:
@@ -289,7 +291,7 @@ async def _take_roles(
 
     return RunRoles(
         trainer,
-        RemoteGenerators(slots_of("generate"), generators, num_seqs, block_tokens, deadlines, leases),
-        RemoteScorer(slots_of("score", cluster.rendezvous), scorers, deadlines, leases) if scorers else None,
+        RemoteGenerators(slots_of("generate"), generators, num_seqs, block_tokens, deadlines, offers),
+        RemoteScorer(slots_of("score", cluster.rendezvous), scorers, deadlines, offers) if scorers else None,
         {"generate": generate, "score": score},
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ductile.observe import Recorder
-from ductile.orchestrator.loop.publisher import UpdateServers
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +20,6 @@ class RunContext:
     """Returns further metrics of each step."""
     death: Callable[[], Coroutine[Any, Any, str]] | None = None
     """Waits until a process that the run needs is gone, and returns a sentence about it; None: none is watched."""
-    update_servers: UpdateServers | None = None
-    """Brings a published version to the run's servers; None where it has none."""
     began_s: float = field(default_factory=time.perf_counter)
     """`time.perf_counter()` of the command's start, for `wall_s`."""
 

@@ -1,6 +1,7 @@
 """The servers of a run, put together: the fleet that finds and watches them, the transaction that gives them weights,
 and what the run tells of them."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,7 +19,7 @@ from ductile.config.schema.fleet import FileRegistry, FleetConfig, HttpRegistry
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.secrets import secret_of
 from ductile.config.schema.trainer import NcclBroadcast
-from ductile.config.server_address import root_of
+from ductile.config.server_address import with_scheme
 from ductile.core.instances.carrier_choice import CarrierChoice, choose_carrier
 from ductile.core.instances.health import ServerHealth
 from ductile.core.instances.topology import TopologyMember
@@ -32,19 +33,26 @@ from ductile.fleet.registry.registries import Leases, Registry, RegistryDown, re
 from ductile.fleet.registry.registry_server import LeaseTable, registry_app, serve_registry
 from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.servers.monitor import HttpProbe
+from ductile.fleet.servers.pooled_servers import PooledServers
+from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.server_http import ServerDeadlines
-from ductile.fleet.servers.server_members import ServerMembers
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.updates.update_attempt import NUM_ASKED
-from ductile.fleet.updates.update_parties import UpdateMember, UpdateOptions, UpdateResult
+from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions, UpdateResult
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.messages.control import FleetRequest, FleetServer, FleetStatus, RunFailed, Unfit
 from ductile.messages.control_token import token_of
 from ductile.messages.updates import ServerState, TensorSpec, WeightCarrier, model_fingerprint
-from ductile.observe import Recorder
-from ductile.roles import Late, Refused
+from ductile.observe import Recorder, read_jsonl
+from ductile.orchestrator.ending.run_until import Stopped, run_until
+from ductile.roles import Failure, Late, Refused
 from ductile.transport.deadlines import Deadlines
+
+LOOK_S = 0.2
+"""Seconds between two looks at whether a run that is to stop waits for servers."""
+WAITED_SHARE = 0.9
+"""Share of the time that who asks for a join waits, in which it is waited for: then there is time for the answer."""
 
 
 def has_servers(config: RLConfig) -> bool:
@@ -52,11 +60,14 @@ def has_servers(config: RLConfig) -> bool:
 
 
 class Servers:
-    """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop."""
+    """`async with Servers(config, fleet, record, folder) as servers:`. Made in the run's event loop. Follows
+    `ductile.fleet.requests.worker_pool.Delivery`: the run's generators have it bring versions to servers."""
 
-    def __init__(self, config: RLConfig, fleet: RunRoles, record: Recorder, folder: Path) -> None:
-        """folder: the run's. Raises ImportPathError for a custom registry that cannot be imported."""
+    def __init__(self, config: RLConfig, fleet: RunRoles, record: Recorder, folder: Path, stop: asyncio.Event) -> None:
+        """folder: the run's. stop: once set, nothing is waited for any more. Raises
+        ImportPathError for a custom registry that cannot be imported."""
         client, inference = config.orchestrator.client, config.inference
+        self._generators, self._stop = fleet.generators, stop
         self._api_key = secret_of(client.api_key, client.api_key_var)
         broadcast = config.trainer.weight_broadcast
         self._asked_carrier = broadcast.type if broadcast else None
@@ -73,10 +84,10 @@ class Servers:
         options = update_options(config, folder, self._rendezvous)
         state = SharedFleetState()
         updates = self._updates = WeightUpdates(fleet.trainer, options, self._carrier, state.next_epoch)
-        self._members = ServerMembers(fleet.generators, updates, fleet.trainer, self._member)
+        self._pool = PooledServers(fleet.generators, updates, fleet.trainer, self._handle)
         self._fleet = ElasticFleet(
             inference,
-            self._members,
+            self._pool,
             asked_servers(config).urls,
             self._registry,
             _authority(inference),
@@ -85,9 +96,12 @@ class Servers:
             self._tell,
             state,
         )
-        self._fleet.expect_model(*models_of(config))
+        fleet.generators.deliver_by(self)
+        events = read_jsonl(folder / "events.jsonl")
+        given = (row.get("digest") for row in events if row.get("kind") == "weights_updated")
+        self._fleet.require(requirements_of(config), frozenset(each for each in given if each))
         self._fleet.on_change.add(self._on_change)
-        self._members.on_updated.add(self._on_updated)
+        self._pool.on_updated.add(self._on_updated)
         self._latest: UpdateResult | None = None
         self._choices: dict[str, CarrierChoice] = {}
         """Carriers that were chosen since the last version went out, by the servers' incarnations."""
@@ -98,9 +112,10 @@ class Servers:
             if isinstance(self._served, HttpRegistry):
                 await stack.enter_async_context(_serving(self._served))
             stack.push_async_callback(self._probe.close)
-            stack.push_async_callback(self._members.close)
+            stack.push_async_callback(self._pool.close)
+            stack.push_async_callback(self._fleet.close)
             try:
-                await stack.enter_async_context(self._fleet)
+                await run_until(self._fleet.start(), self._stop)
             except RegistryDown as error:
                 raise Late(f"{error} (inference.registry)") from error
             self._stack = stack.pop_all()
@@ -119,10 +134,23 @@ class Servers:
         self._choices[state.incarnation] = choice
         return choice.carrier
 
-    async def update(self, version: int) -> KnownWeights:
+    async def deliver(self, version: int) -> KnownWeights:
         """Bring the trainer's weights to all servers (`ElasticFleet.update`), and return what was sent."""
         await self._fleet.update(version)
         return self._updates.known or KnownWeights(version)
+
+    async def stuck(self) -> str:
+        """Returns never: raises Stopped when the run is to stop, and waits for servers, so that no step would come to
+        its end."""
+        await self._stop.wait()
+        while True:
+            if self._fleet.is_waiting or (self._generators.num_waiting and not self._generators.instances):
+                raise Stopped
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def missing(self) -> str:
+        return self._fleet.missing
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""
@@ -149,39 +177,44 @@ class Servers:
                 server.reason,
                 now_s - server.since,
                 server.version,
-                self._members.num_unfinished(server.instance),
+                self._pool.num_unfinished(server.instance),
             )
             for server in state.servers.values()
         )
-        return FleetStatus(state.epoch, state.version, servers, self._members.under_way)
+        listed, barred = {each.address for each in state.servers.values()}, self._fleet.kept_out
+        servers += tuple(
+            FleetServer(address, address, "absent", why, 0.0)
+            for address, why in self._fleet.absent.items()
+            if address not in listed or address in barred
+        )
+        return FleetStatus(state.epoch, state.version, servers, self._pool.under_way)
 
     async def do(self, ask: FleetRequest) -> str:
         if ask.action == "list":
-            return "\n".join(self._fleet.kept_out.values())
+            return ""
         try:
             if ask.action == "join":
-                return await self._join(ask.server)
+                return await self._join(with_scheme(ask.server), ask.timeout_s * WAITED_SHARE)
             return await self._leave(ask.server, "drain" if ask.action == "drain" else "now")
         except ValueError as error:
             raise Unfit(str(error)) from error
 
-    async def _join(self, address: str) -> str:
-        self._fleet.register_server(address)
-        await self._fleet.look()
-        await self._fleet.settled()
-        found = self._fleet.state.at(root_of(address))
-        if found is None:
-            why = next((why for url, why in self._fleet.kept_out.items() if url in address), "nobody answers there yet")
-            raise RunFailed(f"{address} is not in the fleet: {why}; it is looked for from now on")
-        if not found.is_serving:
-            raise RunFailed(f"{found.instance} is {found.status}: {found.reason or 'it waits for weights'}")
+    async def _join(self, address: str, timeout_s: float) -> str:
+        try:
+            found = await self._fleet.join(address, timeout_s)
+        except Failure as error:
+            raise RunFailed(str(error)) from error
         return f"{found.instance} generates, with version {found.version}."
 
     async def _leave(self, server: str, mode: Literal["drain", "now"]) -> str:
-        known = {name for each in self._fleet.state.living for name in (each.instance, each.address)}
-        if root_of(server) not in known:
-            raise Unfit(f"{server} is none of the run's servers: {', '.join(sorted(known)) or 'it has none'}")
-        self._fleet.deregister_server(server, mode)
+        found = self._fleet.find(server)
+        if found is None and (address := with_scheme(server)) in self._fleet.absent:
+            self._fleet.deregister_server(address, mode)
+            return f"{address} is not looked for any more."
+        if found is None:
+            known = sorted(each.instance for each in self._fleet.state.living)
+            raise Unfit(f"{server} is none of the run's servers: {', '.join(known) or 'it has none'}")
+        self._fleet.deregister_server(found.instance, mode)
         await self._fleet.settled()
         return f"{server} has left" + (" when it had finished what it had." if mode == "drain" else ".")
 
@@ -232,7 +265,7 @@ class Servers:
             )
         )
 
-    def _member(self, server: TopologyMember) -> UpdateMember[ServerPort]:
+    def _handle(self, server: TopologyMember) -> ServerHandle[ServerPort]:
         """Raises ValueError where the address is none."""
         lease = self._registry.leases.get(server.address)
         token = self._api_key or token_of(server.address, lease.token_file if lease else "")
@@ -245,7 +278,13 @@ class Servers:
             id=server.instance,
             vocab_size=self._vocab_size,
         )
-        return UpdateMember(server.instance, port, server.address, token or "", server.incarnation)
+        return ServerHandle(server.instance, port, server.address, token or "", server.incarnation)
+
+
+def requirements_of(config: RLConfig) -> Requirements:
+    """Return what the run's servers must have."""
+    key = "inference.model.max_model_len" if config.seq_len is None else "seq_len"
+    return Requirements(models_of(config), config.trainer.model.name or "", config.inference.model.max_model_len, key)
 
 
 def models_of(config: RLConfig) -> tuple[str, ...]:

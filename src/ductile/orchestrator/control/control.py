@@ -103,7 +103,7 @@ class Run:
 
         Raises Unfit, or RunFailed when it was not done or the run does not reply in time.
         """
-        return self._ask(FleetRequest(action, server), FleetStatus, timeout_s)
+        return self._ask(FleetRequest(action, server, timeout_s), FleetStatus, timeout_s)
 
     def _ask(self, ask: ResizeRequest | Status | FleetRequest, expected: type[R], timeout_s: float) -> R:
         if not (isfinite(timeout_s) and timeout_s > 0):

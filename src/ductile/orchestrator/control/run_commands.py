@@ -49,12 +49,8 @@ def resize(words: Sequence[str]) -> int:
     try:
         train = None if asked.train is None else slot_list(asked.train)
         result = Run(asked.run).resize(train, asked.timeout, asked.layout, **sizes)
-    except (Unfit, RunFailed) as error:
-        return _sorry("resize", error)
-    except KeyboardInterrupt:
-        see = pasteable("status", asked.run)
-        print(f"ductile resize: Stopped waiting; the resize goes on. See: {see}", file=sys.stderr)
-        return INTERRUPTED
+    except (Unfit, RunFailed, KeyboardInterrupt) as error:
+        return _not_done("resize", error, see=pasteable("status", asked.run))
     if asked.json:
         print(msgspec.json.encode(result).decode())
     else:
@@ -71,7 +67,7 @@ def status(words: Sequence[str]) -> int:
     try:
         known = Run(asked.run).status()
     except (Unfit, RunFailed) as error:
-        return _sorry("status", error)
+        return _not_done("status", error)
     if asked.json:
         print(msgspec.json.encode(known).decode())
     else:
@@ -100,12 +96,8 @@ def fleet(words: Sequence[str]) -> int:
         parser.error(f"{asked.action} {takes}: {pasteable('fleet', asked.run, asked.action)}{EXAMPLES[asked.action]}")
     try:
         known = Run(asked.run).fleet(asked.action, asked.server, asked.timeout)
-    except (Unfit, RunFailed) as error:
-        return _sorry("fleet", error)
-    except KeyboardInterrupt:
-        see = pasteable("fleet", asked.run)
-        print(f"ductile fleet: Stopped waiting; what was asked for goes on. See: {see}", file=sys.stderr)
-        return INTERRUPTED
+    except (Unfit, RunFailed, KeyboardInterrupt) as error:
+        return _not_done("fleet", error, see=pasteable("fleet", asked.run))
     if asked.json:
         print(msgspec.json.encode(known).decode())
     else:
@@ -139,6 +131,11 @@ def slot_list(text: str) -> tuple[int, ...]:
     return tuple(slots)
 
 
-def _sorry(command: str, error: Unfit | RunFailed) -> int:
+def _not_done(command: str, error: Unfit | RunFailed | KeyboardInterrupt, see: str = "") -> int:
+    """Say why the run has not done what it was asked for, and return the exit code. see: command that tells what has
+    become of it."""
+    if isinstance(error, KeyboardInterrupt):
+        print(f"ductile {command}: Stopped waiting; what was asked for goes on. See: {see}", file=sys.stderr)
+        return INTERRUPTED
     print_error(command, error)
     return UNFIT if isinstance(error, Unfit) else NOT_DONE

@@ -63,7 +63,8 @@ def status_table(known: RunStatus) -> RenderableType:
 def fleet_table(known: FleetStatus) -> RenderableType:
     """The servers of a run, for people to read."""
     version = "no version yet" if known.version is None else f"version {known.version}"
-    title = f"servers: {len(known.servers)}, membership epoch {known.epoch}, {version}"
+    num = sum(server.status != "absent" for server in known.servers)
+    title = f"servers: {num}, membership epoch {known.epoch}, {version}"
     if known.under_way:
         title += f" (under way: {known.under_way})"
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")

@@ -22,6 +22,17 @@ class Stopped(Exception):
     """The user did not want to wait for the end."""
 
 
+async def first_of(*watches: Coroutine[Any, Any, T]) -> T:
+    """Return what the first of them returns, or raise what it raises; the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in watches]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def run_until(
     work: Coroutine[Any, Any, T],
     stop: asyncio.Event | None = None,

@@ -14,7 +14,7 @@ from ductile.elastic.step_accounting import StepAccounting
 from ductile.events.phases import StepListeners
 from ductile.orchestrator.loop.evaluate import Evaluation
 from ductile.orchestrator.loop.loop import Loop, PausableTrainer
-from ductile.orchestrator.loop.publisher import ElasticPublisher, Publisher, UpdateServers
+from ductile.orchestrator.loop.publisher import ElasticPublisher, Publisher
 from ductile.orchestrator.loop.rollouts import Rollouts
 from ductile.orchestrator.loop.run_output import RunOutput
 from ductile.orchestrator.loop.run_schedule import RunSchedule
@@ -31,14 +31,13 @@ def assemble(
     accounting: StepAccounting,
     controller: ElasticController | None,
     stop: asyncio.Event,
-    update_servers: UpdateServers | None = None,
 ) -> Loop:
     """controller: moves slots between roles; None: slots keep the roles that they have.
-    stop: as `Loop` has it. update_servers: as `Publisher` has it."""
+    stop: as `Loop` has it."""
     if controller is None:
         listeners = StepListeners(accounting, output)
-        publisher = Publisher(trainer, rollouts, sample_builder.scorer, listeners, update_servers)
+        publisher = Publisher(trainer, rollouts, sample_builder.scorer, listeners)
     else:
         listeners = StepListeners(accounting, output, controller)
-        publisher = ElasticPublisher(trainer, rollouts, sample_builder.scorer, listeners, controller, update_servers)
+        publisher = ElasticPublisher(trainer, rollouts, sample_builder.scorer, listeners, controller)
     return Loop(schedule, trainer, rollouts, sample_builder, publisher, evaluation, output, listeners, stop)

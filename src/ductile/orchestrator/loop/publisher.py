@@ -4,7 +4,6 @@ publish → receive → withdraw                           version s is live
 begin_step → publish → joined → receive → withdraw     the same where slots change roles for each version
 """
 
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Self
 
@@ -17,26 +16,15 @@ from ductile.orchestrator.loop.rollouts import Rollouts
 from ductile.records import Manifest
 from ductile.roles import Scorer, TrainerClient
 
-UpdateServers = Callable[[int], Awaitable[KnownWeights]]
-"""Returns when the servers have the version, which the trainer's weights are, or are left behind: what they were
-given."""
-
 
 class Publisher:
     """`async with publisher:` has weights on their way; leaving the block waits until they are live, or stops them when
     the block has failed. `Buffer.fail` hears of weights that do not arrive."""
 
     def __init__(
-        self,
-        trainer: TrainerClient,
-        rollouts: Rollouts,
-        scorer: Scorer | None,
-        listeners: StepListeners,
-        update_servers: UpdateServers | None = None,
+        self, trainer: TrainerClient, rollouts: Rollouts, scorer: Scorer | None, listeners: StepListeners
     ) -> None:
-        """update_servers: brings a published version to the run's servers; None where it has none."""
         self._trainer, self._rollouts, self._scorer, self._listeners = trainer, rollouts, scorer, listeners
-        self._update_servers = update_servers
         self._receiving = PipelinedTask(on_error=rollouts.buffer.fail)
         self.on_live = Listeners[[KnownWeights]]()
         """Told of each version that has gone live."""
@@ -71,18 +59,13 @@ class Publisher:
 
     async def _receive(self, manifest: Manifest) -> None:
         """Make the version live: from then on `Rollouts` starts new groups. Waits for all generators and scorers, but
-        for servers that do not take it."""
+        for those that do not take it."""
         with self._listeners.during(ReceivePhase()):
-            known = KnownWeights.of(manifest)
-            if self._update_servers is not None:
-                sent = await self._update_servers(manifest.version)
-                if not known.digest:  # no snapshot was made: what the ranks have sent is all that is known
-                    known = sent
-                    self._rollouts.buffer.note_published(manifest.version, sent.digest)
             receivers = [self._rollouts.generators, self._scorer] if self._scorer else [self._rollouts.generators]
-            await gather_all(*(receiver.receive(manifest) for receiver in receivers))
+            given, *_ = await gather_all(*(receiver.receive(manifest) for receiver in receivers))
+        self._rollouts.buffer.note_published(given.version, given.digest)  # the manifest may not know its digest
         self._rollouts.now_live(manifest.version)
-        self.on_live(known)
+        self.on_live(given)
         await self._trainer.withdraw(manifest.version)
 
 
@@ -96,9 +79,8 @@ class ElasticPublisher(Publisher):
         scorer: Scorer | None,
         listeners: StepListeners,
         controller: ElasticController,
-        update_servers: UpdateServers | None = None,
     ) -> None:
-        super().__init__(trainer, rollouts, scorer, listeners, update_servers)
+        super().__init__(trainer, rollouts, scorer, listeners)
         self._controller = controller
 
     def at_work(self) -> AbstractAsyncContextManager[None]:

@@ -25,7 +25,7 @@ def sentence(error: BaseException) -> str:
 
 
 def bytes_of(content: bytearray) -> Tensor:
-    """The bytes as a tensor (uint8) in the same memory."""
+    """Return the bytes as a tensor (uint8) in the same memory."""
     return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
@@ -57,7 +57,7 @@ class BucketSender(Protocol):
 
 
 def checksum_of(content: Tensor) -> str:
-    """The checksum of a bucket's bytes (xxh3), which lie on the CPU."""
+    """Return the checksum of a bucket's bytes (xxh3), which lie on the CPU."""
     return xxhash.xxh3_64_hexdigest(content.numpy().data)
 
 

@@ -29,7 +29,7 @@ NONCE_BYTES = 16
 HELLO_S = 5.0
 """A stranger that connects has so long to prove itself."""
 TICK_S = 0.05
-"""How soon a wait sees that its update has been ended."""
+"""Time after which a wait sees that its update has been ended."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -136,7 +136,7 @@ class Channel:
                 raise ConnectionEnded(f"ended the connection ({error.strerror})") from error
 
     def read(self) -> list[ControlMessage]:
-        """All messages that are there, without waiting. Raises `ConnectionEnded` once all have been returned."""
+        """Return all messages that are there, without waiting. Raises `ConnectionEnded` once all have been returned."""
         messages = self._decoded()
         while not messages:
             try:
@@ -203,7 +203,7 @@ class ControlListener:
         timeout_s: float,
         awaited: Callable[[str], bool] = lambda _: True,
     ) -> dict[str, Channel]:
-        """The connections of the receivers that come in time, each proven. Returns as soon as all that are `awaited`
+        """Return the connections of the receivers that come in time, each proven, as soon as all that are `awaited`
         have come; strangers do not hold it up."""
         arrived: dict[str, Channel] = {}
         unproven: dict[Channel, tuple[bytes, float]] = {}
@@ -252,7 +252,7 @@ class ControlListener:
 
 
 def _prove(channel: Channel, secret: str, nonce: bytes, expected: Mapping[str, WeightCarrier]) -> str:
-    """The instance that a new connection is of, once it has proven it; "" while it has said nothing. Raises
+    """Return the instance that a new connection is of, once it has proven it; "" while it has said nothing. Raises
     `ConnectionEnded`."""
     for message in channel.read():
         if not isinstance(message, ReceiverHello) or expected.get(message.instance) != message.carrier:
@@ -270,7 +270,8 @@ def proof(secret: str, side: str, instance: str, nonce: bytes) -> bytes:
 
 
 def local_address(near: str) -> str:
-    """The address of this machine that those at `near` (host:port) reach; loopback for "" and for what is local."""
+    """Return the address of this machine that those at `near` (host:port) reach; loopback for "" and for what is
+    local."""
     host, _, port = near.rpartition(":")
     if not host:
         return LOOPBACK
@@ -286,7 +287,7 @@ class Audience:
 
     def __init__(self, channels: Mapping[str, Channel], timeout_s: float) -> None:
         self.channels = dict(channels)
-        """Those that are left."""
+        """Channels that are left, by instance."""
         self.failed: dict[str, str] = {}
         self.num_loaded = dict.fromkeys(channels, 0)
         self.generation = dict.fromkeys(channels, 0)
@@ -336,11 +337,11 @@ class Audience:
                 raise ConnectionEnded(f"says {type(message).__name__}, which it may not")
 
     def lacking(self, index: int) -> list[str]:
-        """Those that have not loaded a bucket yet."""
+        """Return the receivers that have not loaded a bucket yet."""
         return [instance for instance in list(self.channels) if self.num_loaded[instance] <= index]
 
     def late(self, index: int) -> list[str]:
-        """Those that lack a bucket and have said nothing for too long."""
+        """Return the receivers that lack a bucket and have said nothing for too long."""
         now = time.monotonic()
         return [instance for instance in self.lacking(index) if now - self.heard[instance] > self.timeout_s]
 

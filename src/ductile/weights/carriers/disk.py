@@ -77,10 +77,11 @@ class DiskSender:
             self._drop_all(error)
 
     def wait(self, bucket: Bucket) -> None:
-        """Receivers acknowledge nothing: the orchestrator asks them, as it verifies the version."""
+        """Wait for nobody: receivers acknowledge nothing, and the orchestrator asks them, as it verifies the
+        version."""
 
     def leave_out(self, instance: str) -> None:
-        """Nobody is waited for."""
+        """Do nothing: nobody is waited for."""
 
     def close(self, reason: str = "") -> dict[str, str]:
         """Write the manifest, unless something failed. What has been written stays until `remove`."""
@@ -177,7 +178,7 @@ def _read(file: Path) -> bytes:
 
 
 def _map(file: Path, num_bytes: int) -> Tensor:
-    """The file's bytes, which are not copied."""
+    """Return the file's bytes, which are not copied."""
     try:
         if (found := file.stat().st_size) != num_bytes:
             raise UpdateFailed(f"{file} has {found} bytes, and {num_bytes} were offered")
@@ -191,7 +192,7 @@ def _nonce(update: WeightUpdate, sender: str) -> bytes:
 
 
 def _write(file: Path, content: bytes | memoryview) -> None:
-    """Whole, or not there. Raises OSError."""
+    """Write a file that is whole, or not there. Raises OSError."""
     partial = file.with_name(f".{file.name}.partial")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -204,7 +205,8 @@ def _write(file: Path, content: bytes | memoryview) -> None:
 
 
 def _held_lock(file: Path) -> int:
-    """A locked file, locked from the first moment that it has its name. The kernel drops the lock with its holder."""
+    """Make a locked file, locked from the first moment that it has its name. The kernel drops the lock with its
+    holder."""
     unnamed = file.with_name(".lock.partial")
     lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:

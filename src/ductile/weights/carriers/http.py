@@ -29,6 +29,8 @@ from ductile.weights.carriers.carrier import UpdateFailed, bytes_of
 from ductile.weights.carriers.control import TICK_S
 
 ASK_AGAIN_S, MOST_PAUSE_S = 0.02, 1.0
+CONNECT_S = 0.25
+"""Seconds that a server has to take a connection the first time; each time after that twice as long."""
 CROWDED = 503
 """Status of a server that has no room for a bucket, and soon has."""
 SHOWN_BYTES, PIECE_BYTES = 300, 1 << 20
@@ -77,7 +79,6 @@ class HttpSender:
     """One thread and one connection a receiver."""
 
     def __init__(self, update: WeightUpdate, sender: str, receivers: Sequence[Receiver]) -> None:
-        self._timeout_s = update.bucket_timeout_s
         self._posts = {receiver.instance: _Poster(update, sender, receiver) for receiver in receivers}
         self._failed: dict[str, str] = {}
 
@@ -118,7 +119,7 @@ class _Poster:
         self._headers = {"Content-Type": "application/octet-stream", "X-Ductile-Epoch": str(update.epoch)}
         if receiver.token:
             self._headers["Authorization"] = f"Bearer {receiver.token}"
-        root = urlsplit(receiver.url)
+        root = self._root = urlsplit(receiver.url)
         self._connection = _connection(root, update.bucket_timeout_s)
         self._state_path = f"{root.path.rstrip('/')}/fleet/state"
         self._path = f"{root.path.rstrip('/')}/weights/buckets/{quote(update.update_id, '')}/{quote(sender, '')}"
@@ -207,6 +208,8 @@ class _Poster:
         kept = self._connection.sock is not None
         while not self._ended.is_set():
             try:
+                if self._connection.sock is None:
+                    self._connect()
                 self._connection.request(method, path, body, headers)
                 response = self._connection.getresponse()
                 return response.status, response.read()
@@ -216,6 +219,23 @@ class _Poster:
                     raise
                 kept = False
         raise UpdateFailed("was left out")
+
+    def _connect(self) -> None:
+        """Connect, in several tries: `end` wakes no thread that waits for a host which is gone, and answers nothing."""
+        left_s, try_s = self._timeout_s, CONNECT_S
+        while self._connection.sock is None and not self._ended.is_set():
+            self._connection = _connection(self._root, min(try_s, left_s))
+            try:
+                self._connection.connect()
+            except TimeoutError:
+                self._connection.close()
+                if left_s <= try_s:
+                    raise
+                left_s, try_s = left_s - try_s, 2 * try_s
+        connected = self._connection.sock
+        if connected is None or self._ended.is_set():
+            raise UpdateFailed("was left out")
+        connected.settimeout(self._timeout_s)
 
     def _shown(self, reply: bytes) -> str:
         text = reply[:SHOWN_BYTES].decode("utf-8", "replace").strip()

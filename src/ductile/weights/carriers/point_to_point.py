@@ -43,9 +43,9 @@ from ductile.weights.carriers.control import (
 from ductile.weights.carriers.source import Source
 
 TICK_S = 0.01
-"""How soon a broadcast that has failed is seen, while no receiver says anything."""
+"""Time after which a broadcast that has failed is seen, while no receiver says anything."""
 LOOK_S = 0.0005
-"""How soon a receiver sees that a broadcast is over, while the sender says nothing."""
+"""Time after which a receiver sees that a broadcast is over, while the sender says nothing."""
 MEET_S = 0.5
 """A receiver that is late is waited for as long when the others meet again."""
 
@@ -59,7 +59,8 @@ class _Sent(NamedTuple):
 
 class PointToPointSender:
     def __init__(self, audience: Audience, update: WeightUpdate, sender: str, host: str) -> None:
-        """host: address of this machine at which receivers reach it."""
+        """host: address of this machine at which receivers reach it. The first group is made by `wait`, which ends when
+        a receiver that does not come to it is left out."""
         self._audience = audience
         self._host, self._timeout_s = host, update.bucket_timeout_s
         self._name = f"{update.update_id}/{sender}"
@@ -76,7 +77,6 @@ class PointToPointSender:
         self._under_way: dict[int, _Sent] = {}
         self._broadcasts: deque[Broadcast] = deque()
         self._broken = ""
-        self._regroup({})
 
     @property
     def live(self) -> bool:
@@ -150,7 +150,8 @@ class PointToPointSender:
                 self._broadcast(sent)
 
     def _met(self, late: Mapping[str, int]) -> list[str]:
-        """The receivers that come to the next group; the others are dropped. Who is late already has little time."""
+        """Return the receivers that come to the next group; the others are dropped. Who is late already has little
+        time."""
         audience, until = self._audience, time.monotonic() + MEET_S
         audience.tell(Meet(self._generation))
         while missing := [name for name in list(audience.channels) if audience.generation[name] != self._generation]:

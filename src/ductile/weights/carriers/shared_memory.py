@@ -107,8 +107,8 @@ def receive(source: Source, offer: Offer, load: Callable[[Bucket, Tensor, str], 
 
 
 def _map(ring: Ring, sender: str) -> Tensor:
-    """The whole ring, which can only be read: who writes to this tensor ends its process. It lives as long as a view
-    does."""
+    """Return the whole ring, which can only be read: who writes to this tensor ends its process. It lives as long as a
+    view does."""
     num_bytes = ring.num_slots * ring.slot_bytes
     try:
         fd = os.open(ring.location, os.O_RDONLY | os.O_CLOEXEC)

@@ -35,9 +35,9 @@ class Source:
         self._messages: list[ControlMessage] = []
 
     def next(self, wait_s: float | None = None) -> ControlMessage | None:
-        """The next message; None where none comes within `wait_s`. Raises `UpdateFailed` when the sender ends the
-        update or its connection, or the update is stopped, and where `wait_s` is None when it is silent for too long.
-        """
+        """Return the next message; None where none comes within `wait_s`. Raises `UpdateFailed` when the sender ends
+        the update or its connection, or the update is stopped, and where `wait_s` is None when it is silent for too
+        long."""
         deadline = time.monotonic() + (self._silence_s if wait_s is None else wait_s)
         while not self._messages:
             try:
@@ -86,7 +86,7 @@ def connect(
     silence_s: float,
     stopped: Event,
 ) -> Source:
-    """The proven connection to a sender. Raises `UpdateFailed`."""
+    """Return the proven connection to a sender. Raises `UpdateFailed`."""
     host, _, port = location.rpartition(":")
     if not host or not port.isdigit():
         raise UpdateFailed(f"the location of {sender} is {location!r}; it must be host:port")

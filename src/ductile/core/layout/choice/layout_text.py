@@ -1,11 +1,13 @@
-"""A layout's sizes as text, as people write them: `pp=2,dp_shard=2,tp=2`.
+"""A layout's sizes as text, as people write them: `pp=2,dp_shard=2,tp=2`; and its slots: `0-2,5`.
 
 One grammar for `ductile resize --layout`, `trainer.resize.layouts` and what is printed. An axis that is not named has
 size 1; `dp_shard`, where it is not named, is what the slots leave.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
+from itertools import groupby
 
 from ductile.core.layout.geometry.parallel_layout import AXES, ParallelDims
 
@@ -26,6 +28,15 @@ OTHER_WORDS = {
 
 class LayoutTextError(ValueError):
     """A text that is no layout. The message goes on after the text itself, and says what to write."""
+
+
+def compact(numbers: Sequence[int]) -> str:
+    """Return the numbers, in their order, as ranges: (0, 1, 2, 5) as "0-2,5"."""
+    parts: list[str] = []
+    for _, run in groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0]):
+        found = [number for _, number in run]
+        parts.append(str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}")
+    return ",".join(parts)
 
 
 def parse_sizes(text: str) -> dict[str, int]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from ductile.core.layout.choice.layout_text import compact
 from ductile.core.layout.geometry.parallel_layout import AXES, ParallelLayout
 from ductile.core.layout.geometry.strategy import model_layout
 from ductile.core.layout.model.spec import ModelSpec
@@ -50,7 +51,7 @@ def mesh_table(spec: ModelSpec, layout: ParallelLayout, each_bytes: int) -> list
     by_stage = groupby(layout.slots, key=lambda slot: layout.mesh.coordinate(slot, ("pp",)))
     for _, slots in by_stage:
         stage = tuple(slots)
-        rows.append((_ranges(stage), shares[stage[0]].layers, _share(spec, [shares[s] for s in stage], each_bytes)))
+        rows.append((compact(stage), shares[stage[0]].layers, _share(spec, [shares[s] for s in stage], each_bytes)))
     return [*lines, *_aligned(rows, "<<>")]
 
 
@@ -66,7 +67,7 @@ def numbering(layout: ParallelLayout) -> str:
     first, last = min(layout.slots), max(layout.slots)
     if layout.slots == tuple(range(first, last + 1)):
         return f"slot = {' + '.join([*([str(first)] if first else []), *addends])}"
-    return f"rank = {' + '.join(addends)}, counted through slots {_ranges(layout.slots)}"
+    return f"rank = {' + '.join(addends)}, counted through slots {compact(layout.slots)}"
 
 
 def _a_row_each(spec: ModelSpec, layout: ParallelLayout, shares: Mapping[int, SlotShare], each_bytes: int) -> list[str]:
@@ -90,19 +91,10 @@ def _share(spec: ModelSpec, shares: Sequence[SlotShare], each_bytes: int) -> str
 
 
 def _layers(spec: ModelSpec, stages: Sequence[int], stage: int, pp: int) -> str:
-    layers = _ranges([layer for layer, owner in enumerate(stages) if owner == stage])
+    layers = compact([layer for layer, owner in enumerate(stages) if owner == stage])
     first, last = stage == 0, stage == pp - 1
     head = "tied embeddings" if spec.tie_embeddings else "head" if not first else "embeddings, head"
     return f"{layers}, {head}" if last else f"{layers}, embeddings" if first else layers
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers in their order, as ranges: (0, 1, 2, 5) as "0-2,5"."""
-    parts: list[str] = []
-    for _, run in groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0]):
-        found = [number for _, number in run]
-        parts.append(str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}")
-    return ",".join(parts)
 
 
 def _bytes(number: float) -> str:

@@ -1,11 +1,11 @@
-"""Leases of the live weights, for instances that join the generators or scorers. They never come from disk, but from
+"""Offers of the live weights, for instances that join the generators or scorers. They never come from disk, but from
 
     an instance of the same role   its copy is in the form that the joiner wants
     for a generator: a scorer
     the trainer                    as long as its weights are the live version, at a boundary
     for a scorer: a generator      last, since its copy may be of a smaller dtype
 
-Each in turn, until the joiner has made the version live. Joiners that come at the same time share a lease; the last of
+Each in turn, until the joiner has made the version live. Joiners that come at the same time share an offer; the last of
 them ends it.
 """
 
@@ -17,8 +17,8 @@ from typing import Protocol
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import sort_key
-from ductile.fleet.requests.instance_port import InstancePort
-from ductile.messages.workers import EndLease, LeaseWeights, Published
+from ductile.fleet.requests.instance_port import SlotsPort
+from ductile.messages.workers import EndOffer, OfferWeights, Published
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
 
@@ -26,43 +26,43 @@ from ductile.roles import Failure, Late, Refused, SlotLost
 class WeightSource(Protocol):
     """First source of all weights: the trainer of `ductile.fleet.trainer.remote_trainer`."""
 
-    def can_lease(self, version: int) -> bool: ...
+    def can_offer(self, version: int) -> bool: ...
 
-    async def lease(self, version: int) -> Manifest: ...
+    async def offer(self, version: int) -> Manifest: ...
 
     async def withdraw(self, version: int) -> None: ...
 
 
-_Source = InstancePort | None
-"""Source of a lease: an instance that has the weights, or the trainer (None)."""
+_Source = SlotsPort | None
+"""Source of an offer: an instance that has the weights, or the trainer (None)."""
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
-    """An offer of one source, shared by all joiners that read it at the same time."""
+class _Offer:
+    """What one source offers, shared by all joiners that read it at the same time."""
 
     version: int
     manifest: "asyncio.Task[Manifest]"
     num_users: int = 0
 
 
-class WeightLeases:
-    """Knows which instance has which version, and leases it from one of them for an instance that joins."""
+class WeightOffers:
+    """Knows which instance has which version, and has it offered by one of them for an instance that joins."""
 
     def __init__(self, trainer: WeightSource) -> None:
         self._trainer = trainer
-        self._versions: dict[InstancePort, int] = {}
-        self._leases: dict[_Source, _Lease] = {}
+        self._versions: dict[SlotsPort, int] = {}
+        self._offers: dict[_Source, _Offer] = {}
 
-    def note(self, holder: InstancePort, version: int) -> None:
-        """The instance has this version live."""
+    def note(self, holder: SlotsPort, version: int) -> None:
+        """Note that the instance has this version live."""
         self._versions[holder] = version
 
-    def forget(self, holder: InstancePort) -> None:
-        """The instance is none any more."""
+    def forget(self, holder: SlotsPort) -> None:
+        """Forget an instance that is none any more."""
         self._versions.pop(holder, None)
 
-    async def give(self, joiner: InstancePort, version: int) -> bool:
+    async def give(self, joiner: SlotsPort, version: int) -> bool:
         """Have `joiner`, which has the role and no weights, make this version live. False: no source has it any more.
 
         Raises SlotLost when the joiner is lost, and the first failure when no source could give the weights.
@@ -71,7 +71,7 @@ class WeightLeases:
         for source in self._sources(joiner, version):
             receiving = False
             try:
-                async with self._lease(source, version) as manifest:
+                async with self._offered(source, version) as manifest:
                     receiving = True
                     await joiner.receive(manifest, joining=True)
             except Failure as error:
@@ -79,9 +79,9 @@ class WeightLeases:
                     raise  # it would be as late with the weights of another source
                 if why := joiner.why_lost:
                     raise SlotLost(why) from error
-                # A trainer that has gone on meanwhile leases it no more: the next version is on its way. And that a
+                # A trainer that has gone on meanwhile offers it no more: the next version is on its way. And that a
                 # source is lost says nothing of the joiner.
-                if self._trainer.can_lease(version) if source is None else not isinstance(error, SlotLost):
+                if self._trainer.can_offer(version) if source is None else not isinstance(error, SlotLost):
                     failures.append(error)
             else:
                 self.note(joiner, version)
@@ -92,48 +92,48 @@ class WeightLeases:
             failures[0].add_note(str(later))
         raise failures[0]
 
-    def _sources(self, joiner: InstancePort, version: int) -> list[_Source]:
-        held = [port for port, held in self._versions.items() if held == version and port.can_lease]
+    def _sources(self, joiner: SlotsPort, version: int) -> list[_Source]:
+        held = [port for port, held in self._versions.items() if held == version]
         holders, role = sorted(held, key=lambda port: sort_key(port.instance)), joiner.instance.role
         own: list[_Source] = [holder for holder in holders if holder.instance.role == role]
         others: list[_Source] = [holder for holder in holders if holder.instance.role != role]
-        trainer: list[_Source] = [None] if self._trainer.can_lease(version) else []
+        trainer: list[_Source] = [None] if self._trainer.can_offer(version) else []
         return [*own, *others, *trainer] if role == "generate" else [*own, *trainer, *others]
 
     @asynccontextmanager
-    async def _lease(self, source: _Source, version: int) -> AsyncGenerator[Manifest]:
-        lease = self._leases.get(source)
-        if lease is None:
-            lease = self._leases[source] = _Lease(version, asyncio.create_task(self._begin(source, version)))
-        elif lease.version != version:
-            raise Refused(f"{self._name(source)} leases out version {lease.version} at the moment, not {version}")
-        lease.num_users += 1
+    async def _offered(self, source: _Source, version: int) -> AsyncGenerator[Manifest]:
+        offer = self._offers.get(source)
+        if offer is None:
+            offer = self._offers[source] = _Offer(version, asyncio.create_task(self._begin(source, version)))
+        elif offer.version != version:
+            raise Refused(f"{self._name(source)} offers version {offer.version} at the moment, not {version}")
+        offer.num_users += 1
         try:
-            yield await asyncio.shield(lease.manifest)
+            yield await asyncio.shield(offer.manifest)
         finally:
-            lease.num_users -= 1
-            if not lease.num_users:
-                del self._leases[source]
-                # Not waited for: a later lease of this source is asked for after this.
-                start(self._end(source, lease))
+            offer.num_users -= 1
+            if not offer.num_users:
+                del self._offers[source]
+                # Not waited for: a later offer of this source is asked for after this.
+                start(self._end(source, offer))
 
     async def _begin(self, source: _Source, version: int) -> Manifest:
         if source is None:
-            return await self._trainer.lease(version)
-        reply = await source.ask(LeaseWeights(source.instance.role))
+            return await self._trainer.offer(version)
+        reply = await source.ask(OfferWeights(source.instance.role))
         manifest = reply.manifest if isinstance(reply, Published) else None
         if manifest is None or manifest.version != version:
             offered = "nothing" if manifest is None else f"version {manifest.version}"
             raise Refused(f"{self._name(source)} was asked for version {version} and offers {offered}")
         return manifest
 
-    async def _end(self, source: _Source, lease: _Lease) -> None:
+    async def _end(self, source: _Source, offer: _Offer) -> None:
         with suppress(Failure):  # the joiners have heard of a failure; what a lost slot offered is gone with it
             if source is not None:
-                await source.ask(EndLease(source.instance.role))
+                await source.ask(EndOffer(source.instance.role))
             else:
-                await lease.manifest
-                await self._trainer.withdraw(lease.version)
+                await offer.manifest
+                await self._trainer.withdraw(offer.version)
 
     def _name(self, source: _Source) -> str:
         return "the trainer" if source is None else source.describe()

@@ -1,4 +1,4 @@
-"""A server as its fleet has it: which process it is, which weights it has, and who may pause it."""
+"""Control of a server by its fleet: which process it is, which weights it has and gets, and who may pause it."""
 
 import asyncio
 import secrets
@@ -15,14 +15,15 @@ from ductile.messages.updates import LiveDigest, PauseServer, ResumeServer, Serv
 from ductile.weights.live_weights import LiveWeights, VersionTensors
 
 
-class FleetMember:
+class FleetControl:
     """Made in the loop that serves; `close` at the end."""
 
-    def __init__(self, runner: EngineRunner, live: LiveWeights, stage_weights: bool) -> None:
+    def __init__(self, runner: EngineRunner, live: LiveWeights, stage_weights: bool, model_name: str = "") -> None:
         self.incarnation = secrets.token_hex(8)
         self.gate = PauseGate(runner)
         self._runner = runner
         self._live = live
+        self._model_name = model_name
         self._model = model_fingerprint(live.current.specs())
         self._machine = UpdateMachine()
         self.receiver = WeightReceiver(runner, live, self._machine, self.gate, not stage_weights)
@@ -46,6 +47,7 @@ class FleetMember:
             serving=not self.gate.torn,
             num_sampled=stats.num_tokens,
             update=last.progress() if last else None,
+            model_name=self._model_name,
         )
 
     def refuse_torn(self) -> None:

@@ -1,4 +1,4 @@
-"""The pool that a fleet's servers are members of, as the fleet needs it."""
+"""The pool that a fleet's servers are in, as the fleet needs it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Warmed:
     digest: Digest
 
 
-class FleetMembers(Protocol):
+class ServerPool(Protocol):
     """The pool in which servers take requests, and the way in which they get weights. It takes nobody out by itself."""
 
     on_ended: Listeners[[InstanceId, Failure | None, float]]
@@ -48,17 +48,17 @@ class FleetMembers(Protocol):
         ...
 
     async def add(self, server: TopologyMember) -> None:
-        """The server takes requests from now on."""
+        """Let the server take requests from now on."""
         ...
 
     def put_aside(self, server: InstanceId, why: str) -> None:
-        """The server takes no more requests, until `readmit`; those that it has go to others."""
+        """Give the server no more requests, until `readmit`; those that it has go to others."""
         ...
 
     def readmit(self, server: InstanceId) -> None: ...
 
     def suspect(self, server: InstanceId, why: str, on_trial: bool) -> None:
-        """The server gets only what no other one can take; on trial one request at a time; with "" for a reason, what
+        """Give the server only what no other one can take; on trial one request at a time; with "" for a reason, what
         it can, again."""
         ...
 
@@ -67,10 +67,10 @@ class FleetMembers(Protocol):
         ...
 
     async def drain(self, server: InstanceId, timeout_s: float) -> None:
-        """The server takes no more requests. Returns when it has finished those that it has. Raises Late."""
+        """Give the server no more requests. Returns when it has finished those that it has. Raises Late."""
         ...
 
     async def remove(self, server: InstanceId, why: str) -> None:
-        """The server has left, or is lost, also one that was never added. Requests that it still has go to others, with
-        the tokens that they have, and a version that is under way goes on without it."""
+        """Take out a server that has left, or is lost, also one that was never added. Requests that it still has go to
+        others, with the tokens that they have, and a version that is under way goes on without it."""
         ...

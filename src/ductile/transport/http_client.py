@@ -1,4 +1,4 @@
-"""HTTP to whoever a fleet talks to, each request with a deadline. Where there is no reply, why is one of five kinds:
+"""Client for HTTP, each request with a deadline. Where there is no reply, the reason is one of five kinds:
 
 closed    nobody listens at the address, or this client is closed
 lost      the connection was lost, or there is no way there
@@ -113,7 +113,7 @@ class OpenReply:
         while True:
             self._attempts -= 1
             if self._client.is_closed:
-                raise NoReply("closed", f"{self._url} was not asked: its server has left the fleet")
+                raise NoReply("closed", f"{self._url} is not asked any more: its client is closed")
             try:
                 self._response = await self._client.send(self._request, stream=True)
             except (httpx.HTTPError, OSError) as error:

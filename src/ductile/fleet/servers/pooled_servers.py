@@ -1,8 +1,8 @@
-"""Servers of a run in its pool of generators: they come, get weights and leave. Follows `fleet_members.FleetMembers`.
+"""Servers of a run in its pool of generators: they come, get weights and leave. Follows `server_pool.ServerPool`.
 
-ElasticFleet  decides who is a member → ServerMembers  does it, and tells what became of each request
-                                            ├ pool     who gets requests
-                                            └ updates  who gets weights
+ElasticFleet  decides who is in it → PooledServers  does it, and tells what became of each request
+                                         ├ pool     who gets requests
+                                         └ updates  who gets weights
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.requests.generators import RemoteGenerators
-from ductile.fleet.servers.fleet_members import Warmed
+from ductile.fleet.servers.server_pool import Warmed
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.fleet.updates.donor import Donor
-from ductile.fleet.updates.update_parties import Senders, UpdateMember, UpdateResult
+from ductile.fleet.updates.update_parties import Senders, ServerHandle, UpdateResult
 from ductile.fleet.updates.weight_update import WeightUpdates
 from ductile.roles import Failure, Late, Refused, SlotLost
 
 
-class ServerMembers:
+class PooledServers:
     """Made before the fleet, which listens to it."""
 
     def __init__(
@@ -31,15 +31,15 @@ class ServerMembers:
         pool: RemoteGenerators,
         updates: WeightUpdates,
         trainer: Senders,
-        open_port: Callable[[TopologyMember], UpdateMember[ServerPort]],
+        open_port: Callable[[TopologyMember], ServerHandle[ServerPort]],
     ) -> None:
-        """open_port: a server as a member, whose control is a port that is not open yet. Raises Refused where its
+        """open_port: handle of a server, whose control is a port that is not open yet. Raises Refused where its
         control token is not known."""
         self.on_ended = Listeners[[InstanceId, Failure | None, float]]()
         self.on_updated = Listeners[[UpdateResult]]()
         """Told of every version that has gone to servers, and of what has become of it at each."""
         self._pool, self._updates, self._trainer, self._open_port = pool, updates, trainer, open_port
-        self._servers: dict[InstanceId, UpdateMember[ServerPort]] = {}
+        self._servers: dict[InstanceId, ServerHandle[ServerPort]] = {}
         pool.on_ended.add(self._on_ended)
 
     @property
@@ -48,14 +48,14 @@ class ServerMembers:
         return self._updates.under_way
 
     def num_unfinished(self, server: InstanceId) -> int:
-        """Requests of the run that the server has."""
+        """Return the number of the run's requests that the server has."""
         return sum(request.instance == server for request in self._pool.unfinished())
 
     async def close(self) -> None:
         """Let go of all servers, which go on without the run."""
-        await gather_all(*(member.control.release() for member in self._servers.values()))
+        await gather_all(*(handle.control.release() for handle in self._servers.values()))
 
-    # -- as `FleetMembers` has it
+    # -- as `ServerPool` has it
 
     @property
     def version(self) -> int | None:
@@ -69,13 +69,11 @@ class ServerMembers:
         version = self._pool.version
         if version is None:
             return None  # the run has none yet
-        member = await self._opened(server)
-        leases = [
-            Donor(self._servers[donor.instance].control, version) for donor in donors if donor.instance in self._servers
-        ]
-        sources: list[Senders] = [*leases, self._trainer]
+        handle = await self._opened(server)
+        known = [self._servers[donor.instance] for donor in donors if donor.instance in self._servers]
+        sources: list[Senders] = [*(Donor(donor.control, version) for donor in known), self._trainer]
         try:
-            result = await self._updates.warm(member, version, sources)
+            result = await self._updates.warm(handle, version, sources)
         except Refused as error:
             if self._pool.version != version:
                 return None
@@ -92,11 +90,11 @@ class ServerMembers:
                 return Warmed(version, result.digest)
 
     async def update(self, version: int, servers: Sequence[TopologyMember]) -> UpdateResult:
-        opened: list[UpdateMember[ServerPort] | InstanceOutcome]
+        opened: list[ServerHandle[ServerPort] | InstanceOutcome]
         opened = await gather_all(*(self._open_or_not(server) for server in servers))
-        members = [member for member in opened if isinstance(member, UpdateMember)]
+        handles = [handle for handle in opened if isinstance(handle, ServerHandle)]
         unopened = tuple(outcome for outcome in opened if isinstance(outcome, InstanceOutcome))
-        result = await self._updates.update(version, members)
+        result = await self._updates.update(version, handles)
         result = replace(result, outcomes=(*result.outcomes, *unopened))
         self.on_updated(result)
         return result
@@ -114,8 +112,8 @@ class ServerMembers:
         self._pool.suspect(server, why, on_trial)
 
     def heard_at(self, server: InstanceId) -> float:
-        member = self._servers.get(server)
-        return member.control.heard_at if member else float("-inf")
+        handle = self._servers.get(server)
+        return handle.control.heard_at if handle else float("-inf")
 
     async def drain(self, server: InstanceId, timeout_s: float) -> None:
         await self._pool.dismiss(self._servers[server].control.instance, timeout_s)
@@ -123,30 +121,30 @@ class ServerMembers:
     async def remove(self, server: InstanceId, why: str) -> None:
         self._updates.leave_out(server, why)
         await self._pool.remove_server(server, why)
-        if member := self._servers.pop(server, None):
-            await member.control.release()
+        if handle := self._servers.pop(server, None):
+            await handle.control.release()
 
-    async def _open_or_not(self, server: TopologyMember) -> "UpdateMember[ServerPort] | InstanceOutcome":
+    async def _open_or_not(self, server: TopologyMember) -> "ServerHandle[ServerPort] | InstanceOutcome":
         try:
             return await self._opened(server)
         except Failure as error:
             return InstanceOutcome(server.instance, "dead" if isinstance(error, SlotLost) else "stale", str(error))
 
-    async def _opened(self, server: TopologyMember) -> UpdateMember[ServerPort]:
-        if member := self._servers.get(server.instance):
-            return member
-        member = self._open_port(server)
+    async def _opened(self, server: TopologyMember) -> ServerHandle[ServerPort]:
+        if handle := self._servers.get(server.instance):
+            return handle
+        handle = self._open_port(server)
         try:
-            state = await member.control.open()
+            state = await handle.control.open()
             if state is None:
                 raise Refused(f"{server.address} is a server that takes no weights: `ductile inference` starts one")
             if state.incarnation != server.incarnation:
                 raise SlotLost(f"{server.address} was started anew")
         except BaseException:  # a cancelled one, too, leaves no connection behind
-            await finish(member.control.release())
+            await finish(handle.control.release())
             raise
-        self._servers[server.instance] = member
-        return member
+        self._servers[server.instance] = handle
+        return handle
 
     def _on_ended(self, instance: InstanceId, failure: Failure | None, began_at: float) -> None:
         if instance in self._servers:
