@@ -558,7 +558,7 @@ def test_an_aborted_update_leaves_everybody_as_it_was() -> None:
                 each.instance for each in one.fleet._judge.update_began(2, [one.id(0), one.id(1), InstanceId("gone")])
             ]
             assert ids == [one.id(0), one.id(1)]
-            one.fleet._judge.update_aborted(ids)
+            one.fleet._judge.update_aborted(ids, "slot 1 was killed")
             await one.looks()
             assert {(each.status, each.version) for each in one.fleet.state.serving} == {("ready", 1)}
             epoch = one.state.next_epoch()
