@@ -567,6 +567,18 @@ def test_an_aborted_update_leaves_everybody_as_it_was() -> None:
     asyncio.run(story())
 
 
+def test_why_a_version_was_aborted_is_the_reason_for_which_its_joiners_have_no_weights() -> None:
+    async def story() -> None:
+        async with case(1, version=None) as one:
+            one.fleet._judge.update_began(1, [one.id(0)])
+            one.fleet._judge.update_aborted([one.id(0)], "slot 1 was killed")
+            found = one.fleet.state.of(one.id(0))
+            why = "the version that it was sent was aborted: slot 1 was killed"
+            assert (found.status, found.reason) == ("stale", why)
+
+    asyncio.run(story())
+
+
 def lease(folder: Path, server: StubServer, **fields: object) -> None:
     content = ServerLease(server.url, server.state.incarnation, renewed_at=1e12)
     (folder / lease_file(server.url)).write_bytes(msgspec.json.encode(msgspec.structs.replace(content, **fields)))

@@ -607,6 +607,18 @@ def test_a_rank_that_dies_as_the_version_is_sent_again_takes_it_from_no_server_t
     run(story())
 
 
+def test_ranks_are_not_waited_for_where_nobody_has_prepared():
+    async def story():
+        it = scene(Server("a", {"prepare": "refuse"}))
+        asked, sent = [], it.ranks.sent
+        it.ranks.sent = lambda update_id: asked.append(update_id) or sent(update_id)
+        assert outcomes(await it.publish()) == {"a": "stale"}
+        assert not asked
+        it.check()
+
+    run(story())
+
+
 def test_ranks_that_say_nothing_do_not_hold_the_run_up():
     async def story():
         it = scene(Server("a"), takes_s=1e6)
