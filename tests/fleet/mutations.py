@@ -79,8 +79,8 @@ DEFECTS = (
         (
             Edit(
                 "fleet/servers/shortage.py",
-                'waiting = ("stale", "joining") if self._pool.version is None else ("stale",)',
-                'waiting = ("stale", "joining")',
+                'waiting = ("stale", "warming", "joining") if lacks else ("stale", "warming")',
+                'waiting = ("stale", "warming", "joining")',
             ),
         ),
         f"{ROWS}test_joins_within_the_cooldown_are_one_change",

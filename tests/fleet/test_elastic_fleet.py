@@ -558,11 +558,23 @@ def test_an_aborted_update_leaves_everybody_as_it_was() -> None:
                 each.instance for each in one.fleet._judge.update_began(2, [one.id(0), one.id(1), InstanceId("gone")])
             ]
             assert ids == [one.id(0), one.id(1)]
-            one.fleet._judge.update_aborted(ids)
+            one.fleet._judge.update_aborted(ids, "slot 1 was killed")
             await one.looks()
             assert {(each.status, each.version) for each in one.fleet.state.serving} == {("ready", 1)}
             epoch = one.state.next_epoch()
             assert one.state.next_epoch() > epoch > one.fleet.state.membership
+
+    asyncio.run(story())
+
+
+def test_why_a_version_was_aborted_is_the_reason_for_which_its_joiners_have_no_weights() -> None:
+    async def story() -> None:
+        async with case(1, version=None) as one:
+            one.fleet._judge.update_began(1, [one.id(0)])
+            one.fleet._judge.update_aborted([one.id(0)], "slot 1 was killed")
+            found = one.fleet.state.of(one.id(0))
+            why = "the version that it was sent was aborted: slot 1 was killed"
+            assert (found.status, found.reason) == ("stale", why)
 
     asyncio.run(story())
 

@@ -39,7 +39,7 @@ from ductile.roles import Failure, Interrupted, Late, Refused
 POLL_S = 5.0
 """Longest time between two looks at the registry."""
 SEND_AGAIN_S = 1.0
-"""Longest time until a version that too few servers have taken is sent again."""
+"""Pause before a version that too few servers have taken is sent to the same ones again."""
 
 FleetChange = Callable[[ServerHealth | None, ServerHealth, int], None]
 """Called with a server before (None: it was none) and after a change of its state, and the epoch."""
@@ -92,6 +92,8 @@ class ElasticFleet:
         self._built_epoch = -1
         self.is_waiting = False
         """True while an update waits for servers."""
+        self._sent_to = frozenset[InstanceId]()
+        """Servers that the last version was sent to."""
         self._lacks_version: tuple[int, float] | None = None
         """Version that too few servers have taken, and since when."""
         state.on_change.add(lambda before, after: self._soon(self._follow, before, after))
@@ -256,12 +258,12 @@ class ElasticFleet:
     async def _update(self, version: int) -> None:
         """Bring the version to all that do not have it."""
         decision = await self.enough_servers()
-        lacking = [each.instance for each in decision.receivers if each.version != version]
-        present = self._judge.update_began(version, lacking)
+        self._sent_to = self._shortage.without(version)
+        present = self._judge.update_began(version, self._sent_to)
         try:
             result = await self._pool.update(version, present)
-        except BaseException:
-            self._judge.update_aborted([each.instance for each in present])
+        except BaseException as error:
+            self._judge.update_aborted([each.instance for each in present], error_text(error))
             raise
         self._judge.update_ended(version, result.digest, result.outcomes)
         self.mark_group_built(decision)
@@ -280,7 +282,7 @@ class ElasticFleet:
 
     async def enough_have(self, version: int) -> bool:
         """Return whether `min_healthy_servers` have the version by now, slots that get it included. When they have not,
-        waits a moment for a change first: it may be sent again. Raises Late when that has gone on for `patience_s`."""
+        waits until it is worth sending again. Raises Late when that has gone on for `patience_s`."""
         num = sum(each.version == version for each in self.state.serving) + self._pool.num_others
         if self._lacks_version is None or self._lacks_version[0] != version:
             self._lacks_version = version, self._clock()
@@ -290,7 +292,8 @@ class ElasticFleet:
             self._lacks_version = None
         elif verdict == "wait":
             self.is_waiting = True
-            await self._wait_for_change(SEND_AGAIN_S)
+            with suppress(TimeoutError):
+                await self._changed.wait_for(lambda: not self._shortage.without(version) <= self._sent_to, SEND_AGAIN_S)
         else:
             why = "; ".join(f"{each.instance} is {each.status}: {each.reason}" for each in self.state.living)
             raise Late(
@@ -420,6 +423,7 @@ class ElasticFleet:
                 await self._renew_rule()
                 await self._poll()
                 self._monitor.look()
+                self._joining.begin_due()
                 if not self._config.enable_health_monitor:  # those that are well are not probed then
                     well = {server.address for server in self.state.living if server.status == "ready"}
                     await self._monitor.sweep(without=well)

@@ -289,7 +289,7 @@ class WorkerPool:
         async with self.lock.exclusive(f"version {manifest.version} goes live"):
             if self.version is not None and manifest.version < self.version:
                 return
-            asked = {each: self._ports[each.id] for each in self.all_instances}
+            asked = {each: self._ports[each.id] for each in self.all_instances if not self._leaves(each.id)}
             outcomes = await asyncio.gather(*(_received(port, manifest) for port in asked.values()))
             failed = {instance: failure for instance, failure in zip(asked, outcomes, strict=True) if failure}
             if len(asked) > 1 and all(isinstance(failed.get(instance), Refused) for instance in asked):
@@ -359,6 +359,10 @@ class WorkerPool:
         if self._offers is not None and isinstance(port, SlotsPort):
             self._offers.forget(port)
         self._update()
+
+    def _leaves(self, id: InstanceId) -> bool:
+        """Return whether it is a server that drains: it finishes what it has, with the version that it has."""
+        return id in self._draining and not isinstance(self._ports[id], SlotsPort)
 
     def _behind(self, port: InstancePort) -> str:
         """Return why the instance cannot take work, as another version is live; "" where it can."""

@@ -22,7 +22,7 @@ from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.roles import Failure
 
 AGAIN_S = 0.2
-"""Longest time until a joiner whose version was overtaken is looked at again."""
+"""Longest time until a joiner that could not be given the live version is looked at again."""
 
 
 class Joining:
@@ -97,6 +97,7 @@ class Joining:
             self._timer = None
         if self._state.fenced or self._pool.version is None:
             return
+        self._distrust_old(self._pool.version)
         state = self._state.now
         waiting = {
             server.instance: server.since
@@ -115,6 +116,16 @@ class Joining:
             self._begin(instance, self._join(instance))
         if joins.wait_s is not None:
             self._timer = asyncio.get_running_loop().call_later(joins.wait_s, self.begin_due)
+
+    def _distrust_old(self, version: int) -> None:
+        """Have servers caught up with that serve a version before the live one, such as one whose join ended as that
+        was on its way to others."""
+        for each in self._state.now.serving:
+            if each.offered is None and (each.version or 0) < version:
+                why = f"it has version {each.version}, and {version} is live"
+                self._state.judge(
+                    each.instance, lambda server, why=why: server.moved("distrust", why, self._state.clock())
+                )
 
     def _begin(self, server: InstanceId, work: Coroutine[Any, Any, None], instead: bool = False) -> None:
         """Begin a server's work, after that which is under way. instead: and end that."""
@@ -156,26 +167,34 @@ class Joining:
                         self._commit(id, warmed)
                         return
                     if warmed is None:
-                        await self._next_change()
+                        await self._moment(id)
                 return
         except TransitionRefused:
             return  # it is gone
         except TimeoutError:
             pass
-        except (Failure, OSError) as error:
-            why = str(error)
+        except Exception as error:
+            why = str(error) if isinstance(error, Failure | OSError) else error_text(error)
+        if (now := self._state.now.servers.get(id)) is None or now.offered is not None:
+            return  # it is gone, or a receiver of the next version, which has its own outcome
         self._discovery.lost(server.address)
         self._tell(f"{id} could not be given weights: {why}")
         self._state.judge(id, lambda each: each.update_failed(why, self._state.clock(), keeps_old=False))
 
-    async def _next_change(self) -> None:
+    async def _moment(self, id: InstanceId) -> None:
+        """Wait until the server has got weights otherwise, `AGAIN_S` at most."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(AGAIN_S):
-                await self._changed.wait()
+            await self._changed.wait_for(lambda: self._state.now.of(id).status != "warming", AGAIN_S)
 
     def _commit(self, id: InstanceId, warmed: Warmed) -> None:
         now = self._state.clock()
-        self._state.judge(id, lambda each: each.sent(warmed.version, now).committed(warmed.version, warmed.digest, now))
+
+        def commit(server: ServerHealth) -> ServerHealth:
+            if server.offered is not None and server.offered > warmed.version:
+                return server  # a newer one is on its way to it, and is its next commit
+            return server.sent(warmed.version, now).committed(warmed.version, warmed.digest, now)
+
+        self._state.judge(id, commit)
 
     async def _add(self, server: TopologyMember) -> None:
         await self._pool.add(server)

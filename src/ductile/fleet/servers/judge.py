@@ -192,10 +192,11 @@ class Judge:
                 case "stale":
                     self._state.judge(id, lambda server, why=why: server.update_failed(why, now, keeps_old=False))
 
-    def update_aborted(self, receivers: Iterable[InstanceId]) -> None:
+    def update_aborted(self, receivers: Iterable[InstanceId], why: str) -> None:
         """An update has ended before any of the receivers changed over: they serve what they had."""
+        why = f"the version that it was sent was aborted: {why}"
         for each in receivers:
-            self._state.judge(each, lambda server: server.update_failed("", self._state.clock(), keeps_old=True))
+            self._state.judge(each, lambda server: server.update_failed(why, self._state.clock(), keeps_old=True))
 
 
 def _reply_of(state: ServerState, asked_at: float) -> ProbeReply:

@@ -91,10 +91,11 @@ class PooledServers:
 
     async def update(self, version: int, servers: Sequence[TopologyMember]) -> UpdateResult:
         opened: list[ServerHandle[ServerPort] | InstanceOutcome]
-        opened = await gather_all(*(self._open_or_not(server) for server in servers))
-        handles = [handle for handle in opened if isinstance(handle, ServerHandle)]
-        unopened = tuple(outcome for outcome in opened if isinstance(outcome, InstanceOutcome))
-        result = await self._updates.update(version, handles)
+        with self._updates.before_joiners():
+            opened = await gather_all(*(self._open_or_not(server) for server in servers))
+            handles = [handle for handle in opened if isinstance(handle, ServerHandle)]
+            unopened = tuple(outcome for outcome in opened if isinstance(outcome, InstanceOutcome))
+            result = await self._updates.update(version, handles)
         result = replace(result, outcomes=(*result.outcomes, *unopened))
         self.on_updated(result)
         return result
@@ -143,8 +144,9 @@ class PooledServers:
         except BaseException:  # a cancelled one, too, leaves no connection behind
             await finish(handle.control.release())
             raise
-        self._servers[server.instance] = handle
-        return handle
+        if (first := self._servers.setdefault(server.instance, handle)) is not handle:
+            await handle.control.release()  # a join and a version have opened it at the same time
+        return first
 
     def _on_ended(self, instance: InstanceId, failure: Failure | None, began_at: float) -> None:
         if instance in self._servers:

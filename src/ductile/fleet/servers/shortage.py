@@ -1,11 +1,12 @@
 """Shortage of servers: whether a run has as many as it needs, how long it waits for others, and what it says meanwhile:
 at once, and again every `AGAIN_S`, which addresses it looks at, and why no server is there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 from ductile.concurrency.deadline import said
 from ductile.config.schema.fleet import FleetConfig
-from ductile.core.instances.health import ServerHealth
+from ductile.core.instances.health import MemberStatus, ServerHealth
+from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.update_outcomes import SupplyVerdict, lacking
 from ductile.fleet.registry.discovery import Discovery
 from ductile.fleet.servers.judge import Judge
@@ -52,11 +53,16 @@ class Shortage:
 
     @property
     def receivers(self) -> list[ServerHealth]:
-        """Servers that get the next version: those that serve, those whose weights are not trusted and who answer, and
-        before the first version those that wait for it."""
-        waiting = ("stale", "joining") if self._pool.version is None else ("stale",)
-        living = self._state.now.living
-        return [each for each in living if each.is_serving or (each.status in waiting and not each.probe_failures)]
+        """Servers that get the next version: those that serve, and of those that answer the ones whose weights are not
+        trusted, or are on their way. Those that wait for the cooldown get it where the run has no version yet, or too
+        few servers without them."""
+        lacks = self._pool.version is None or self._count(self._with(("stale", "warming"))) < self._minimum
+        waiting = ("stale", "warming", "joining") if lacks else ("stale", "warming")
+        return self._with(waiting)
+
+    def without(self, version: int) -> frozenset[InstanceId]:
+        """Return the receivers that do not have the version."""
+        return frozenset(each.instance for each in self.receivers if each.version != version)
 
     @property
     def absent(self) -> dict[str, str]:
@@ -105,5 +111,13 @@ class Shortage:
 
     @property
     def _num_healthy(self) -> int:
+        return self._count(self.receivers)
+
+    def _with(self, waiting: Collection[MemberStatus]) -> list[ServerHealth]:
+        """Return those that serve, and those that wait in such a state and answer."""
+        living = self._state.now.living
+        return [each for each in living if each.is_serving or (each.status in waiting and not each.probe_failures)]
+
+    def _count(self, servers: Iterable[ServerHealth]) -> int:
         threshold = self._judge.rules.failure_threshold
-        return sum(each.probe_failures < threshold for each in self.receivers) + self._pool.num_others
+        return sum(each.probe_failures < threshold for each in servers) + self._pool.num_others

@@ -83,6 +83,8 @@ class UpdateAttempt:
         self.num_bytes = self.num_bytes_unchanged = 0
         self.share_equal = 0.0
         """Share of the version's bytes that are those of the version before."""
+        self.unsent = ""
+        """Reason for which the senders could not send it."""
         self.pause_s = 0.0
         """The longest that a server answered nobody."""
         self._senders, self._version, self._servers, self._options = senders, version, servers, options
@@ -142,7 +144,7 @@ class UpdateAttempt:
         except TimeoutError:
             why = f"the update was not through after {self._options.total_timeout_s:g} s"
         except Refused as error:
-            why = f"the weights could not be sent: {error}"
+            self.unsent = why = f"the weights could not be sent: {error}"
         for name in self._left if why else ():
             self.fail(name, why)
 
@@ -230,6 +232,8 @@ class UpdateAttempt:
 
     async def _send(self, update: WeightUpdate) -> None:
         """Wait for the ranks and watch the servers, as long as one is left."""
+        if not self._left:
+            return
         sending = asyncio.create_task(_awaited(self._senders.sent(update.update_id)))
         sending.add_done_callback(lambda _: self._changed.notify_all())
         watching = [asyncio.create_task(self._watch(update, name)) for name in self._left]

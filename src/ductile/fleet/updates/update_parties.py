@@ -132,6 +132,8 @@ class UpdateResult:
     """Bytes that were not sent, as all had them from the version before."""
     share_equal: float = 0.0
     """Share of the version's bytes that are those of the version before."""
+    unsent: str = ""
+    """Reason for which the senders could not send it in the last attempt, which says nothing of the servers."""
 
     @property
     def committed(self) -> tuple[InstanceId, ...]:

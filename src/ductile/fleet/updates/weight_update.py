@@ -9,7 +9,8 @@ A server that joins gets the live version by the same steps (`warm`); a version 
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ductile.core.instances.instances import InstanceId
@@ -47,7 +48,7 @@ class WeightUpdates:
         self._trainer, self._options, self._choose = trainer, options, choose
         self._next_epoch, self._clock = next_epoch, clock
         self._turn = asyncio.Lock()
-        self._warming: asyncio.Task[UpdateResult] | None = None
+        self._warming: asyncio.Task[UpdateResult | None] | None = None
         self._share_equal = 0.0
         """Share of the last version's bytes that were those of the version before it."""
         self._num_due = 0
@@ -72,26 +73,35 @@ class WeightUpdates:
         trainer's ranks raise before any has it: then the servers have what they had, and have been told to abort.
 
         A joiner that is being given the version before is left to the caller, who makes it a receiver of this one."""
+        with self.before_joiners():
+            async with self._turn:
+                self.under_way = f"version {version}"
+                try:
+                    base = self.known if self.digest and self._share_equal >= WORTH else None
+                    most = self._options.max_attempts
+                    result = await self._attempts(self._trainer, version, servers, most, base=base)
+                    self._note(result)
+                    self._share_equal = result.share_equal
+                    return result
+                finally:
+                    self.under_way = ""
+
+    @contextmanager
+    def before_joiners(self) -> Generator[None]:
+        """Give nothing to servers that join meanwhile, from before the receivers of a version are looked for."""
         if self._warming is not None:
             self._warming.cancel()
         self._num_due += 1
         try:
-            async with self._turn:
-                self.under_way = f"version {version}"
-                base = self.known if self.digest and self._share_equal >= WORTH else None
-                most = self._options.max_attempts
-                result = await self._attempts(self._trainer, version, servers, most, base=base)
-                self._note(result)
-                self._share_equal = result.share_equal
-                return result
+            yield
         finally:
             self._num_due -= 1
-            self.under_way = ""
 
     async def warm(self, server: AnyServer, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
         """Bring the live version to a server that joins, from the first source that can give it. It has committed when
         its digest is that of the version. None when another version is published meanwhile, or was sent to servers and
-        goes live in a moment: it is to be asked again. Raises Refused when no source can give it.
+        goes live in a moment, or when those that have it cannot send it now: it is to be asked again. Raises Refused
+        when the server does not take it, or no source sends as it is to be sent.
         """
         async with self._turn:
             if self._num_due or self.version not in (None, version):
@@ -106,17 +116,21 @@ class WeightUpdates:
                 await asyncio.gather(self._warming, return_exceptions=True)
                 self._warming, self.under_way = None, ""
 
-    async def _warm(self, server: AnyServer, version: int, sources: Sequence[Senders]) -> UpdateResult:
+    async def _warm(self, server: AnyServer, version: int, sources: Sequence[Senders]) -> UpdateResult | None:
         expected = self.digest if self.version == version else ""
-        failures, only = list[str](), self._options.join_carrier
+        failures, others, only = list[str](), list[str](), self._options.join_carrier
+        is_unsent = False
         for source in sources:
             if only is not None and source.carrier not in (None, only):
-                failures.append(f"who has it sends by {source.carrier}, and inference.join_transport is {only!r}")
+                others.append(f"who has it sends by {source.carrier}, and inference.join_transport is {only!r}")
                 continue
             try:
                 result = await self._attempts(source, version, [server], 1, source.carrier or only)
-            except Refused as error:
-                failures.append(str(error))
+            except Refused:
+                is_unsent = True
+                continue
+            if result.unsent:
+                is_unsent = True  # such as by a trainer that has gone on: that is no fault of who asks
                 continue
             if result.committed and expected and result.digest != expected:
                 failures.append(f"it was given {result.digest}, and version {version} is {expected}")
@@ -127,7 +141,9 @@ class WeightUpdates:
             failures.append(result.outcomes[0].reason)
             if result.outcomes[0].outcome == "dead":
                 return result
-        raise Refused(f"{server.id} cannot be given version {version}: {'; '.join(failures)}")
+        if is_unsent and not failures:
+            return None
+        raise Refused(f"{server.id} cannot be given version {version}: {'; '.join([*others, *failures])}")
 
     async def _attempts(
         self,
@@ -141,7 +157,7 @@ class WeightUpdates:
         began_s, number = self._clock(), 0
         outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
         digest, tensors, num_bytes, num_bytes_unchanged = "", dict[str, Digest](), 0, 0
-        pause_s = share_equal = 0.0
+        pause_s, share_equal, unsent = 0.0, 0.0, ""
         left: dict[InstanceId, AnyServer] = {server.id: server for server in servers}
         while left:
             number += 1
@@ -172,7 +188,7 @@ class WeightUpdates:
             share_equal = max(share_equal, attempt.share_equal)
             num_bytes += attempt.num_bytes
             num_bytes_unchanged += attempt.num_bytes_unchanged
-            pause_s = max(pause_s, attempt.pause_s)
+            pause_s, unsent = max(pause_s, attempt.pause_s), attempt.unsent
             decision = next_attempt(tuple(attempt.committed), attempt.short, number, max_attempts)
             outcomes += decision.ended
             left = {name: replace(left[name], incarnation=attempt.incarnation(name)) for name in decision.again}
@@ -189,6 +205,7 @@ class WeightUpdates:
             tensors,
             num_bytes_unchanged,
             share_equal,
+            unsent,
         )
 
     def _note(self, result: UpdateResult) -> None:
