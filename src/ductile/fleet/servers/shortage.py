@@ -60,9 +60,9 @@ class Shortage:
         waiting = ("stale", "warming", "joining") if lacks else ("stale", "warming")
         return self._with(waiting)
 
-    def without(self, version: int) -> frozenset[InstanceId]:
-        """Return the receivers that do not have the version."""
-        return frozenset(each.instance for each in self.receivers if each.version != version)
+    def without(self, version: int) -> tuple[InstanceId, ...]:
+        """Return the receivers that do not have the version, in their order."""
+        return tuple(each.instance for each in self.receivers if each.version != version)
 
     @property
     def absent(self) -> dict[str, str]:
