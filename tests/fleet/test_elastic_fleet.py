@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from ductile.fleet import ElasticFleet
 from ductile.fleet.registry.authority import FolderAuthority
 from ductile.fleet.registry.registries import LeaseFolder
 from ductile.fleet.servers.requirements import Requirements
+from ductile.fleet.servers.server_pool import Warmed
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.updates.update_parties import UpdateOptions
 from ductile.fleet.updates.weight_update import WeightUpdates
@@ -388,6 +390,39 @@ def test_a_joiner_that_cannot_be_given_weights_waits_longer_each_time() -> None:
             one.members.warm = warm  # type: ignore[method-assign]
             await one.looks()
             assert one.serving == [0, 1]
+            await joiner.kill()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_join_that_ends_once_the_server_is_sent_a_newer_version_says_nothing_of_that(fails: bool) -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            joiner = await StubServer().start()
+            one.servers.append(joiner)
+            one.members.may_warm.clear()
+            warm = one.members.warm
+
+            async def warm_or_not(*asked: Any) -> Warmed | None:
+                warmed = await warm(*asked)
+                if fails:
+                    raise Refused("its disk is full")
+                return warmed
+
+            one.members.warm = warm_or_not  # type: ignore[method-assign]
+            one.fleet.register_server(joiner.url)
+            await one.fleet.look()
+            await until(lambda: bool(one.members.donors.get(one.id(1))))
+            one.fleet._judge.update_began(2, [one.id(1)])
+            one.members.may_warm.set()
+            await one.fleet.settled()
+            found = one.fleet.state.of(one.id(1))
+            assert (found.status, found.version, found.offered) == ("warming", None, 2)
+            assert not any("its disk is full" in each for each in one.told)
+            one.fleet._judge.update_ended(2, DIGEST, [InstanceOutcome(one.id(1), "committed")])
+            found = one.fleet.state.of(one.id(1))
+            assert (found.status, found.version) == ("ready", 2)
             await joiner.kill()
 
     asyncio.run(story())

@@ -277,6 +277,7 @@ def test_a_join_does_not_end_while_another_receiver_is_slow_to_open() -> None:
             await one.publish(2)
             await one.until(lambda: one.is_ready(B, 2), 0.5)
             assert [each.version for each in one.results] == [1, 2]
+            assert one.processes[B].said.count("commit") == 1, "it was given the version before as well"
 
     run(story())
 

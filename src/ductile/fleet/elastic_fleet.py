@@ -92,7 +92,7 @@ class ElasticFleet:
         self._built_epoch = -1
         self.is_waiting = False
         """True while an update waits for servers."""
-        self._sent_to = frozenset[InstanceId]()
+        self._sent: tuple[InstanceId, ...] = ()
         """Servers that the last version was sent to."""
         self._lacks_version: tuple[int, float] | None = None
         """Version that too few servers have taken, and since when."""
@@ -258,8 +258,8 @@ class ElasticFleet:
     async def _update(self, version: int) -> None:
         """Bring the version to all that do not have it."""
         decision = await self.enough_servers()
-        self._sent_to = self._shortage.without(version)
-        present = self._judge.update_began(version, self._sent_to)
+        self._sent = self._shortage.without(version)
+        present = self._judge.update_began(version, self._sent)
         try:
             result = await self._pool.update(version, present)
         except BaseException as error:
@@ -293,7 +293,7 @@ class ElasticFleet:
         elif verdict == "wait":
             self.is_waiting = True
             with suppress(TimeoutError):
-                await self._changed.wait_for(lambda: not self._shortage.without(version) <= self._sent_to, SEND_AGAIN_S)
+                await self._changed.wait_for(lambda: bool(self._shortage.without(version, self._sent)), SEND_AGAIN_S)
         else:
             why = "; ".join(f"{each.instance} is {each.status}: {each.reason}" for each in self.state.living)
             raise Late(

@@ -60,9 +60,10 @@ class Shortage:
         waiting = ("stale", "warming", "joining") if lacks else ("stale", "warming")
         return self._with(waiting)
 
-    def without(self, version: int) -> frozenset[InstanceId]:
-        """Return the receivers that do not have the version."""
-        return frozenset(each.instance for each in self.receivers if each.version != version)
+    def without(self, version: int, but: Collection[InstanceId] = ()) -> tuple[InstanceId, ...]:
+        """Return the receivers that do not have the version, in their order. but: who is left out."""
+        ids = (each.instance for each in self.receivers if each.version != version)
+        return tuple(each for each in ids if each not in but)
 
     @property
     def absent(self) -> dict[str, str]:
