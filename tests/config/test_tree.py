@@ -286,7 +286,7 @@ def test_the_seed_s_two_runs_side_by_side(here: Path) -> None:
     parsed = parse(RLConfig, ["@", "good.toml", *flags.split()])
     assert parsed.config.output_dir == "out/exp2"
     (notice,) = parsed.notices
-    assert "is taken for this run's own generate slots (inference.server.port 8001)" in notice
+    assert "is taken for this run's own generate slots, as it has their port (inference.server.port 8001)" in notice
 
 
 @pytest.mark.parametrize(("loss", "told"), [("default", 1), ("ipo", 1), ("grpo", 0)])

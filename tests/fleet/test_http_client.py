@@ -11,7 +11,7 @@ import pytest
 
 from ductile.fleet.servers.server_http import ServerDeadlines, ServerHttp
 from ductile.roles import Failure, Interrupted, Late, NotTaken, SlotLost
-from ductile.transport.http_client import HttpClient, Kind, NoReply
+from ductile.transport.http_client import HttpClient, Kind, NoReply, classify
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 LATE_S = 0.1
@@ -84,3 +84,13 @@ async def fails(url: str, kind: Kind, failure: type[Failure] | None) -> None:
     finally:
         await client.close()
         await server.close()
+
+
+def test_a_closed_port_is_closed_where_the_name_has_another_address_without_a_way() -> None:
+    both = ExceptionGroup(
+        "all", [OSError(errno.ENETUNREACH, "no way"), ConnectionRefusedError(errno.ECONNREFUSED, "no")]
+    )
+    error = OSError("all attempts failed")
+    error.__cause__ = both
+    assert classify(error) == "closed"
+    assert classify(OSError(errno.ENETUNREACH, "no way")) == "unasked"

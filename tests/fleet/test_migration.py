@@ -224,6 +224,25 @@ def test_a_target_that_does_not_take_them_is_replaced(kind):
     with_cluster(story)
 
 
+def test_what_one_target_refuses_is_dealt_out_among_the_others():
+    async def story(cluster: Cluster):
+        generators, names = cluster.generators, [f"r{index}" for index in range(6)]
+        for slot in (1, 2, 3):
+            generators.suspect(id_on(slot), "it is slow")
+        asked = [cluster.ask(name) for name in names]
+        await steps(3)
+        for slot in (1, 2):
+            generators.suspect(id_on(slot), "")
+        generators.suspect(id_on(3), "its requests failed", on_trial=True)
+        cluster.carrier.fail(1, "error", on=Generate)
+        results = await generators.migrate([order(name, 0, 1) for name in names])
+        assert [result.instance for result in results].count(id_on(3)) == 1, "one on trial gets one"
+        for name, generation in zip(names, await asyncio.gather(*asked), strict=True):
+            assert is_whole(generation, name)
+
+    with_cluster(story, generating=(0, 1, 2, 3))
+
+
 def test_a_target_that_dies_as_soon_as_it_has_replied_is_replaced():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")

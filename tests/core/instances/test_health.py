@@ -201,6 +201,13 @@ def test_one_that_has_nothing_to_do_or_is_paused_is_not(busy) -> None:
     assert one.status == "ready"
 
 
+def test_time_before_it_was_busy_counts_for_nothing() -> None:
+    idle = server(progressed_at=1.0).answered(reply(), 1.0, RULES)
+    asked = idle.request_failed("reset", 500.0, RULES, 499.0).answered(reply(num_requests=3), 501.0, RULES)
+    assert asked.is_living
+    assert asked.answered(reply(num_requests=3), 562.0, RULES).status == "dead"
+
+
 def test_a_slow_one_is_not() -> None:
     one = server()
     for now in range(0, 6000, 50):

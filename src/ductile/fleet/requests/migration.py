@@ -148,6 +148,7 @@ class Migrator:
         if not self._is_still_wanted(migrating):
             return False
         entry = migrating.entry
+        self._in_flight.note_migrating([entry], migrating=False)
         if isinstance(error, Late) and entry.where == target:
             self._dispatch.abort(entry)  # it may have taken it
         migrating.why = migrating.why or str(error)
@@ -164,6 +165,9 @@ class Migrator:
         request = entry.request
         loads = self._in_flight.loads(others)
         migrating.target = route(request.group, loads, len(request.prompt), self._block_tokens).instance
+        # Booked at once: those that turn to another with this one must not all find it idle.
+        self._in_flight.note_instance(entry, next(each for each in others if each.id == migrating.target))
+        self._in_flight.note_migrating([entry], migrating=True)
         return True
 
     def _is_still_wanted(self, migrating: _Migrating) -> bool:
