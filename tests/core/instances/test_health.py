@@ -194,3 +194,12 @@ def test_a_slow_one_is_not() -> None:
     for now in range(0, 6000, 50):
         one = one.answered(reply(num_requests=1, num_sampled=now), float(now), RULES)
     assert one.status == "ready"
+
+
+def test_the_time_without_a_token_begins_when_it_is_first_seen_with_requests() -> None:
+    """One that is well may be probed by nobody for long (`enable_health_monitor`)."""
+    one = server().answered(reply(num_sampled=100), 1.0, RULES).request_failed("reset", 500.0, RULES)
+    one = one.answered(reply(num_requests=3, num_sampled=100), 501.0, RULES)
+    assert one.status == "suspect"
+    assert one.answered(reply(num_requests=3, num_sampled=100), 560.0, RULES).status == "suspect"
+    assert one.answered(reply(num_requests=3, num_sampled=100), 561.0, RULES).status == "dead"

@@ -142,8 +142,10 @@ class ServerHealth:
     heard_at: float = 0.0
     """Time at which it last answered a probe, or came."""
     num_sampled: int = 0
+    is_busy: bool = False
+    """True where it had requests to sample for at its latest answer."""
     progressed_at: float = 0.0
-    """Time at which it last sampled a token, or had nothing to do."""
+    """Time at which it last sampled a token, had nothing to do, or was first seen with something to do."""
     bucket: tuple[str, int] = ("", 0)
     """Update that it receives, and buckets of it."""
     bucket_at: float = 0.0
@@ -282,10 +284,12 @@ class ServerHealth:
     def _progressed(self, reply: ProbeReply, now: float) -> "ServerHealth":
         bucket = (reply.update_id, reply.num_buckets)
         is_busy = reply.num_requests > 0 and not reply.is_paused
+        is_stuck = is_busy and self.is_busy and reply.num_sampled == self.num_sampled
         return replace(
             self,
+            is_busy=is_busy,
             num_sampled=reply.num_sampled,
-            progressed_at=self.progressed_at if is_busy and reply.num_sampled == self.num_sampled else now,
+            progressed_at=self.progressed_at if is_stuck else now,
             bucket=bucket,
             bucket_at=self.bucket_at if bucket == self.bucket else now,
         )
