@@ -11,7 +11,7 @@ import pytest
 
 from ductile.fleet.servers.server_http import ServerDeadlines, ServerHttp
 from ductile.roles import Failure, Interrupted, Late, NotTaken, SlotLost
-from ductile.transport.http_client import HttpClient, Kind, NoReply
+from ductile.transport.http_client import HttpClient, Kind, NoReply, classify
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 LATE_S = 0.1
@@ -69,6 +69,15 @@ def test_no_server_is_to_blame_when_we_have_no_files_left(monkeypatch: pytest.Mo
             await fails("http://127.0.0.1:9", "unasked", NotTaken)
 
     asyncio.run(story())
+
+
+def test_nobody_listens_at_a_host_of_which_one_address_refuses_and_another_has_no_way_there() -> None:
+    error = OSError("All connection attempts failed")
+    no_way = OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    error.__cause__ = ExceptionGroup("attempts", [no_way, refused])
+    assert classify(error) == "closed"
+    assert classify(no_way) == "unasked"
 
 
 async def fails(url: str, kind: Kind, failure: type[Failure] | None) -> None:

@@ -153,9 +153,9 @@ def classify(error: BaseException) -> Kind:
     if isinstance(error, httpx.TimeoutException | TimeoutError):
         return "silent"
     numbers = {*_error_numbers(error)}
-    if numbers & OWN_FAULTS:
-        return "unasked"
-    return "closed" if errno.ECONNREFUSED in numbers else "lost"
+    if errno.ECONNREFUSED in numbers:
+        return "closed"  # also where another of its addresses has no way there, such as that of IPv6
+    return "unasked" if numbers & OWN_FAULTS else "lost"
 
 
 async def read_all(response: httpx.Response, most_bytes: int = MOST_BYTES) -> bytes:
