@@ -282,6 +282,19 @@ def test_a_server_that_is_gone_is_none_any_more():
     with_mixed(story)
 
 
+def test_the_end_of_a_server_that_has_no_request_is_told_too():
+    """It may be lost with a canary, or a request that was to migrate to it."""
+
+    async def story(cluster: Mixed):
+        told: list[tuple[InstanceId, Failure | None]] = []
+        cluster.generators.on_ended.add(lambda id, failure, began_at: told.append((id, failure)))
+        cluster.server.say(Died("http://elsewhere cannot be reached"))
+        ((id, failure),) = told
+        assert (id, type(failure), str(failure)) == (ELSEWHERE.id, SlotLost, "http://elsewhere cannot be reached")
+
+    with_mixed(story)
+
+
 def test_a_server_that_is_not_given_a_version_is_left_behind_with_what_it_has_sampled():
     async def story(cluster: Mixed):
         asked = {name: cluster.ask(name) for name in "abc"}

@@ -1,6 +1,7 @@
 """Sequences that change generators while everything may go wrong, in virtual time over the memory transport."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -222,6 +223,25 @@ def test_a_target_that_does_not_take_them_is_replaced(kind):
         assert (cluster.generators.slots == (0, 1)) == (kind == "death")
 
     with_cluster(story)
+
+
+def test_a_target_that_does_not_take_them_is_no_reason_to_flood_the_one_on_trial():
+    async def story(cluster: Cluster):
+        for slot in (1, 2, 3):
+            cluster.generators.suspect(id_on(slot), "no reply")
+        asked = [cluster.ask(str(n)) for n in range(8)]
+        await steps(2)
+        assert {*cluster.where().values()} == {id_on(0)}
+        for slot in (1, 2):
+            cluster.generators.suspect(id_on(slot), "")
+        cluster.generators.suspect(id_on(3), "its requests failed", on_trial=True)
+        cluster.carrier.fail(1, "error", on=Generate)
+        results = await cluster.generators.migrate([order(str(n), 0, 1) for n in range(8)])
+        assert Counter(each.instance for each in results) == {id_on(0): 4, id_on(2): 3, id_on(3): 1}
+        for n, task in enumerate(asked):
+            assert is_whole(await task, str(n))
+
+    with_cluster(story, generating=(0, 1, 2, 3))
 
 
 def test_a_target_that_dies_as_soon_as_it_has_replied_is_replaced():
