@@ -91,6 +91,23 @@ def test_a_closed_port_is_evidence_at_once() -> None:
     asyncio.run(story())
 
 
+def test_one_that_the_pool_does_not_take_is_not_ready_and_joins_again() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            one.members.add_fails = Late("a version took too long to go live")
+            await one.servers[0].restart()
+            await one.looks(2)
+            again = one.fleet.state.of(one.id(0))
+            assert (again.status, one.serving) == ("stale", [])
+            assert "a version took too long to go live" in again.reason
+            one.members.add_fails = None
+            await one.looks(2)
+            assert one.serving == [0]
+            assert one.members.story[-2:] == [f"warm {again.instance} with 1", f"add {again.instance}"]
+
+    asyncio.run(story())
+
+
 def test_a_lost_connection_has_the_server_probed_at_once() -> None:
     """With probes every 1000 s; and one that lost a connection and lives stays."""
 
