@@ -64,7 +64,7 @@ class RemoteGenerators(WorkerPool):
         take it; None where it was between two. Of generators in a row that do not take it, the first is told."""
         self.on_ended = Listeners[[InstanceId, Failure | None, float]]()
         """Told of each request that has ended at a generator: what it failed with there, None where it has not; and
-        when the generator got it, by the event loop's clock. Told of a generator's end, too, as SlotLost."""
+        when the generator got it, by the event loop's clock."""
         super().__init__("generate", slots, instances, deadlines, offers)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
         self._in_flight = RequestsInFlight(lambda: asyncio.get_running_loop().time())
@@ -264,7 +264,6 @@ class RemoteGenerators(WorkerPool):
                     entry.fail(failure)
             case Died(reason):
                 self._in_flight.forget(instance)
-                self.on_ended(instance.id, SlotLost(reason), 0.0)  # also where none of its requests is ours to fail
                 for entry in self._in_flight.at(instance):
                     if not entry.migrating:
                         entry.fail(SlotLost(reason))

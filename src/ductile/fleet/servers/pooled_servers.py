@@ -44,6 +44,8 @@ class PooledServers:
         self._opening: dict[InstanceId, asyncio.Task[ServerHandle[ServerPort]]] = {}
         """Servers that are being opened: a join and an update that need the same one share its handle."""
         pool.on_ended.add(self._on_ended)
+        # It may be lost with what is no request of `generate`: a canary, or one that migrates.
+        pool.on_lost.add(lambda instance, why: self._on_ended(instance, SlotLost(why), 0.0))
 
     @property
     def under_way(self) -> str:
