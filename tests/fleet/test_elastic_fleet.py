@@ -108,6 +108,29 @@ def test_one_that_the_pool_does_not_take_is_not_ready_and_joins_again() -> None:
     asyncio.run(story())
 
 
+def test_one_that_says_that_it_is_leaving_has_left_and_did_not_fail() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            id = one.id(1)
+            one.members.may_drain.clear()
+            one.servers[1].says(leaving=True)
+            await one.fleet.look()
+            assert one.fleet.state.of(id).status == "draining"
+            await one.servers[1].kill()
+            one.members.on_ended(id, SlotLost("the connection was refused"), 0.0)
+            await one.looks()
+            assert (one.fleet.state.of(id).status, one.fleet.state.of(id).reason) == ("gone", "it has left")
+            one.servers[1].says(incarnation="another")
+            await one.servers[1].start()
+            await one.looks(2)
+            assert one.serving == [0], "it is leaving, too"
+            one.servers[1].says(leaving=False)
+            await one.looks(2)
+            assert one.serving == [0, 1]
+
+    asyncio.run(story())
+
+
 def test_a_lost_connection_has_the_server_probed_at_once() -> None:
     """With probes every 1000 s; and one that lost a connection and lives stays."""
 
