@@ -90,6 +90,7 @@ class StubPool:
         self.version, self.num_others = version, 0
         self.on_ended = Listeners[[InstanceId, Failure | None, float]]()
         self.drain_fails: Failure | None = None
+        self.add_fails: Failure | None = None
         self.story: list[str] = []
         self.suspects: dict[InstanceId, str] = {}
         self.on_trial: frozenset[InstanceId] = frozenset()
@@ -114,6 +115,8 @@ class StubPool:
 
     async def add(self, server: TopologyMember) -> None:
         self.story.append(f"add {server.instance}")
+        if self.add_fails is not None:
+            raise self.add_fails
 
     def put_aside(self, server: InstanceId, why: str) -> None:
         self.story.append(f"put aside {server}")

@@ -93,6 +93,46 @@ def test_a_closed_port_is_evidence_at_once() -> None:
     asyncio.run(story())
 
 
+def test_one_that_the_pool_does_not_take_is_not_ready_and_joins_again() -> None:
+    async def story() -> None:
+        async with case(1) as one:
+            one.members.add_fails = Late("a version took too long to go live")
+            await one.servers[0].restart()
+            await one.looks(2)
+            again = one.fleet.state.of(one.id(0))
+            assert (again.status, one.serving) == ("stale", [])
+            assert "a version took too long to go live" in again.reason
+            one.members.add_fails = None
+            await one.looks(2)
+            assert one.serving == [0]
+            assert one.members.story[-2:] == [f"warm {again.instance} with 1", f"add {again.instance}"]
+
+    asyncio.run(story())
+
+
+def test_one_that_says_that_it_is_leaving_has_left_and_did_not_fail() -> None:
+    async def story() -> None:
+        async with case(2) as one:
+            id = one.id(1)
+            one.members.may_drain.clear()
+            one.servers[1].says(leaving=True)
+            await one.fleet.look()
+            assert one.fleet.state.of(id).status == "draining"
+            await one.servers[1].kill()
+            one.members.on_ended(id, SlotLost("the connection was refused"), 0.0)
+            await one.looks()
+            assert (one.fleet.state.of(id).status, one.fleet.state.of(id).reason) == ("gone", "it has left")
+            one.servers[1].says(incarnation="another")
+            await one.servers[1].start()
+            await one.looks(2)
+            assert one.serving == [0], "it is leaving, too"
+            one.servers[1].says(leaving=False)
+            await one.looks(2)
+            assert one.serving == [0, 1]
+
+    asyncio.run(story())
+
+
 def test_a_lost_connection_has_the_server_probed_at_once() -> None:
     """With probes every 1000 s; and one that lost a connection and lives stays."""
 

@@ -71,6 +71,15 @@ def test_no_server_is_to_blame_when_we_have_no_files_left(monkeypatch: pytest.Mo
     asyncio.run(story())
 
 
+def test_nobody_listens_at_a_host_of_which_one_address_refuses_and_another_has_no_way_there() -> None:
+    error = OSError("All connection attempts failed")
+    no_way = OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    error.__cause__ = ExceptionGroup("attempts", [no_way, refused])
+    assert classify(error) == "closed"
+    assert classify(no_way) == "unasked"
+
+
 async def fails(url: str, kind: Kind, failure: type[Failure] | None) -> None:
     client, server = HttpClient(), ServerHttp(url, None, None, ServerDeadlines())
     try:
@@ -84,13 +93,3 @@ async def fails(url: str, kind: Kind, failure: type[Failure] | None) -> None:
     finally:
         await client.close()
         await server.close()
-
-
-def test_a_closed_port_is_closed_where_the_name_has_another_address_without_a_way() -> None:
-    both = ExceptionGroup(
-        "all", [OSError(errno.ENETUNREACH, "no way"), ConnectionRefusedError(errno.ECONNREFUSED, "no")]
-    )
-    error = OSError("all attempts failed")
-    error.__cause__ = both
-    assert classify(error) == "closed"
-    assert classify(OSError(errno.ENETUNREACH, "no way")) == "unasked"

@@ -282,6 +282,18 @@ def test_a_server_that_is_gone_is_none_any_more():
     with_mixed(story)
 
 
+def test_the_end_of_a_server_that_has_no_request_is_told_too():
+    """It may be lost with a canary, or a request that was to migrate to it."""
+
+    async def story(cluster: Mixed):
+        told: list[tuple[InstanceId, str]] = []
+        cluster.generators.on_lost.add(lambda id, why: told.append((id, why)))
+        cluster.server.say(Died("http://elsewhere cannot be reached"))
+        assert told == [(ELSEWHERE.id, "http://elsewhere cannot be reached")]
+
+    with_mixed(story)
+
+
 def test_a_server_that_is_not_given_a_version_is_left_behind_with_what_it_has_sampled():
     async def story(cluster: Mixed):
         asked = {name: cluster.ask(name) for name in "abc"}

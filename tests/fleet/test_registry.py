@@ -339,6 +339,10 @@ def test_an_http_registry_lists_those_that_renew(monkeypatch: pytest.MonkeyPatch
             await asyncio.to_thread(registrar.__exit__)
             assert await registry.servers() == {}
             book.put(lease())
+            with_other = {"url": URL, "incarnation": "y"}
+            async with httpx.AsyncClient(headers={"Authorization": "Bearer a long token"}) as client:
+                assert (await client.delete(f"{url}/servers", params=with_other)).status_code == 204
+                assert {*await registry.servers()} == {URL}, "the process before it has ended, and not this one"
             clock.now += 16
             assert await registry.servers() == {}
             await registry.close()

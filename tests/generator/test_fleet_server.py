@@ -496,3 +496,25 @@ def test_a_thread_of_the_server_fetches_what_a_sender_has(
     assert [(report.failed, report.digest) for report in reports] == [({}, giver.digest)]
     assert giver.end("commit")[1]["phase"] == "committed"
     assert client.get("/weights/digest").json()["digest"] == giver.digest
+
+
+def test_one_that_is_told_to_end_is_heard_to_leave_by_its_fleet_before_its_port_is_closed(
+    qwen3: Family, tmp_path: Path
+) -> None:
+    with server(qwen3.folder, tmp_path) as (url, process):
+        (file,) = (tmp_path / "ductile" / "servers").iterdir()
+        token = json.loads(file.read_text())["token"]
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=30) as client:
+            post(client, "/pause", PauseServer(1, lease_s=60))
+            assert not state(client)["leaving"]
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(complete, client)  # it holds the server, until it is resumed
+                wait_for(lambda: state(client)["num_waiting"] > 0 or state(client)["num_running"] > 0)
+                process.terminate()
+                wait_for(lambda: state(client)["leaving"])
+                refused = client.post("/v1/completions", json={"prompt": "hello"})
+                assert refused.status_code == 503
+                assert "this server is leaving" in refused.text
+                post(client, "/resume", ResumeServer())
+                assert waiting.result(30)["choices"][0]["finish_reason"] == "length"
+        assert process.wait(20) == 0

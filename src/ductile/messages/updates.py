@@ -196,6 +196,8 @@ class ServerState(msgspec.Struct, frozen=True):
     """The update that is under way, or the last one."""
     model_name: str = ""
     """Name under which it serves its model; "" where it does not say it."""
+    leaving: bool = False
+    """It finishes what it has, takes nothing new, and ends."""
 
 
 class PrepareUpdate(msgspec.Struct, frozen=True):

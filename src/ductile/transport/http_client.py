@@ -153,8 +153,8 @@ def classify(error: BaseException) -> Kind:
     if isinstance(error, httpx.TimeoutException | TimeoutError):
         return "silent"
     numbers = {*_error_numbers(error)}
-    if errno.ECONNREFUSED in numbers:  # first: where a name has two addresses, there may be no way to the other one
-        return "closed"
+    if errno.ECONNREFUSED in numbers:
+        return "closed"  # also where another of its addresses has no way there, such as that of IPv6
     return "unasked" if numbers & OWN_FAULTS else "lost"
 
 

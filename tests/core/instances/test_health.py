@@ -201,15 +201,17 @@ def test_one_that_has_nothing_to_do_or_is_paused_is_not(busy) -> None:
     assert one.status == "ready"
 
 
-def test_time_before_it_was_busy_counts_for_nothing() -> None:
-    idle = server(progressed_at=1.0).answered(reply(), 1.0, RULES)
-    asked = idle.request_failed("reset", 500.0, RULES, 499.0).answered(reply(num_requests=3), 501.0, RULES)
-    assert asked.is_living
-    assert asked.answered(reply(num_requests=3), 562.0, RULES).status == "dead"
-
-
 def test_a_slow_one_is_not() -> None:
     one = server()
     for now in range(0, 6000, 50):
         one = one.answered(reply(num_requests=1, num_sampled=now), float(now), RULES)
     assert one.status == "ready"
+
+
+def test_the_time_without_a_token_begins_when_it_is_first_seen_with_requests() -> None:
+    """One that is well may be probed by nobody for long (`enable_health_monitor`)."""
+    one = server().answered(reply(num_sampled=100), 1.0, RULES).request_failed("reset", 500.0, RULES)
+    one = one.answered(reply(num_requests=3, num_sampled=100), 501.0, RULES)
+    assert one.status == "suspect"
+    assert one.answered(reply(num_requests=3, num_sampled=100), 560.0, RULES).status == "suspect"
+    assert one.answered(reply(num_requests=3, num_sampled=100), 561.0, RULES).status == "dead"

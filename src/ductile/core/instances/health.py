@@ -142,10 +142,10 @@ class ServerHealth:
     heard_at: float = 0.0
     """Time at which it last answered a probe, or came."""
     num_sampled: int = 0
-    progressed_at: float = 0.0
-    """Time at which it last sampled a token, or was first seen with something to do."""
     is_busy: bool = False
-    """True where it had requests at its last probe."""
+    """True where it had requests to sample for at its latest answer."""
+    progressed_at: float = 0.0
+    """Time at which it last sampled a token, had nothing to do, or was first seen with something to do."""
     bucket: tuple[str, int] = ("", 0)
     """Update that it receives, and buckets of it."""
     bucket_at: float = 0.0
@@ -290,13 +290,12 @@ class ServerHealth:
     def _progressed(self, reply: ProbeReply, now: float) -> "ServerHealth":
         bucket = (reply.update_id, reply.num_buckets)
         is_busy = reply.num_requests > 0 and not reply.is_paused
-        # Those that are well may not be probed for long: one that was idle at its last probe begins anew.
-        stands_still = self.is_busy and is_busy and reply.num_sampled == self.num_sampled
+        is_stuck = is_busy and self.is_busy and reply.num_sampled == self.num_sampled
         return replace(
             self,
-            num_sampled=reply.num_sampled,
-            progressed_at=self.progressed_at if stands_still else now,
             is_busy=is_busy,
+            num_sampled=reply.num_sampled,
+            progressed_at=self.progressed_at if is_stuck else now,
             bucket=bucket,
             bucket_at=self.bucket_at if bucket == self.bucket else now,
         )

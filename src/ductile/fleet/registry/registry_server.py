@@ -5,7 +5,7 @@
 |---|---|
 | GET /servers | the leases that are being renewed, a list |
 | PUT /servers | the body is a server's lease, for `ttl_s` from now |
-| DELETE /servers?url=... | the server has left |
+| DELETE /servers?url=...&incarnation=... | the server has left; nothing happens to the lease of another process there |
 | PUT /authority | {"owner", "ttl_s"}: 200 with {"token"} for the one who rules, 409 with {"owner"} for another |
 
 With a token, every route needs `Authorization: Bearer <token>`.
@@ -69,8 +69,10 @@ class LeaseTable:
             raise LeaseError(f"is one too many: the registry has {MOST_SERVERS}")
         self._leases[lease.url] = (lease, self._clock() + self._ttl_s)
 
-    def remove(self, url: str) -> None:
-        self._leases.pop(url, None)
+    def remove(self, url: str, incarnation: str) -> None:
+        """Remove the process's lease. Nothing happens where a later one has that address."""
+        if url in self._leases and self._leases[url][0].incarnation == incarnation:
+            del self._leases[url]
 
     def claim(self, claim: Claim) -> Rule | None:
         """Return the rule of the one who claims it; None while another has it."""
@@ -94,7 +96,8 @@ def registry_app(book: LeaseTable, token: str | None = None) -> Starlette:
         if request.method == "GET":
             return _json(book.leases)
         if request.method == "DELETE":
-            book.remove(request.query_params.get("url", ""))
+            query = request.query_params
+            book.remove(query.get("url", ""), query.get("incarnation", ""))
             return Response(status_code=204)
         try:
             book.put(lease_from(await _body(request)))

@@ -158,6 +158,7 @@ class Migrator:
             each for each in untried if each.id == migrating.order.source
         ]
         if not others:
+            self._in_flight.note_migrating([entry], migrating=False)
             entry.fail(error)
             self._note(migrating.order, None, why=migrating.why)
             return False
@@ -165,7 +166,7 @@ class Migrator:
         request = entry.request
         loads = self._in_flight.loads(others)
         migrating.target = route(request.group, loads, len(request.prompt), self._block_tokens).instance
-        # Booked at once: those that turn to another with this one must not all find it idle.
+        # It counts there from now on: those that turn to another one after it must not all go to the same.
         self._in_flight.note_instance(entry, next(each for each in others if each.id == migrating.target))
         self._in_flight.note_migrating([entry], migrating=True)
         return True

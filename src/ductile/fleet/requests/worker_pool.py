@@ -77,6 +77,8 @@ class WorkerPool:
         self._to_servers: Delivery | None = None
         self.on_change = Listeners[[]]()
         """Told when `instances` have changed, or what they can take, or a call of `some` begins to wait for one."""
+        self.on_lost = Listeners[[InstanceId, str]]()
+        """Told of each instance that is lost, with a sentence, and not of those that are removed."""
         self._role: Serving = role
         self._slots, self._deadlines, self._offers = slots, deadlines, offers
         self._ports: dict[InstanceId, InstancePort] = {}
@@ -239,7 +241,7 @@ class WorkerPool:
         """Take the instance out at once; what it has goes to others. Nothing happens when it is none any more."""
         if port := self._ports.get(id):
             port.condemn(why)
-            self._tell(port, Died(why))
+            self._end(port, Died(why))
             await port.release()
 
     def drain(self, instance: Instance) -> None:
@@ -335,11 +337,18 @@ class WorkerPool:
         instance = port.instance
         if self._ports.get(instance.id) is port:
             if isinstance(event, Died):
-                self._lost[instance.id] = event.reason
-                self._forget(port)
-            self.on_event(instance, event)
+                self._end(port, event)
+                self.on_lost(instance.id, event.reason)
+            else:
+                self.on_event(instance, event)
         elif isinstance(event, Died):
             self._changed.notify_all()  # it was about to join
+
+    def _end(self, port: InstancePort, end: Died) -> None:
+        if self._ports.get(port.instance.id) is port:
+            self._lost[port.instance.id] = end.reason
+            self._forget(port)
+            self.on_event(port.instance, end)
 
     def _add(self, port: InstancePort, waits: str = "") -> None:
         """Add an instance. waits: why it does not take work yet."""

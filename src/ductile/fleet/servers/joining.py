@@ -197,7 +197,15 @@ class Joining:
         self._state.judge(id, commit)
 
     async def _add(self, server: TopologyMember) -> None:
-        await self._pool.add(server)
+        try:
+            await self._pool.add(server)
+        except Exception as error:
+            why = f"it could not be given requests: {error_text(error)}"
+            self._added.discard(server.instance)
+            self._discovery.lost(server.address)
+            self._tell(f"{server.instance} is put aside: {why}")
+            self._state.judge(server.instance, lambda each: each.moved("distrust", why, self._state.clock()))
+            return
         now = self._state.now.servers.get(server.instance)
         if now is not None and now.status == "stale":  # it came to that meanwhile
             self._pool.put_aside(server.instance, now.reason)

@@ -64,7 +64,10 @@ class Judge:
         now, server = self._state.clock(), self._state.now.at(address)
         if outcome.kind == "answered" and outcome.state is not None:
             unmet = self._requirements.unmet(address, outcome.state)
-            self._answered(address, _reply_of(outcome.state, outcome.asked_at), unmet, now)
+            if server is not None or not outcome.state.leaving:
+                self._answered(address, _reply_of(outcome.state, outcome.asked_at), unmet, now)
+            if outcome.state.leaving:
+                self._leaves(address, outcome.state.incarnation, now)
         elif outcome.kind == "unasked":
             self._blame_ourselves(outcome.reason)
         elif outcome.kind == "denied":
@@ -109,6 +112,12 @@ class Judge:
                 )
             self._state.change(lambda state: state.above(reply.epoch).joined(address, reply, now))
 
+    def _leaves(self, address: str, incarnation: str, now: float) -> None:
+        """The process there says that it is leaving."""
+        found = self._state.now.at(address)
+        if found is not None and found.incarnation == incarnation and found.status != "draining":
+            self._state.judge(found.instance, lambda each: each.moved("drain", "it says that it is leaving", now))
+
     def _reject(self, address: str, incarnation: str, why: str) -> None:
         """Keep the process there out, and say so once."""
         if self._discovery.reject(address, incarnation, why):
@@ -150,7 +159,11 @@ class Judge:
         if failure is None:
             self._state.judge(server, lambda each: each.generated(now, self.rules))
         elif isinstance(failure, SlotLost):
-            self.lost(server, str(failure))
+            found = self._state.now.servers.get(server)
+            if found is not None and found.status == "draining":
+                self._state.judge(server, lambda each: each.moved("remove", "it has left", now))
+            else:
+                self.lost(server, str(failure))
         elif isinstance(failure, Interrupted | Late):
             self._state.judge(server, lambda each: each.request_failed(str(failure), now, self.rules, began_at))
         elif isinstance(failure, Refused) and not isinstance(failure, NotTaken):

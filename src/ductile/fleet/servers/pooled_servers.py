@@ -5,10 +5,11 @@ ElasticFleet  decides who is in it → PooledServers  does it, and tells what be
                                          └ updates  who gets weights
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ductile.concurrency.background import finish
+from ductile.concurrency.background import finish, start
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import InstanceId
@@ -40,7 +41,11 @@ class PooledServers:
         """Told of every version that has gone to servers, and of what has become of it at each."""
         self._pool, self._updates, self._trainer, self._open_port = pool, updates, trainer, open_port
         self._servers: dict[InstanceId, ServerHandle[ServerPort]] = {}
+        self._opening: dict[InstanceId, asyncio.Task[ServerHandle[ServerPort]]] = {}
+        """Servers that are being opened: a join and an update that need the same one share its handle."""
         pool.on_ended.add(self._on_ended)
+        # It may be lost with what is no request of `generate`: a canary, or one that migrates.
+        pool.on_lost.add(lambda instance, why: self._on_ended(instance, SlotLost(why), 0.0))
 
     @property
     def under_way(self) -> str:
@@ -53,6 +58,9 @@ class PooledServers:
 
     async def close(self) -> None:
         """Let go of all servers, which go on without the run."""
+        for opening in self._opening.values():
+            opening.cancel()
+        await asyncio.gather(*self._opening.values(), return_exceptions=True)
         await gather_all(*(handle.control.release() for handle in self._servers.values()))
 
     # -- as `ServerPool` has it
@@ -121,8 +129,11 @@ class PooledServers:
 
     async def remove(self, server: InstanceId, why: str) -> None:
         self._updates.leave_out(server, why)
+        if opening := self._opening.get(server):
+            opening.cancel()
+        handle = self._servers.pop(server, None)  # what the pool says of it from now on is no news
         await self._pool.remove_server(server, why)
-        if handle := self._servers.pop(server, None):
+        if handle is not None:
             await handle.control.release()
 
     async def _open_or_not(self, server: TopologyMember) -> "ServerHandle[ServerPort] | InstanceOutcome":
@@ -134,6 +145,18 @@ class PooledServers:
     async def _opened(self, server: TopologyMember) -> ServerHandle[ServerPort]:
         if handle := self._servers.get(server.instance):
             return handle
+        opening = self._opening.get(server.instance)
+        if opening is None:
+            opening = self._opening[server.instance] = start(self._open(server))
+            opening.add_done_callback(lambda _: self._opening.pop(server.instance, None))
+        try:
+            return await finish(opening)
+        except asyncio.CancelledError:
+            if opening.cancelled() and not _is_cancelled():
+                raise SlotLost(f"{server.address} has been taken out") from None
+            raise
+
+    async def _open(self, server: TopologyMember) -> ServerHandle[ServerPort]:
         handle = self._open_port(server)
         try:
             state = await handle.control.open()
@@ -151,3 +174,9 @@ class PooledServers:
     def _on_ended(self, instance: InstanceId, failure: Failure | None, began_at: float) -> None:
         if instance in self._servers:
             self.on_ended(instance, failure, began_at)
+
+
+def _is_cancelled() -> bool:
+    """Return whether the running task itself has been cancelled, and not what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -25,7 +25,8 @@ class ServerPool(Protocol):
 
     on_ended: Listeners[[InstanceId, Failure | None, float]]
     """Told of each request that has ended at a server: what it failed with there, None where it has not; and when the
-    server got it, by `time.monotonic`. SlotLost is hard evidence that the server is gone."""
+    server got it, by `time.monotonic`. SlotLost is hard evidence that the server is gone, and told also
+    where it had no request."""
 
     @property
     def version(self) -> int | None:

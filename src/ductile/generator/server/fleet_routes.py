@@ -40,7 +40,7 @@ OwnControl = Annotated[FleetControl, Depends(_control)]
 
 @fleet_routes.get("/fleet/state")
 async def state(control: OwnControl) -> Response:
-    return _json(control.state())
+    return _json(control.tell_state())
 
 
 @fleet_routes.post("/weights/prepare")

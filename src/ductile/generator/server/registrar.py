@@ -59,7 +59,8 @@ class _Registry:
         asyncio.run(self._ask("PUT", self._url, msgspec.json.encode(lease)))
 
     def remove(self, lease: ServerLease) -> None:
-        asyncio.run(self._ask("DELETE", f"{self._url}?{urlencode({'url': lease.url})}"))
+        query = urlencode({"url": lease.url, "incarnation": lease.incarnation})
+        asyncio.run(self._ask("DELETE", f"{self._url}?{query}"))
 
     async def _ask(self, method: str, url: str, body: bytes | None = None) -> None:
         client = HttpClient(self._token)

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from ductile.generator.server.connection import Crowd, crowded
 from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app, most_bucket_bytes
+from ductile.generator.server.service import Service
 from ductile.lifeline import signal_on_parent_death
 from ductile.messages.control_token import ControlToken, control_token
 from ductile.messages.server_lease import ServerLease
@@ -42,6 +43,8 @@ from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 DRAIN_S = 30
 """Seconds that responses have to end after the first signal; a second signal ends them at once."""
+LOOK_S = 0.1
+"""Seconds between two looks for whether a server that leaves may end."""
 BACKLOG = 128
 """Connections that the kernel holds until they are accepted."""
 LOG_WINDOW_S = 10.0
@@ -113,12 +116,13 @@ def _server(app: FastAPI, config: ServerConfig) -> "_Server":
     )
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(LogLimit())
-    return _Server(settings)
+    return _Server(settings, app)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
+        self._app = app
         self._registrar: Registrar | None = None
 
     def while_serving(self, registrar: Registrar) -> None:
@@ -135,9 +139,25 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._registrar is not None and self.started:
             await asyncio.to_thread(self._registrar.leave)
+        if self.started:
+            await self._say_goodbye()
         await super().shutdown(sockets)
         if self._registrar is not None and self.started:
             await asyncio.to_thread(self._registrar.__exit__)
+
+    async def _say_goodbye(self) -> None:
+        """Listen until the fleet that has this server has heard that it leaves: a port that is closed is one that has
+        failed."""
+        service: Service = self._app.state.service
+        service.control.leave()
+        ends_at = time.monotonic() + DRAIN_S
+        with suppress(EngineFailed):
+            for _ in range(int(DRAIN_S / LOOK_S)):
+                service.runner.check_alive()
+                if service.control.is_heard_out or self.force_exit:
+                    break
+                await asyncio.sleep(LOOK_S)
+        self.config.timeout_graceful_shutdown = max(1, round(ends_at - time.monotonic()))
 
 
 class LogLimit(logging.Filter):

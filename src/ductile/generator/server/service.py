@@ -107,7 +107,7 @@ class Service:
                 f"server.max_sequences allows {self._max_sequences}",
             )
         self._refuse_overload(num_sequences)
-        self.control.refuse_torn()
+        self.control.refuse_unable()
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool, http: Request) -> list[list[int]]:
         return await unless_gone(http, self._prompts.encode(texts, add_special_tokens))
