@@ -98,6 +98,18 @@ DEFECTS = (
         JOINS,
     ),
     Defect(
+        5,
+        "a group has a place for every receiver that there was, and not for those that come",
+        (
+            Edit(
+                "weights/carriers/point_to_point.py",
+                "size, name = len(members) + 1,",
+                "size, name = len(audience.num_loaded) + 1,",
+            ),
+        ),
+        "tests/weights/test_carriers.py::test_a_receiver_that_dies_or_hangs_is_dropped_and_the_others_get_everything",
+    ),
+    Defect(
         6,
         "the object that trainers are given lacks the methods",
         (Edit("fleet/elastic_fleet.py", "def consume_group_rebuild_request(", "def consume_group_rebuild_request_("),),
@@ -224,7 +236,7 @@ DEFECTS = (
             Edit(
                 "fleet/requests/generators.py",
                 "                    self._begin_again(entry, error)\n",
-                "                    if isinstance(error, SlotLost):\n                        raise\n"
+                "                    if not isinstance(error, NotTaken):\n                        raise\n"
                 "                    self._begin_again(entry, error)\n",
             ),
         ),
