@@ -1,6 +1,7 @@
 """Servers in a run's pool: which connections are opened for them, and closed."""
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from ductile.core.instances.instances import InstanceId
@@ -35,6 +36,9 @@ class Updates:
 
     def __init__(self) -> None:
         self.receivers: list[Any] = []
+
+    def before_joiners(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def update(self, version: int, handles: list[Any]) -> UpdateResult:
         self.receivers += handles

@@ -35,7 +35,6 @@ from ductile.generator.server.connection import Crowd, crowded
 from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app, most_bucket_bytes
-from ductile.generator.server.service import Service
 from ductile.lifeline import signal_on_parent_death
 from ductile.messages.control_token import ControlToken, control_token
 from ductile.messages.server_lease import ServerLease
@@ -148,7 +147,7 @@ class _Server(uvicorn.Server):
     async def _say_goodbye(self) -> None:
         """Listen until the fleet that has this server has heard that it leaves: a port that is closed is one that has
         failed."""
-        service: Service = self._app.state.service
+        service = cast("Service", self._app.state.service)
         service.control.leave()
         ends_at = time.monotonic() + DRAIN_S
         with suppress(EngineFailed):
