@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import torch
 import uvicorn
@@ -35,6 +36,7 @@ from ductile.generator.server.connection import Crowd, crowded
 from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app, most_bucket_bytes
+from ductile.generator.server.service import Service
 from ductile.lifeline import signal_on_parent_death
 from ductile.messages.control_token import ControlToken, control_token
 from ductile.messages.server_lease import ServerLease
