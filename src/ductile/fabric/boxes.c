@@ -177,148 +177,40 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-/* Weighted sums, modulo 2^64.
+/* Weighted sums, modulo 2^52: what a processor multiplies and adds up at once in a 64-bit lane.
 
-Rows that lie in one matrix have the same weights of columns, which are four times as many bytes as 16-bit items: four
-rows share what is loaded of them. */
+The items of a row are taken as they lie in memory, line by line: a line is read once, written once and summed up in
+registers, and a row after the other goes by as fast as a plain copy does. */
 
-enum { SUMMED_AT_ONCE = 4, COLUMNS_AT_ONCE = 1 << 11, NUM_LIMBS = 5, ITEMS_AT_ONCE = 32 };
+enum {
+    COLUMNS_AT_ONCE = 1 << 11,
+    ROW_BYTES_AT_ONCE = 1 << 12,
+    LANES = LINE_BYTES / 8,
+    PARTS = 4, /* of a lane, of 16 bits each */
+    LINES_SIDE_BY_SIDE = 2
+};
 
-/* Weights of so many indices of one dim, as a processor takes them: whole, or in limbs of at most 16 bits, side by side
-so that they do not push each other out of the cache. */
+#define MODULUS ((uint64_t)1 << 52)
+/* The upper half of a 4-byte item counts so many times, and not 2^16 times: a sign bit would be 2^31 then, which leaves
+20 bits to tell where it is. */
+#define UPPER_HALF 0xD1B54A32D192ED03u
+
+/* Weights of so many indices of one dim, as a processor takes them: whole, or by part of each lane. Bits 16 and up of
+what is left of a lane at a part are those of the later ones, which the weights of those make up for. */
 typedef union {
     uint64_t whole[COLUMNS_AT_ONCE];
-    int16_t limbs[COLUMNS_AT_ONCE / ITEMS_AT_ONCE][NUM_LIMBS][ITEMS_AT_ONCE];
+    _Alignas(LINE_BYTES) uint64_t lines[ROW_BYTES_AT_ONCE / LINE_BYTES][PARTS][LANES];
 } Weights;
 
 typedef struct {
     const char *at;
     char *to;                        /* where they are copied to meanwhile, or NULL */
     Py_ssize_t step, to_step, length; /* from row to row, in bytes; items of a row */
-    int count, past_cache;
+    Py_ssize_t count;
+    int past_cache;
+    int level; /* the dim whose index each row has, counted from the last one, which is 1; at level 0 all weigh 1 */
+    uint64_t first; /* index of the first row */
 } Rows;
-
-/* Sets `sums` to the sums over each row of items times weights. */
-typedef void SumRows(Rows rows, const Weights *weights, uint64_t *sums);
-
-/* Returns the rows where they have been copied to. */
-static Rows copied(Rows rows, Py_ssize_t item_bytes)
-{
-    if (!rows.to)
-        return rows;
-    for (int row = 0; row < rows.count; row++)
-        memcpy(rows.to + row * rows.to_step, rows.at + row * rows.step, rows.length * item_bytes);
-    return (Rows){.at = rows.to, .step = rows.to_step, .length = rows.length, .count = rows.count};
-}
-
-#define SUM_ROWS(name, item, wide)                                                                                     \
-    __attribute__((optimize("O3"), wide)) static void name(Rows rows, const Weights *of, uint64_t *sums)               \
-    {                                                                                                                  \
-        rows = copied(rows, sizeof(item));                                                                             \
-        const uint64_t *weights = of->whole;                                                                           \
-        if (rows.count < SUMMED_AT_ONCE) {                                                                             \
-            for (int row = 0; row < rows.count; row++) {                                                               \
-                const item *items = (const item *)(rows.at + row * rows.step);                                         \
-                uint64_t sum = 0;                                                                                      \
-                for (Py_ssize_t at = 0; at < rows.length; at++)                                                        \
-                    sum += (uint64_t)(int64_t)items[at] * weights[at];                                                 \
-                sums[row] = sum;                                                                                       \
-            }                                                                                                          \
-            return;                                                                                                    \
-        }                                                                                                              \
-        const item *a = (const item *)rows.at, *b = (const item *)(rows.at + rows.step);                               \
-        const item *c = (const item *)(rows.at + 2 * rows.step), *d = (const item *)(rows.at + 3 * rows.step);         \
-        uint64_t of_a = 0, of_b = 0, of_c = 0, of_d = 0;                                                               \
-        for (Py_ssize_t at = 0; at < rows.length; at++) {                                                              \
-            of_a += (uint64_t)(int64_t)a[at] * weights[at];                                                            \
-            of_b += (uint64_t)(int64_t)b[at] * weights[at];                                                            \
-            of_c += (uint64_t)(int64_t)c[at] * weights[at];                                                            \
-            of_d += (uint64_t)(int64_t)d[at] * weights[at];                                                            \
-        }                                                                                                              \
-        sums[0] = of_a, sums[1] = of_b, sums[2] = of_c, sums[3] = of_d;                                                \
-    }
-
-#define FOR_ALL_ITEMS(suffix, wide)                                                                                    \
-    SUM_ROWS(sum_u1_##suffix, uint8_t, wide)                                                                           \
-    SUM_ROWS(sum_i2_##suffix, int16_t, wide)                                                                           \
-    SUM_ROWS(sum_i4_##suffix, int32_t, wide)
-
-FOR_ALL_ITEMS(any, unused)
-FOR_ALL_ITEMS(256, target("avx2"))
-FOR_ALL_ITEMS(512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"))
-
-/* 16-bit items times a limb are added up 32 at a time, in 32-bit lanes. Limbs of 11, 11 and 10 bits are the weight's
-lower half: 31 sums of two products stay below 2^31. The two of the upper half may overflow: they count modulo 2^32. */
-enum { ITEMS_UNTIL_FULL = 31 * ITEMS_AT_ONCE };
-
-#define WITH_LIMBS __attribute__((optimize("O3"), target("avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")))
-
-WITH_LIMBS static inline __attribute__((always_inline)) __m512i joined(const __m256i *limbs)
-{
-    __m512i exact = _mm512_add_epi64(_mm512_cvtepi32_epi64(limbs[0]), _mm512_slli_epi64(_mm512_cvtepi32_epi64(limbs[1]), 11));
-    __m256i upper = _mm256_add_epi32(limbs[3], _mm256_slli_epi32(limbs[4], 16));
-    exact = _mm512_add_epi64(exact, _mm512_slli_epi64(_mm512_cvtepi32_epi64(limbs[2]), 22));
-    return _mm512_add_epi64(exact, _mm512_slli_epi64(_mm512_cvtepu32_epi64(upper), 32));
-}
-
-/* `count`, `copies` and `past_cache` are constants where this is called: what it counts up stays in registers. */
-WITH_LIMBS static inline __attribute__((always_inline)) void sum_by_limbs(Rows rows, const Weights *weights,
-                                                                          uint64_t *sums, int count, int copies,
-                                                                          int past_cache)
-{
-    __m512i total[SUMMED_AT_ONCE];
-    for (int row = 0; row < count; row++)
-        total[row] = _mm512_setzero_si512();
-    for (Py_ssize_t from = 0; from < rows.length; from += ITEMS_UNTIL_FULL) {
-        const Py_ssize_t until = rows.length - from < ITEMS_UNTIL_FULL ? rows.length : from + ITEMS_UNTIL_FULL;
-        __m512i part[SUMMED_AT_ONCE][NUM_LIMBS];
-        for (int row = 0; row < count; row++)
-            for (int limb = 0; limb < NUM_LIMBS; limb++)
-                part[row][limb] = _mm512_setzero_si512();
-        for (Py_ssize_t at = from; at < until; at += ITEMS_AT_ONCE) {
-            const __mmask32 some = until - at < ITEMS_AT_ONCE ? (1u << (until - at)) - 1 : ~0u;
-            __m512i items[SUMMED_AT_ONCE];
-            for (int row = 0; row < count; row++) {
-                const char *item = rows.at + row * rows.step + 2 * at;
-                items[row] = _mm512_maskz_loadu_epi16(some, item);
-                _mm_prefetch(item + count * rows.step, _MM_HINT_T0); /* the rows that come next */
-                if (copies && past_cache && some == ~0u)
-                    _mm512_stream_si512((__m512i *)(rows.to + row * rows.to_step + 2 * at), items[row]);
-                else if (copies)
-                    _mm512_mask_storeu_epi16(rows.to + row * rows.to_step + 2 * at, some, items[row]);
-            }
-            for (int limb = 0; limb < NUM_LIMBS; limb++) {
-                const __m512i of_limb = _mm512_loadu_si512(weights->limbs[at / ITEMS_AT_ONCE][limb]);
-                for (int row = 0; row < count; row++)
-                    part[row][limb] = _mm512_dpwssd_epi32(part[row][limb], items[row], of_limb);
-            }
-        }
-        for (int row = 0; row < count; row++) {
-            __m256i low[NUM_LIMBS], high[NUM_LIMBS];
-            for (int limb = 0; limb < NUM_LIMBS; limb++) {
-                low[limb] = _mm512_castsi512_si256(part[row][limb]);
-                high[limb] = _mm512_extracti64x4_epi64(part[row][limb], 1);
-            }
-            total[row] = _mm512_add_epi64(total[row], _mm512_add_epi64(joined(low), joined(high)));
-        }
-    }
-    for (int row = 0; row < count; row++)
-        sums[row] = _mm512_reduce_add_epi64(total[row]);
-}
-
-WITH_LIMBS static void sum_i2_by_limbs(Rows rows, const Weights *weights, uint64_t *sums)
-{
-    if (rows.count < SUMMED_AT_ONCE) {
-        Rows row = copied(rows, 2);
-        for (int index = 0; index < rows.count; index++, row.at += row.step)
-            sum_by_limbs(row, weights, sums + index, 1, 0, 0);
-    } else if (!rows.to)
-        sum_by_limbs(rows, weights, sums, SUMMED_AT_ONCE, 0, 0);
-    else if (rows.past_cache && ((uintptr_t)rows.to | rows.to_step) % LINE_BYTES == 0)
-        sum_by_limbs(rows, weights, sums, SUMMED_AT_ONCE, 1, 1);
-    else
-        sum_by_limbs(rows, weights, sums, SUMMED_AT_ONCE, 1, 0);
-}
 
 static inline __attribute__((always_inline)) uint64_t weight_of(int level, uint64_t index)
 {
@@ -328,7 +220,112 @@ static inline __attribute__((always_inline)) uint64_t weight_of(int level, uint6
     return (value ^ (value >> 31)) | 1;
 }
 
-/* Weights of so many indices of a dim; the last one is level 1. */
+static inline uint64_t weight_of_row(const Rows *rows, Py_ssize_t row)
+{
+    return rows->level ? weight_of(rows->level, rows->first + row) : 1;
+}
+
+/* Returns the sum over all rows of items times weights, times the row's. */
+typedef uint64_t SumRows(const Rows *rows, const Weights *weights);
+
+#define SUM_ROWS(name, item, value, wide)                                                                              \
+    __attribute__((optimize("O3"), wide)) static uint64_t name(const Rows *rows, const Weights *weights)              \
+    {                                                                                                                  \
+        uint64_t total = 0;                                                                                            \
+        for (Py_ssize_t row = 0; row < rows->count; row++) {                                                           \
+            const char *at = rows->at + row * rows->step;                                                              \
+            if (rows->to)                                                                                              \
+                at = memcpy(rows->to + row * rows->to_step, at, rows->length * sizeof(item));                          \
+            const item *items = (const item *)at;                                                                      \
+            uint64_t sum = 0;                                                                                          \
+            for (Py_ssize_t column = 0; column < rows->length; column++)                                               \
+                sum += value(items[column]) * weights->whole[column];                                                  \
+            total += sum * weight_of_row(rows, row);                                                                   \
+        }                                                                                                              \
+        return total;                                                                                                  \
+    }
+
+#define BITS(item) ((uint64_t)(item))
+#define HALVES(item) (((item) & 0xFFFF) + UPPER_HALF * ((item) >> 16))
+
+#define FOR_ALL_ITEMS(suffix, wide)                                                                                    \
+    SUM_ROWS(sum_u1_##suffix, uint8_t, BITS, wide)                                                                     \
+    SUM_ROWS(sum_u2_##suffix, uint16_t, BITS, wide)                                                                    \
+    SUM_ROWS(sum_u4_##suffix, uint32_t, HALVES, wide)
+
+FOR_ALL_ITEMS(any, unused)
+FOR_ALL_ITEMS(256, target("avx2"))
+FOR_ALL_ITEMS(512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"))
+
+#define BY_LANES __attribute__((optimize("O3"), target("avx512f,avx512dq,avx512bw,avx512vl,avx512ifma")))
+
+BY_LANES static inline __attribute__((always_inline)) void add_line(__m512i *sums, __m512i line, const uint64_t (*weights)[LANES])
+{
+    for (int part = 0; part < PARTS; part++)
+        sums[part] = _mm512_madd52lo_epu64(sums[part], part ? _mm512_srli_epi64(line, 16 * part) : line,
+                                           _mm512_loadu_si512(weights[part]));
+}
+
+/* `copies` and `past_cache` are constants where this is called. */
+BY_LANES static inline __attribute__((always_inline)) uint64_t sum_by_lanes(const Rows *rows, const Weights *weights,
+                                                                            size_t row_bytes, int copies, int past_cache)
+{
+    const size_t step = LINES_SIDE_BY_SIDE * LINE_BYTES, whole = row_bytes / step * step;
+    __m512i total = _mm512_setzero_si512();
+    for (Py_ssize_t row = 0; row < rows->count; row++) {
+        const char *from = rows->at + row * rows->step;
+        char *to = copies ? rows->to + row * rows->to_step : NULL;
+        const uint64_t(*line_weights)[PARTS][LANES] = weights->lines;
+        __m512i sums[LINES_SIDE_BY_SIDE * PARTS];
+        for (int index = 0; index < LINES_SIDE_BY_SIDE * PARTS; index++)
+            sums[index] = _mm512_setzero_si512();
+        size_t at = 0;
+        for (; at < whole; at += step)
+            for (int beside = 0; beside < LINES_SIDE_BY_SIDE; beside++, line_weights++) {
+                const size_t place = at + beside * LINE_BYTES;
+                const __m512i line = _mm512_loadu_si512(from + place);
+                if (copies && past_cache)
+                    _mm512_stream_si512((__m512i *)(to + place), line);
+                else if (copies)
+                    _mm512_storeu_si512(to + place, line);
+                add_line(sums + beside * PARTS, line, *line_weights);
+            }
+        for (; at < row_bytes; at += LINE_BYTES, line_weights++) {
+            const __mmask64 some = row_bytes - at < LINE_BYTES ? ((__mmask64)1 << (row_bytes - at)) - 1 : ~(__mmask64)0;
+            const __m512i line = _mm512_maskz_loadu_epi8(some, from + at);
+            if (copies)
+                _mm512_mask_storeu_epi8(to + at, some, line);
+            add_line(sums, line, *line_weights);
+        }
+        for (int index = 1; index < LINES_SIDE_BY_SIDE * PARTS; index++)
+            sums[0] = _mm512_add_epi64(sums[0], sums[index]);
+        const __m512i weight = _mm512_set1_epi64(weight_of_row(rows, row));
+        total = _mm512_add_epi64(total, _mm512_mullo_epi64(sums[0], weight));
+    }
+    return _mm512_reduce_add_epi64(total);
+}
+
+BY_LANES static inline __attribute__((always_inline)) uint64_t sum_lanes(const Rows *rows, const Weights *weights,
+                                                                         size_t row_bytes)
+{
+    if (!rows->to)
+        return sum_by_lanes(rows, weights, row_bytes, 0, 0);
+    if (rows->past_cache && ((uintptr_t)rows->to | rows->to_step) % LINE_BYTES == 0)
+        return sum_by_lanes(rows, weights, row_bytes, 1, 1);
+    return sum_by_lanes(rows, weights, row_bytes, 1, 0);
+}
+
+BY_LANES static uint64_t sum_u2_by_lanes(const Rows *rows, const Weights *weights)
+{
+    return sum_lanes(rows, weights, rows->length * sizeof(uint16_t));
+}
+
+BY_LANES static uint64_t sum_u4_by_lanes(const Rows *rows, const Weights *weights)
+{
+    return sum_lanes(rows, weights, rows->length * sizeof(uint32_t));
+}
+
+/* Weights of so many indices of a dim. */
 typedef void Weigh(Weights *weights, int level, uint64_t first, Py_ssize_t length);
 
 #define WEIGH(name, wide)                                                                                              \
@@ -342,24 +339,28 @@ typedef void Weigh(Weights *weights, int level, uint64_t first, Py_ssize_t lengt
 WEIGH(weigh_any, unused)
 WEIGH(weigh_512, target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"))
 
-WITH_LIMBS static void weigh_limbs(Weights *weights, int level, uint64_t first, Py_ssize_t length)
-{
-    for (Py_ssize_t at = 0; at < length; at += ITEMS_AT_ONCE) {
-        int16_t(*limbs)[ITEMS_AT_ONCE] = weights->limbs[at / ITEMS_AT_ONCE];
-        for (int lane = 0; lane < ITEMS_AT_ONCE; lane++) {
-            uint64_t left = weight_of(level, first + at + lane);
-            const int64_t lowest = (int64_t)(left << 53) >> 53; /* with its sign, which the rest makes up for */
-            left = (left - lowest) >> 11;
-            const int64_t second = (int64_t)(left << 53) >> 53;
-            left = (left - second) >> 11;
-            const int64_t third = (int64_t)(left << 54) >> 54;
-            left = (left - third) >> 10;
-            limbs[0][lane] = lowest, limbs[1][lane] = second, limbs[2][lane] = third;
-            limbs[3][lane] = (int16_t)left;
-            limbs[4][lane] = (int16_t)((left - (int64_t)(int16_t)left) >> 16);
-        }
+/* Items of 2 bytes are a part each, items of 4 bytes two. */
+#define WEIGH_LANES(name, parts_of_item)                                                                               \
+    BY_LANES static void name(Weights *weights, int level, uint64_t first, Py_ssize_t length)                          \
+    {                                                                                                                  \
+        enum { ITEMS_OF_LANE = PARTS / parts_of_item, ITEMS_OF_LINE = LANES * ITEMS_OF_LANE };                         \
+        for (Py_ssize_t at = 0; at < length; at += ITEMS_OF_LINE) {                                                    \
+            uint64_t(*parts)[LANES] = weights->lines[at / ITEMS_OF_LINE];                                              \
+            for (int lane = 0; lane < LANES; lane++) {                                                                 \
+                uint64_t before = 0;                                                                                   \
+                for (int part = 0; part < PARTS; part++) {                                                             \
+                    uint64_t weight = weight_of(level, first + at + ITEMS_OF_LANE * lane + part / parts_of_item);      \
+                    if (part % parts_of_item)                                                                          \
+                        weight *= UPPER_HALF;                                                                          \
+                    parts[part][lane] = weight - (before << 16);                                                       \
+                    before = weight;                                                                                   \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
     }
-}
+
+WEIGH_LANES(weigh_u2_lanes, 1)
+WEIGH_LANES(weigh_u4_lanes, 2)
 
 /* How items are summed up here. */
 typedef struct {
@@ -367,20 +368,30 @@ typedef struct {
     Weigh *weigh;
 } Way;
 
-static Way way_of(const char *format)
+enum { ANY, AVX2, AVX512, AVX512_IFMA };
+
+static int widest_here(void)
 {
-    int wide = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") ? 2
-               : __builtin_cpu_supports("avx2")                                         ? 1
-                                                                                        : 0;
-    SumRows *of_u1[] = {sum_u1_any, sum_u1_256, sum_u1_512}, *of_i2[] = {sum_i2_any, sum_i2_256, sum_i2_512};
-    SumRows *of_i4[] = {sum_i4_any, sum_i4_256, sum_i4_512};
-    Weigh *weigh = wide == 2 ? weigh_512 : weigh_any;
-    if (!strcmp(format, "h") && wide == 2 && __builtin_cpu_supports("avx512vnni"))
-        return (Way){sum_i2_by_limbs, weigh_limbs};
-    return !strcmp(format, "B")   ? (Way){of_u1[wide], weigh}
-           : !strcmp(format, "h") ? (Way){of_i2[wide], weigh}
-           : !strcmp(format, "i") ? (Way){of_i4[wide], weigh}
-                                  : (Way){NULL, weigh};
+    if (!__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl"))
+        return __builtin_cpu_supports("avx2") ? AVX2 : ANY;
+    return __builtin_cpu_supports("avx512ifma") ? AVX512_IFMA : AVX512;
+}
+
+/* With nothing that is wider than `widest`. */
+static Way way_of(const char *format, int widest)
+{
+    const int here = widest_here(), wide = widest < here ? widest : here;
+    SumRows *of_u1[] = {sum_u1_any, sum_u1_256, sum_u1_512, sum_u1_512};
+    SumRows *of_u2[] = {sum_u2_any, sum_u2_256, sum_u2_512, sum_u2_by_lanes};
+    SumRows *of_u4[] = {sum_u4_any, sum_u4_256, sum_u4_512, sum_u4_by_lanes};
+    Weigh *weigh[] = {weigh_any, weigh_any, weigh_512, weigh_512};
+    if (!strcmp(format, "B"))
+        return (Way){of_u1[wide], weigh[wide]};
+    if (!strcmp(format, "h"))
+        return (Way){of_u2[wide], wide == AVX512_IFMA ? weigh_u2_lanes : weigh[wide]};
+    if (!strcmp(format, "i"))
+        return (Way){of_u4[wide], wide == AVX512_IFMA ? weigh_u4_lanes : weigh[wide]};
+    return (Way){NULL, NULL};
 }
 
 typedef struct {
@@ -390,24 +401,6 @@ typedef struct {
     Way way;
 } Summed;
 
-/* Returns the sum over all rows, a few at a time. `first` is the first row's index at `level`, which gives each row its
-weight; at level 0 all have weight 1. */
-static inline __attribute__((always_inline)) uint64_t sum_all(SumRows *sum_rows, const Rows *rows, Py_ssize_t num_rows,
-                                                              const Weights *weights, int level, uint64_t first)
-{
-    uint64_t total = 0, sums[SUMMED_AT_ONCE];
-    for (Py_ssize_t index = 0; index < num_rows; index += SUMMED_AT_ONCE) {
-        Rows some = *rows;
-        some.at += index * rows->step;
-        some.to = rows->to ? rows->to + index * rows->to_step : NULL;
-        some.count = (int)(num_rows - index < SUMMED_AT_ONCE ? num_rows - index : SUMMED_AT_ONCE);
-        sum_rows(some, weights, sums);
-        for (int row = 0; row < some.count; row++)
-            total += sums[row] * (level ? weight_of(level, first + index + row) : 1);
-    }
-    return total;
-}
-
 /* Of a matrix, or of one row: so many columns at a time that their weights stay in the first cache. What is copied is
 summed up from where it is, or from registers: what is read once cannot change in between. */
 static uint64_t sum_matrix(const Summed *of, const char *at, char *to, Py_ssize_t num_rows, Py_ssize_t step,
@@ -415,18 +408,23 @@ static uint64_t sum_matrix(const Summed *of, const char *at, char *to, Py_ssize_
 {
     const int last = of->box->ndim - 1;
     const Py_ssize_t length = of->box->shape[last], item_bytes = of->box->itemsize;
+    const Py_ssize_t bytes_at_once = ROW_BYTES_AT_ONCE / item_bytes;
+    const Py_ssize_t most = bytes_at_once < COLUMNS_AT_ONCE ? bytes_at_once : COLUMNS_AT_ONCE;
     Weights weights;
     uint64_t total = 0;
-    for (Py_ssize_t from = 0; from < length; from += COLUMNS_AT_ONCE) {
-        const Py_ssize_t width = length - from < COLUMNS_AT_ONCE ? length - from : COLUMNS_AT_ONCE;
+    for (Py_ssize_t from = 0; from < length; from += most) {
+        const Py_ssize_t width = length - from < most ? length - from : most;
         of->way.weigh(&weights, 1, of->first[last] + from, width);
         const Rows rows = {.at = at + from * item_bytes,
                            .to = to ? to + from * item_bytes : NULL,
                            .step = step,
                            .to_step = to_step,
                            .length = width,
-                           .past_cache = of->past_cache};
-        total += sum_all(of->way.sum_rows, &rows, num_rows, &weights, last ? 2 : 0, first_row);
+                           .count = num_rows,
+                           .past_cache = of->past_cache,
+                           .level = last ? 2 : 0,
+                           .first = first_row};
+        total += of->way.sum_rows(&rows, &weights);
     }
     return total;
 }
@@ -501,8 +499,13 @@ static uint64_t sum_turned(const Summed *of, const char *at, char *to, Py_ssize_
             const int width = (int)(length - column < TILE_COLUMNS ? length - column : TILE_COLUMNS);
             char *tile = to + column * to_step + row * item_bytes;
             turn_tile(tile, at + row * step + column * item_bytes, to_step, step, height, width, item_bytes);
-            const Rows rows = {.at = tile, .step = to_step, .length = height};
-            total += sum_all(of->way.sum_rows, &rows, width, &of_rows, 1, of->first[last] + column);
+            const Rows rows = {.at = tile,
+                               .step = to_step,
+                               .length = height,
+                               .count = width,
+                               .level = 1,
+                               .first = of->first[last] + column};
+            total += of->way.sum_rows(&rows, &of_rows);
         }
     }
     return total;
@@ -526,10 +529,10 @@ static uint64_t sum_box(const Summed *of, int dim, const char *at, char *to)
 }
 
 /* False, with an exception, for a box that cannot be summed up. */
-static int begin_sum(Summed *summed, const Py_buffer *box, PyObject *start)
+static int begin_sum(Summed *summed, const Py_buffer *box, PyObject *start, int widest)
 {
     summed->box = box;
-    summed->way = way_of(box->format);
+    summed->way = way_of(box->format, widest);
     if (!summed->way.sum_rows || !box->ndim || PyTuple_GET_SIZE(start) != box->ndim ||
         (box->shape[box->ndim - 1] > 1 && box->strides[box->ndim - 1] != box->itemsize)) {
         PyErr_SetString(PyExc_ValueError, "a box is summed up whose items are uint8, int16 or int32 and lie side by side "
@@ -554,7 +557,7 @@ static PyObject *summed_up(const Summed *summed)
     if (summed->past_cache)
         _mm_sfence();
     Py_END_ALLOW_THREADS
-    return PyLong_FromUnsignedLongLong(total);
+    return PyLong_FromUnsignedLongLong(total % MODULUS);
 }
 
 static PyObject *weighted_sum(PyObject *module, PyObject *arguments)
@@ -562,10 +565,11 @@ static PyObject *weighted_sum(PyObject *module, PyObject *arguments)
     PyObject *from, *start;
     Py_buffer box;
     Summed summed = {.target = NULL};
-    if (!PyArg_ParseTuple(arguments, "OO!:weighted_sum", &from, &PyTuple_Type, &start) ||
+    int widest = AVX512_IFMA;
+    if (!PyArg_ParseTuple(arguments, "OO!|i:weighted_sum", &from, &PyTuple_Type, &start, &widest) ||
         PyObject_GetBuffer(from, &box, PyBUF_STRIDED_RO | PyBUF_FORMAT))
         return NULL;
-    PyObject *result = begin_sum(&summed, &box, start) ? summed_up(&summed) : NULL;
+    PyObject *result = begin_sum(&summed, &box, start, widest) ? summed_up(&summed) : NULL;
     PyBuffer_Release(&box);
     return result;
 }
@@ -594,7 +598,7 @@ static PyObject *copy_and_sum(PyObject *module, PyObject *arguments)
         PyObject_GetBuffer(into, &target, PyBUF_STRIDED))
         return NULL;
     if (!PyObject_GetBuffer(from, &box, PyBUF_STRIDED_RO | PyBUF_FORMAT)) {
-        if (begin_sum(&summed, &box, start) && can_be_target(&target, &box))
+        if (begin_sum(&summed, &box, start, AVX512_IFMA) && can_be_target(&target, &box))
             result = summed_up(&summed);
         PyBuffer_Release(&box);
     }

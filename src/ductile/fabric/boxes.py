@@ -46,7 +46,7 @@ def copy(target: NDArray[Any], source: NDArray[Any], least_bytes: int = LEAST_BY
 
 
 def weighted_sum(box: NDArray[Any], start: tuple[int, ...]) -> int | None:
-    """Return `ductile.fabric.fingerprint.weighted_sum` of a box that begins at index `start`, modulo 2^64. None where
+    """Return `ductile.fabric.fingerprint.weighted_sum` of a box that begins at index `start`, modulo 2^52. None where
     the compiled part is not there, or does not know such a box: see its stub."""
     if _boxes is None or (order := _order(box)) is None:
         return None

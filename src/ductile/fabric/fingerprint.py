@@ -1,12 +1,12 @@
-"""A 64-bit fingerprint of a box of a tensor, taken where it lies, on any device: what xxh3 is to a CPU's memory.
+"""A 52-bit fingerprint of a box of a tensor, taken where it lies, on any device: what xxh3 is to a CPU's memory.
 
     sum over elements    bits as an integer * product over dims of that dim's weight at the element's index
 
-Everything is modulo 2^64, and the weights are odd random numbers, so a changed element, swapped rows or a row that came
-twice show. It guards against accidents, not against an attacker who wants two boxes to collide.
+Everything is modulo 2^52, which is what a processor multiplies and adds up in one instruction, and the weights are odd
+random numbers, so a changed element, swapped rows or a row that came twice show. It guards against accidents, not against an attacker who wants two boxes to collide.
 
-An item of eight bytes counts as two of four: no difference of two items is then a multiple of 2^32, and an odd weight
-cannot make it vanish.
+An item of eight bytes counts as two of four, and the upper half of an item of four `UPPER_HALF` times: the difference of
+two items is then no multiple of more than 2^15, and few weights can make it vanish.
 """
 
 import ctypes
@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from ductile.fabric import boxes
 
-MODULUS = 1 << 64
+MODULUS = 1 << 52
+UPPER_HALF = 0xD1B54A32D192ED03 - (1 << 64)
 BLOCK_ITEMS = 1 << 17
 """Items that are contracted at once: as 64-bit integers they stay in a core's second cache."""
 GPU_BLOCK_ITEMS = 1 << 24
 _ARRAYS = {torch.uint8: "u1", torch.int16: "i2", torch.int32: "i4"}
-_GOLDEN, _FIRST, _SECOND = (value - MODULUS for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def box_fingerprint(box: torch.Tensor) -> bytes:
@@ -32,7 +33,7 @@ def box_fingerprint(box: torch.Tensor) -> bytes:
 
 
 def weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
-    """The sum over a block of integers that begins at index `start` of its tensor; it is to be taken modulo 2^64."""
+    """The sum over a block of integers that begins at index `start` of its tensor; it is to be taken modulo `MODULUS`."""
     if box.element_size() == 8:
         return weighted_sum(box.contiguous().view(torch.int32).view(*box.shape, 2), (*start, 0))
     if box.device.type == "cpu" and box.dtype in _ARRAYS:
@@ -80,7 +81,7 @@ def plain_weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
 
 def _block(block: torch.Tensor, start: tuple[int, ...]) -> int:
     """One dim after the other is multiplied by its weights and summed up, the last one first."""
-    value = block.to(torch.int64)
+    value = _unsigned(block)
     for level, (first, length) in enumerate(zip(reversed(start), reversed(block.shape), strict=True), 1):
         weights = _weights(level, first, first + length, block.device)
         if block.device.type == "cpu":
@@ -88,6 +89,14 @@ def _block(block: torch.Tensor, start: tuple[int, ...]) -> int:
         else:
             value = (value * weights).sum(-1)  # there is no matrix product of integers
     return int(value)
+
+
+def _unsigned(block: torch.Tensor) -> torch.Tensor:
+    """Return what each item's bits count as (int64)."""
+    value = block.to(torch.int64)
+    if block.dtype == torch.int32:
+        return (value & 0xFFFF) + (value >> 16 & 0xFFFF) * UPPER_HALF
+    return value & 0xFFFF
 
 
 @lru_cache(maxsize=64)

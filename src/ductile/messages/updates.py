@@ -20,7 +20,7 @@ import msgspec
 from ductile.core.instances.carrier_choice import WeightCarrier
 
 Digest = str
-"""16 hexadecimal digits: the fingerprint of a whole version (`ductile.weights.digest`). It does not depend on how the
+"""13 hexadecimal digits: the fingerprint of a whole version (`ductile.weights.digest`). It does not depend on how the
 tensors were cut, so ranks sum their parts up, and anybody who has all tensors finds the same."""
 
 LONGEST_LEASE_S = 3600
@@ -29,7 +29,7 @@ LONGEST_LEASE_S = 3600
 
 def total_of(parts: Iterable[Digest]) -> Digest:
     """Return the digest of what several senders, or tensors, have between them. "" counts as nothing."""
-    return f"{sum(int(part or '0', 16) for part in parts) % 2**64:016x}"
+    return f"{sum(int(part or '0', 16) for part in parts) % 2**52:013x}"
 
 
 UpdateProof = Literal["none", "sum", "crc"]
@@ -149,7 +149,7 @@ class SendReport(msgspec.Struct, frozen=True):
     update_id: str
     sender: str
     digest: Digest
-    """Part of the version's digest that is of this sender's boxes; parts add up modulo 2^64."""
+    """Part of the version's digest that is of this sender's boxes; parts add up modulo 2^52."""
     num_bytes: int
     seconds: float
     failed: dict[str, str] = {}

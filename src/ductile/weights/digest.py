@@ -1,8 +1,8 @@
-"""The digest of a version: 64 bits that whoever has all of its tensors finds alike.
+"""The digest of a version: 52 bits that whoever has all of its tensors finds alike.
 
     sum over tensors    factor of the name * weighted sum over elements (`ductile.fabric.fingerprint`)
 
-modulo 2^64, of the bits that are published, whatever the dtype in which the optimizer has them. A box adds what its
+modulo 2^52, of the bits that are published, whatever the dtype in which the optimizer has them. A box adds what its
 elements add to the whole tensor's, so it does not matter how tensors were cut, or who has which part. It guards
 against accidents, not against an attacker who wants two versions to collide.
 """
@@ -22,7 +22,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def box_digest(name: str, box: Tensor, start: tuple[int, ...]) -> int:
-    """Return the part of a box of the tensor `name` that begins at index `start`, 0 to 2^64 - 1."""
+    """Return the part of a box of the tensor `name` that begins at index `start`, 0 to 2^52 - 1."""
     return _name_factor(name) * weighted_sum(_bits(box), start or (0,)) % MODULUS
 
 
@@ -52,7 +52,7 @@ def total(parts: Iterable[int]) -> Digest:
 
 
 def to_text(value: int) -> Digest:
-    return f"{value % MODULUS:016x}"
+    return f"{value % MODULUS:013x}"
 
 
 def from_text(digest: Digest) -> int:

@@ -24,6 +24,7 @@ from ductile.weights.carriers.disk import DiskSender
 from ductile.weights.carriers.http import HttpSender
 from ductile.weights.carriers.point_to_point import PointToPointSender
 from ductile.weights.carriers.shared_memory import SharedMemorySender, SlotRing
+from ductile.weights.digest import to_text
 from ductile.weights.pipeline import BucketPipeline, Stage, StageSpan
 
 Fill = Callable[[Bucket, Tensor], int]
@@ -101,9 +102,8 @@ class WeightSender:
         for instance in self._failed.keys() & self._left_out.keys():
             self._failed[instance] = f"{instance} was left out: {self._left_out[instance]}"
         seconds = time.monotonic() - began
-        digest = f"{self._digest % (1 << 64):016x}"
         update_id, sender = self._update.update_id, self._offer.sender
-        self._tell(SendReport(update_id, sender, digest, self._num_bytes, seconds, self._failed))
+        self._tell(SendReport(update_id, sender, to_text(self._digest), self._num_bytes, seconds, self._failed))
 
     def _send(self) -> None:
         buckets = self._offer.buckets
