@@ -8,12 +8,28 @@ def copy(target: NDArray[Any], source: NDArray[Any], most_store_bytes: int = 64,
     Raises `ValueError` for other boxes, and where the innermost dim is not contiguous.
     """
 
-def weighted_sum(box: NDArray[Any], start: tuple[int, ...], widest: int = 3, /) -> int:
-    """`ductile.fabric.fingerprint.weighted_sum` of a box whose items are uint8, int16 or int32 and are contiguous along
-    the last of at least one dim, modulo 2^52. Raises `ValueError` for other boxes.
+def weighted_sum(
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    item_bytes: int,
+    start: tuple[int, ...],
+    widest: int = 3,
+    /,
+) -> int | None:
+    """`ductile.fabric.boxes.weighted_sum`.
 
     widest: the instructions that are used at most: 0 any, 1 AVX2, 2 AVX-512, 3 its 52-bit products."""
 
-def copy_and_sum(target: NDArray[Any], box: NDArray[Any], start: tuple[int, ...], past_cache: bool = False, /) -> int:
-    """Copy a box to one that does not overlap it, and return the `weighted_sum` of what was written, in one pass. The
-    target may lie in columns. Raises `ValueError` for other boxes."""
+def copy_and_sum(
+    target: int,
+    target_strides: tuple[int, ...],
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    item_bytes: int,
+    start: tuple[int, ...],
+    past_cache: bool,
+    /,
+) -> int | None:
+    """`ductile.fabric.boxes.copy_and_sum`."""

@@ -378,52 +378,56 @@ static int widest_here(void)
 }
 
 /* With nothing that is wider than `widest`. */
-static Way way_of(const char *format, int widest)
+static Way way_of(Py_ssize_t item_bytes, int widest)
 {
     const int here = widest_here(), wide = widest < here ? widest : here;
     SumRows *of_u1[] = {sum_u1_any, sum_u1_256, sum_u1_512, sum_u1_512};
     SumRows *of_u2[] = {sum_u2_any, sum_u2_256, sum_u2_512, sum_u2_by_lanes};
     SumRows *of_u4[] = {sum_u4_any, sum_u4_256, sum_u4_512, sum_u4_by_lanes};
     Weigh *weigh[] = {weigh_any, weigh_any, weigh_512, weigh_512};
-    if (!strcmp(format, "B"))
+    if (item_bytes == 1)
         return (Way){of_u1[wide], weigh[wide]};
-    if (!strcmp(format, "h"))
+    if (item_bytes == 2)
         return (Way){of_u2[wide], wide == AVX512_IFMA ? weigh_u2_lanes : weigh[wide]};
-    if (!strcmp(format, "i"))
+    if (item_bytes == 4)
         return (Way){of_u4[wide], wide == AVX512_IFMA ? weigh_u4_lanes : weigh[wide]};
     return (Way){NULL, NULL};
 }
 
 typedef struct {
-    const Py_buffer *box, *target; /* without a target the box is only summed up */
-    int past_cache;
-    uint64_t first[PyBUF_MAX_NDIM];
+    Py_ssize_t length, step, to_step; /* in bytes */
+    int level;                        /* counted from the tensor's last dim, which is 1 */
+    uint64_t first;                   /* index in the tensor */
+} SummedDim;
+
+typedef struct {
+    SummedDim dims[PyBUF_MAX_NDIM]; /* as the box lies in memory, its items side by side along the last one */
+    int num_dims, past_cache;
+    Py_ssize_t item_bytes;
     Way way;
 } Summed;
 
 /* Of a matrix, or of one row: so many columns at a time that their weights stay in the first cache. What is copied is
 summed up from where it is, or from registers: what is read once cannot change in between. */
-static uint64_t sum_matrix(const Summed *of, const char *at, char *to, Py_ssize_t num_rows, Py_ssize_t step,
-                           Py_ssize_t to_step, uint64_t first_row)
+static uint64_t sum_matrix(const Summed *of, const char *at, char *to, const SummedDim *outer)
 {
-    const int last = of->box->ndim - 1;
-    const Py_ssize_t length = of->box->shape[last], item_bytes = of->box->itemsize;
-    const Py_ssize_t bytes_at_once = ROW_BYTES_AT_ONCE / item_bytes;
+    const SummedDim *inner = of->dims + of->num_dims - 1;
+    const Py_ssize_t item_bytes = of->item_bytes, bytes_at_once = ROW_BYTES_AT_ONCE / item_bytes;
     const Py_ssize_t most = bytes_at_once < COLUMNS_AT_ONCE ? bytes_at_once : COLUMNS_AT_ONCE;
     Weights weights;
     uint64_t total = 0;
-    for (Py_ssize_t from = 0; from < length; from += most) {
-        const Py_ssize_t width = length - from < most ? length - from : most;
-        of->way.weigh(&weights, 1, of->first[last] + from, width);
+    for (Py_ssize_t from = 0; from < inner->length; from += most) {
+        const Py_ssize_t width = inner->length - from < most ? inner->length - from : most;
+        of->way.weigh(&weights, inner->level, inner->first + from, width);
         const Rows rows = {.at = at + from * item_bytes,
                            .to = to ? to + from * item_bytes : NULL,
-                           .step = step,
-                           .to_step = to_step,
+                           .step = outer->step,
+                           .to_step = outer->to_step,
                            .length = width,
-                           .count = num_rows,
+                           .count = outer->length,
                            .past_cache = of->past_cache,
-                           .level = last ? 2 : 0,
-                           .first = first_row};
+                           .level = outer->level,
+                           .first = outer->first};
         total += of->way.sum_rows(&rows, &weights);
     }
     return total;
@@ -485,26 +489,25 @@ static void turn_tile(char *target, const char *source, Py_ssize_t target_step, 
 }
 
 /* Of a matrix of rows, whose target lies in columns: these are the rows that are summed up. */
-static uint64_t sum_turned(const Summed *of, const char *at, char *to, Py_ssize_t num_rows, Py_ssize_t step,
-                           Py_ssize_t to_step, uint64_t first_row)
+static uint64_t sum_turned(const Summed *of, const char *at, char *to, const SummedDim *outer)
 {
-    const int last = of->box->ndim - 1;
-    const Py_ssize_t length = of->box->shape[last], item_bytes = of->box->itemsize;
+    const SummedDim *inner = of->dims + of->num_dims - 1;
     Weights of_rows;
     uint64_t total = 0;
-    for (Py_ssize_t row = 0; row < num_rows; row += TILE_ROWS) {
-        const int height = (int)(num_rows - row < TILE_ROWS ? num_rows - row : TILE_ROWS);
-        of->way.weigh(&of_rows, 2, first_row + row, height);
-        for (Py_ssize_t column = 0; column < length; column += TILE_COLUMNS) {
-            const int width = (int)(length - column < TILE_COLUMNS ? length - column : TILE_COLUMNS);
-            char *tile = to + column * to_step + row * item_bytes;
-            turn_tile(tile, at + row * step + column * item_bytes, to_step, step, height, width, item_bytes);
+    for (Py_ssize_t row = 0; row < outer->length; row += TILE_ROWS) {
+        const int height = (int)(outer->length - row < TILE_ROWS ? outer->length - row : TILE_ROWS);
+        of->way.weigh(&of_rows, outer->level, outer->first + row, height);
+        for (Py_ssize_t column = 0; column < inner->length; column += TILE_COLUMNS) {
+            const int width = (int)(inner->length - column < TILE_COLUMNS ? inner->length - column : TILE_COLUMNS);
+            char *tile = to + column * inner->to_step + row * of->item_bytes;
+            turn_tile(tile, at + row * outer->step + column * of->item_bytes, inner->to_step, outer->step, height, width,
+                      of->item_bytes);
             const Rows rows = {.at = tile,
-                               .step = to_step,
+                               .step = inner->to_step,
                                .length = height,
                                .count = width,
-                               .level = 1,
-                               .first = of->first[last] + column};
+                               .level = inner->level,
+                               .first = inner->first + column};
             total += of->way.sum_rows(&rows, &of_rows);
         }
     }
@@ -513,47 +516,69 @@ static uint64_t sum_turned(const Summed *of, const char *at, char *to, Py_ssize_
 
 static uint64_t sum_box(const Summed *of, int dim, const char *at, char *to)
 {
-    const Py_buffer *box = of->box, *target = of->target;
-    const int last = box->ndim - 1;
-    if (!last)
-        return sum_matrix(of, at, to, 1, 0, 0, 0);
-    if (dim == last - 1 && to && target->strides[last] != target->itemsize && box->shape[last] > 1)
-        return sum_turned(of, at, to, box->shape[dim], box->strides[dim], target->strides[last], of->first[dim]);
-    if (dim == last - 1)
-        return sum_matrix(of, at, to, box->shape[dim], box->strides[dim], to ? target->strides[dim] : 0, of->first[dim]);
+    const SummedDim *outer = of->dims + dim, *inner = of->dims + of->num_dims - 1, one = {.length = 1};
+    if (outer == inner)
+        return sum_matrix(of, at, to, &one);
+    if (outer == inner - 1)
+        return (to && inner->length > 1 && inner->to_step != of->item_bytes ? sum_turned : sum_matrix)(of, at, to, outer);
     uint64_t total = 0;
-    for (Py_ssize_t index = 0; index < box->shape[dim]; index++)
-        total += weight_of(box->ndim - dim, of->first[dim] + index) *
-                 sum_box(of, dim + 1, at + index * box->strides[dim], to ? to + index * target->strides[dim] : NULL);
+    for (Py_ssize_t index = 0; index < outer->length; index++)
+        total += weight_of(outer->level, outer->first + index) *
+                 sum_box(of, dim + 1, at + index * outer->step, to ? to + index * outer->to_step : NULL);
     return total;
 }
 
-/* False, with an exception, for a box that cannot be summed up. */
-static int begin_sum(Summed *summed, const Py_buffer *box, PyObject *start, int widest)
+/* Whether a dim of the target, where there is one, has its items side by side. */
+static int is_contiguous(const SummedDim *dim, Py_ssize_t item_bytes)
 {
-    summed->box = box;
-    summed->way = way_of(box->format, widest);
-    if (!summed->way.sum_rows || !box->ndim || PyTuple_GET_SIZE(start) != box->ndim ||
-        (box->shape[box->ndim - 1] > 1 && box->strides[box->ndim - 1] != box->itemsize)) {
-        PyErr_SetString(PyExc_ValueError, "a box is summed up whose items are uint8, int16 or int32 and lie side by side "
-                                          "along its last dim, with an index where it starts in each dim");
-        return 0;
-    }
-    for (int dim = 0; dim < box->ndim; dim++) {
-        summed->first[dim] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(start, dim));
-        if (PyErr_Occurred())
-            return 0;
-    }
-    return 1;
+    return dim->length <= 1 || dim->to_step == item_bytes;
 }
 
-static PyObject *summed_up(const Summed *summed)
+/* Sets the dims in the order in which the box lies in memory. False where such a box cannot be summed up or copied
+here; false, with an exception, where the arguments do not fit. */
+static int describe(Summed *summed, PyObject *shape, PyObject *strides, PyObject *to_strides, PyObject *start)
 {
-    const Py_buffer *box = summed->box;
+    const Py_ssize_t num_dims = PyTuple_GET_SIZE(shape);
+    if (PyTuple_GET_SIZE(strides) != num_dims || PyTuple_GET_SIZE(start) != num_dims ||
+        (to_strides && PyTuple_GET_SIZE(to_strides) != num_dims)) {
+        PyErr_SetString(PyExc_ValueError, "shape, strides and start have different numbers of dims");
+        return 0;
+    }
+    if (!num_dims || num_dims > PyBUF_MAX_NDIM || !summed->way.sum_rows)
+        return 0;
+    for (Py_ssize_t dim = 0; dim < num_dims; dim++) {
+        SummedDim described = {.length = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, dim)),
+                               .step = PyLong_AsSsize_t(PyTuple_GET_ITEM(strides, dim)) * summed->item_bytes,
+                               .level = (int)(num_dims - dim),
+                               .first = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(start, dim))};
+        if (to_strides)
+            described.to_step = PyLong_AsSsize_t(PyTuple_GET_ITEM(to_strides, dim)) * summed->item_bytes;
+        if (PyErr_Occurred())
+            return 0;
+        if (described.length == 1)
+            described.step = PY_SSIZE_T_MAX; /* rows do not run along it */
+        Py_ssize_t place = dim;
+        for (; place && summed->dims[place - 1].step < described.step; place--)
+            summed->dims[place] = summed->dims[place - 1];
+        summed->dims[place] = described;
+    }
+    summed->num_dims = (int)num_dims;
+    const SummedDim *inner = summed->dims + num_dims - 1;
+    if (inner->length > 1 && inner->step != summed->item_bytes)
+        return 0;
+    return !to_strides || is_contiguous(inner, summed->item_bytes) ||
+           (num_dims > 1 && is_contiguous(inner - 1, summed->item_bytes));
+}
+
+static PyObject *summed_up(const Summed *summed, const char *at, char *to)
+{
     uint64_t total = 0;
+    int is_empty = 0;
+    for (int dim = 0; dim < summed->num_dims; dim++)
+        is_empty |= !summed->dims[dim].length;
     Py_BEGIN_ALLOW_THREADS
-    if (box->len)
-        total = sum_box(summed, 0, box->buf, summed->target ? summed->target->buf : NULL);
+    if (!is_empty)
+        total = sum_box(summed, 0, at, to);
     if (summed->past_cache)
         _mm_sfence();
     Py_END_ALLOW_THREADS
@@ -562,48 +587,36 @@ static PyObject *summed_up(const Summed *summed)
 
 static PyObject *weighted_sum(PyObject *module, PyObject *arguments)
 {
-    PyObject *from, *start;
-    Py_buffer box;
-    Summed summed = {.target = NULL};
+    unsigned long long at;
+    PyObject *shape, *strides, *start;
+    Summed summed = {.past_cache = 0};
     int widest = AVX512_IFMA;
-    if (!PyArg_ParseTuple(arguments, "OO!|i:weighted_sum", &from, &PyTuple_Type, &start, &widest) ||
-        PyObject_GetBuffer(from, &box, PyBUF_STRIDED_RO | PyBUF_FORMAT))
+    if (!PyArg_ParseTuple(arguments, "KO!O!nO!|i:weighted_sum", &at, &PyTuple_Type, &shape, &PyTuple_Type, &strides,
+                          &summed.item_bytes, &PyTuple_Type, &start, &widest))
         return NULL;
-    PyObject *result = begin_sum(&summed, &box, start, widest) ? summed_up(&summed) : NULL;
-    PyBuffer_Release(&box);
-    return result;
-}
-
-/* False, with an exception, unless the target has the box's shape, and rows or columns that are contiguous. */
-static int can_be_target(const Py_buffer *target, const Py_buffer *box)
-{
-    const int last = box->ndim - 1;
-    int fits = target->ndim == box->ndim && target->itemsize == box->itemsize;
-    for (int dim = 0; fits && dim <= last; dim++)
-        fits = target->shape[dim] == box->shape[dim];
-    if (fits && target->shape[last] > 1 && target->strides[last] != target->itemsize)
-        fits = last && (target->shape[last - 1] == 1 || target->strides[last - 1] == target->itemsize);
-    if (!fits)
-        PyErr_SetString(PyExc_ValueError, "a box is copied to one of its shape and item size whose items lie side by "
-                                          "side along the last dim, or along the one before it");
-    return fits;
+    summed.way = way_of(summed.item_bytes, widest);
+    if (describe(&summed, shape, strides, NULL, start))
+        return summed_up(&summed, (const char *)at, NULL);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *copy_and_sum(PyObject *module, PyObject *arguments)
 {
-    PyObject *into, *from, *start, *result = NULL;
-    Py_buffer target, box;
-    Summed summed = {.target = &target};
-    if (!PyArg_ParseTuple(arguments, "OOO!|p:copy_and_sum", &into, &from, &PyTuple_Type, &start, &summed.past_cache) ||
-        PyObject_GetBuffer(into, &target, PyBUF_STRIDED))
+    unsigned long long to, at;
+    PyObject *to_strides, *shape, *strides, *start;
+    Summed summed = {.past_cache = 0};
+    if (!PyArg_ParseTuple(arguments, "KO!KO!O!nO!p:copy_and_sum", &to, &PyTuple_Type, &to_strides, &at, &PyTuple_Type,
+                          &shape, &PyTuple_Type, &strides, &summed.item_bytes, &PyTuple_Type, &start,
+                          &summed.past_cache))
         return NULL;
-    if (!PyObject_GetBuffer(from, &box, PyBUF_STRIDED_RO | PyBUF_FORMAT)) {
-        if (begin_sum(&summed, &box, start, AVX512_IFMA) && can_be_target(&target, &box))
-            result = summed_up(&summed);
-        PyBuffer_Release(&box);
-    }
-    PyBuffer_Release(&target);
-    return result;
+    summed.way = way_of(summed.item_bytes, AVX512_IFMA);
+    if (describe(&summed, shape, strides, to_strides, start))
+        return summed_up(&summed, (const char *)at, (char *)to);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, NULL},

@@ -1,8 +1,8 @@
 """Copies between boxes in memory, and sums over them: by the compiled part of ductile (`boxes.c`) where it is there.
 
     copy(target, source)    large ones past the cache
-    weighted_sum(box, start)
-    copy_and_sum(target, box, start)
+    weighted_sum(...)
+    copy_and_sum(...)       at addresses: what a box costs beside its bytes counts where there are thousands
 
 A box that tensor parallelism cuts out of a row-parallel weight is a thousand rows of 1 to 6 KB. numpy copies them one
 by one through the cache, at half the speed of memory. One long piece it leaves to the C library, which goes past the
@@ -45,42 +45,34 @@ def copy(target: NDArray[Any], source: NDArray[Any], least_bytes: int = LEAST_BY
         np.copyto(target, source)
 
 
-def weighted_sum(box: NDArray[Any], start: tuple[int, ...]) -> int | None:
-    """Return `ductile.fabric.fingerprint.weighted_sum` of a box that begins at index `start`, modulo 2^52. None where
-    the compiled part is not there, or does not know such a box: see its stub."""
-    if _boxes is None or (order := _order(box)) is None:
-        return None
-    return _boxes.weighted_sum(box.transpose(order), _turned(start, order))
+def weighted_sum(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int, start: tuple[int, ...]
+) -> int | None:
+    """Return `ductile.fabric.fingerprint.weighted_sum` of a box in this process's memory that begins at index `start`
+    of its tensor, modulo 2^52. None where the compiled part is not there, or does not know such a box: its items are
+    of 1, 2 or 4 bytes, and side by side along one of its dims.
+
+    strides: in items."""
+    return _boxes.weighted_sum(address, shape, strides, item_bytes, start) if _boxes is not None else None
 
 
 def copy_and_sum(
-    target: NDArray[Any], box: NDArray[Any], start: tuple[int, ...], past_cache: bool = False
+    target: int,
+    target_strides: tuple[int, ...],
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    item_bytes: int,
+    start: tuple[int, ...],
+    past_cache: bool,
 ) -> int | None:
-    """Copy a box of whole numbers to one that does not overlap it, and return the `weighted_sum` of what was written,
-    in one pass. None, with nothing copied, where the compiled part cannot.
+    """Copy a box to a target that does not overlap it, and return the `weighted_sum` of what was written, in one pass.
+    None, with nothing copied, where the compiled part cannot. All as in `weighted_sum`.
 
     past_cache: nobody reads the target soon."""
-    if _boxes is None or (order := _order(box)) is None:
+    if _boxes is None:
         return None
-    into = target.transpose(order)
-    contiguous = [into.shape[dim] <= 1 or into.strides[dim] == into.itemsize for dim in range(-min(2, into.ndim), 0)]
-    if not any(contiguous):
-        return None
-    return _boxes.copy_and_sum(into, box.transpose(order), _turned(start, order), past_cache)
-
-
-def _order(box: NDArray[Any]) -> list[int] | None:
-    """The dims as a box lies in memory, rows or columns. None where no dim is contiguous, or the items are of another
-    kind."""
-    if not box.ndim or box.dtype.str[1:] not in ("u1", "i2", "i4"):
-        return None
-    order = sorted(range(box.ndim), key=lambda dim: -box.strides[dim])
-    return order if box.shape[order[-1]] <= 1 or box.strides[order[-1]] == box.itemsize else None
-
-
-def _turned(start: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
-    # Weights are those of a dim's place, counted from the last, in bits 40 and up of index and place together.
-    return tuple((start[dim] + (place - dim << 40)) % 2**64 for place, dim in enumerate(order))
+    return _boxes.copy_and_sum(target, target_strides, address, shape, strides, item_bytes, start, past_cache)
 
 
 def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> bool:

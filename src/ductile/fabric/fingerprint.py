@@ -3,19 +3,16 @@
     sum over elements    bits as an integer * product over dims of that dim's weight at the element's index
 
 Everything is modulo 2^52, which is what a processor multiplies and adds up in one instruction, and the weights are odd
-random numbers, so a changed element, swapped rows or a row that came twice show. It guards against accidents, not against an attacker who wants two boxes to collide.
+random numbers, so a changed element, swapped rows or a row that came twice show. It guards against accidents, not
+against an attacker who wants two boxes to collide.
 
-An item of eight bytes counts as two of four, and the upper half of an item of four `UPPER_HALF` times: the difference of
-two items is then no multiple of more than 2^15, and few weights can make it vanish.
+An item of eight bytes counts as two of four, and the upper half of an item of four `UPPER_HALF` times: the difference
+of two items is then no multiple of more than 2^15, and few weights can make it vanish.
 """
 
-import ctypes
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ductile.fabric import boxes
 
@@ -24,7 +21,6 @@ UPPER_HALF = 0xD1B54A32D192ED03 - (1 << 64)
 BLOCK_ITEMS = 1 << 17
 """Items that are contracted at once: as 64-bit integers they stay in a core's second cache."""
 GPU_BLOCK_ITEMS = 1 << 24
-_ARRAYS = {torch.uint8: "u1", torch.int16: "i2", torch.int32: "i4"}
 _GOLDEN, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -33,35 +29,36 @@ def box_fingerprint(box: torch.Tensor) -> bytes:
 
 
 def weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
-    """The sum over a block of integers that begins at index `start` of its tensor; it is to be taken modulo `MODULUS`."""
+    """Return the sum over a block of integers that begins at index `start` of its tensor; modulo `MODULUS` it is the
+    same, however it was taken."""
     if box.element_size() == 8:
         return weighted_sum(box.contiguous().view(torch.int32).view(*box.shape, 2), (*start, 0))
-    if box.device.type == "cpu" and box.dtype in _ARRAYS:
-        summed = boxes.weighted_sum(_array(box), start)
+    if box.is_cpu:
+        summed = boxes.weighted_sum(box.data_ptr(), box.shape, box.stride(), box.element_size(), start)
         if summed is not None:
             return summed
     return plain_weighted_sum(box, start)
 
 
 def copy_and_sum(target: torch.Tensor, box: torch.Tensor, start: tuple[int, ...], past_cache: bool = False) -> int:
-    """Copy a block of integers, and return the `weighted_sum` of what was written, on a CPU in one pass.
+    """Copy a block of integers to one of the same dtype, and return the `weighted_sum` of what was written, on a CPU in
+    one pass.
 
     past_cache: nobody reads the target soon."""
-    if box.device.type == target.device.type == "cpu" and box.dtype in _ARRAYS:
-        summed = boxes.copy_and_sum(_array(target), _array(box), start, past_cache)
+    if box.is_cpu and target.is_cpu and target.shape == box.shape and target.dtype == box.dtype:
+        summed = boxes.copy_and_sum(
+            target.data_ptr(),
+            target.stride(),
+            box.data_ptr(),
+            box.shape,
+            box.stride(),
+            box.element_size(),
+            start,
+            past_cache,
+        )
         if summed is not None:
             return summed
     return weighted_sum(target.copy_(box), start)
-
-
-def _array(box: torch.Tensor) -> NDArray[Any]:
-    """Return a box's memory, for as long as that is there. `Tensor.numpy` would do, but for ever forbid to free memory
-    that others hold, as FSDP2 holds what it has gathered."""
-    item_bytes = box.element_size()
-    strides = [stride * item_bytes for stride in box.stride()]
-    num_bytes = item_bytes + sum((length - 1) * stride for length, stride in zip(box.shape, strides, strict=True))
-    memory = memoryview((ctypes.c_char * (num_bytes if box.numel() else 0)).from_address(box.data_ptr()))
-    return np.ndarray(tuple(box.shape), _ARRAYS[box.dtype], memory, strides=tuple(strides))
 
 
 def plain_weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
