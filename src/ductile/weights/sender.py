@@ -48,6 +48,8 @@ class WeightSender:
         self._aborted = Event()
         self._listener: ControlListener | None = None
         self._carriers: list[BucketSender] = []
+        self._met = False
+        """True once all carriers are made, with the receivers that came."""
         self._disk: DiskSender | None = None
         self._digest = 0
         self._num_bytes = 0
@@ -111,7 +113,7 @@ class WeightSender:
         num_slots = min(self._update.num_slots, max(1, len(buckets)))
         ring = SlotRing(f"ductile-weights-{self._update.version}", num_slots + 1, slot_bytes)
         try:
-            self._gather(ring)
+            self._reach_out()
             checksums: dict[int, str] = {}
 
             def fill(bucket: Bucket, slot: int) -> None:
@@ -121,6 +123,7 @@ class WeightSender:
                 checksums[bucket.index] = checksum_of(content) if self._update.verify == "crc" else ""
 
             def transfer(bucket: Bucket, slot: int) -> None:
+                self._meet(ring)  # the first buckets are filled meanwhile
                 content = ring.slot(slot, bucket.num_bytes)
                 for carrier in self._carriers:
                     carrier.send(bucket, slot, content, checksums[bucket.index])
@@ -135,29 +138,38 @@ class WeightSender:
             pipeline = BucketPipeline(stages, num_slots)
             self.trace = pipeline.trace
             pipeline.run(buckets)
+            self._meet(ring)  # without a bucket it has not
         finally:
             ring.close()
 
-    def _gather(self, ring: SlotRing) -> None:
-        """Make the carriers, with the receivers that come in time."""
+    def _reach_out(self) -> None:
+        """Make the carriers whose receivers do not connect to this sender."""
         update = self._update
-        expected: dict[str, WeightCarrier] = {
-            receiver.instance: receiver.carrier for receiver in update.receivers if receiver.carrier in CONNECTED
-        }
         if by_http := [receiver for receiver in update.receivers if receiver.carrier == "http"]:
             self._carriers.append(HttpSender(update, self._offer.sender, by_http))
         if by_disk := [receiver.instance for receiver in update.receivers if receiver.carrier == "disk"]:
             self._disk = DiskSender(update, self._offer.sender, by_disk)
             self._carriers.append(self._disk)
+
+    def _meet(self, ring: SlotRing) -> None:
+        """Make the other carriers, with the receivers that come in time, once. Raises `SendingEnded` where there are
+        none at all."""
+        if self._met:
+            return
         if self._listener is not None:
-            self._take_in(self._listener, expected, ring)
+            self._take_in(self._listener, ring)
         for instance in list(self._left_out):
             for carrier in self._carriers:
                 carrier.leave_out(instance)
+        self._met = True
+        self._go_on()
 
-    def _take_in(self, listener: ControlListener, expected: dict[str, WeightCarrier], ring: SlotRing) -> None:
+    def _take_in(self, listener: ControlListener, ring: SlotRing) -> None:
         """Wait for the receivers that connect to this sender."""
         update = self._update
+        expected: dict[str, WeightCarrier] = {
+            receiver.instance: receiver.carrier for receiver in update.receivers if receiver.carrier in CONNECTED
+        }
         arrived = listener.gather(
             update.secret, expected, update.bucket_timeout_s, lambda instance: instance not in self._left_out
         )
@@ -183,5 +195,5 @@ class WeightSender:
             raise SendingEnded("the update was aborted")
         if time.monotonic() > self._deadline:
             raise SendingEnded(f"the update took more than {self._update.total_timeout_s:g} s")
-        if not any(carrier.live for carrier in self._carriers):
+        if self._met and not any(carrier.live for carrier in self._carriers):
             raise SendingEnded("no receiver is left")
