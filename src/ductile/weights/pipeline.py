@@ -1,8 +1,8 @@
-"""Buckets through stages that overlap: while one is loaded, the next one is transferred, and the one after it filled.
+"""Buckets through stages that overlap: while one is loaded, the next one is filled.
 
-    stages        0 fill          1 transfer       2 load
-    threads       the caller's    one more         one more
-    bucket k      --------->      --------->       ---------> its buffer is free again
+    stages        0 fill          1 load
+    threads       the caller's    one more
+    bucket k      --------->      ---------> its buffer is free again
 
 1. Every stage takes the buckets one by one and in order.
 2. There are `num_slots + 1` buffers: as many buckets are under way as there are slots while the next one is filled.

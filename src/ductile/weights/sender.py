@@ -114,19 +114,15 @@ class WeightSender:
         ring = SlotRing(f"ductile-weights-{self._update.version}", num_slots + 1, slot_bytes)
         try:
             self._reach_out()
-            checksums: dict[int, str] = {}
 
             def fill(bucket: Bucket, slot: int) -> None:
                 self._go_on()
                 content = ring.slot(slot, bucket.num_bytes)
                 self._digest += self._fill(bucket, content)
-                checksums[bucket.index] = checksum_of(content) if self._update.verify == "crc" else ""
-
-            def transfer(bucket: Bucket, slot: int) -> None:
-                self._meet(ring)  # the first buckets are filled meanwhile
-                content = ring.slot(slot, bucket.num_bytes)
+                checksum = checksum_of(content) if self._update.verify == "crc" else ""
+                self._meet(ring)  # the first bucket is filled while they come
                 for carrier in self._carriers:
-                    carrier.send(bucket, slot, content, checksums[bucket.index])
+                    carrier.send(bucket, slot, content, checksum)
 
             def load(bucket: Bucket, slot: int) -> None:
                 for carrier in self._carriers:
@@ -134,7 +130,8 @@ class WeightSender:
                 self._num_bytes += bucket.num_bytes
                 self._go_on()
 
-            stages = [Stage("fill", fill), Stage("transfer", transfer), Stage("load", load, finishes=True)]
+            # Sending only begins in the first: a stage of its own would be one more thread to wake for each bucket.
+            stages = [Stage("fill", fill), Stage("load", load, finishes=True)]
             pipeline = BucketPipeline(stages, num_slots)
             self.trace = pipeline.trace
             pipeline.run(buckets)

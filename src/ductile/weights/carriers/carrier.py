@@ -39,11 +39,11 @@ class BucketSender(Protocol):
         ...
 
     def send(self, bucket: Bucket, slot: int, content: Tensor, checksum: str) -> None:
-        """Begin to transfer a bucket that lies in a slot of the ring; `content` is its bytes there."""
+        """Begin to transfer a bucket, and return at once. `content` is its bytes, in a slot of the ring."""
         ...
 
     def wait(self, bucket: Bucket) -> None:
-        """Return once each receiver has loaded the bucket, or has failed."""
+        """Return once each receiver has loaded the bucket, or has failed, and `content` is read no more."""
         ...
 
     def leave_out(self, instance: str) -> None:

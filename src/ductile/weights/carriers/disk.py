@@ -54,6 +54,7 @@ class DiskSender:
         self._instances = list(instances)
         self._failed: dict[str, str] = {}
         self._checksums: list[str] = []
+        self._to_write: dict[int, tuple[Tensor, str]] = {}
         self._lock = -1
         try:
             _sweep(self._folder.parent.parent)
@@ -68,6 +69,12 @@ class DiskSender:
         return len(self._failed) < len(self._instances)
 
     def send(self, bucket: Bucket, slot: int, content: Tensor, checksum: str) -> None:
+        self._to_write[bucket.index] = content, checksum
+
+    def wait(self, bucket: Bucket) -> None:
+        """Write the bucket. Nobody is waited for: receivers acknowledge nothing, and the orchestrator asks them, as it
+        verifies the version."""
+        content, checksum = self._to_write.pop(bucket.index)
         if not self.live:
             return
         self._checksums.append(checksum or checksum_of(content))
@@ -75,10 +82,6 @@ class DiskSender:
             _write(self._folder / f"bucket-{bucket.index}", content.numpy().data)
         except OSError as error:
             self._drop_all(error)
-
-    def wait(self, bucket: Bucket) -> None:
-        """Wait for nobody: receivers acknowledge nothing, and the orchestrator asks them, as it verifies the
-        version."""
 
     def leave_out(self, instance: str) -> None:
         """Do nothing: nobody is waited for."""
