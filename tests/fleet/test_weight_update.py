@@ -1,6 +1,8 @@
 """A version goes to servers, and everything that can happen to it on the way does. In memory and in virtual time."""
 
 import asyncio
+import gc
+import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
@@ -470,7 +472,10 @@ def test_nobody_waits_for_the_reply_of_one_that_is_known_to_be_gone(point):
         assert clock() < 2
         it.check()
 
-    run(story())
+    with warnings.catch_warnings(record=True) as found:
+        run(story())
+        gc.collect()
+    assert not [str(each.message) for each in found if "never awaited" in str(each.message)]
 
 
 def test_each_server_is_sent_its_own_token_alone_and_none_is_shown():

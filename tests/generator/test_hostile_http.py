@@ -103,7 +103,8 @@ def hostile(qwen3: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process.terminate()
         assert process.wait(30) == 0
         assert process.stdout is not None
-        log = process.stdout.read()
+        with process.stdout:
+            log = process.stdout.read()
         assert log == ""
 
 
