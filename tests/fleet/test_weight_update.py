@@ -728,6 +728,41 @@ def test_a_donor_that_is_gone_is_not_its_joiners_fault(failure):
     run(story())
 
 
+@pytest.mark.parametrize("failure", [SlotLost, Late, Interrupted, Refused])
+@pytest.mark.parametrize("point", ["end_lease", "state"])
+def test_a_donor_that_dies_while_it_gives_is_not_its_joiners_fault(failure, point):
+    async def story():
+        class Port:
+            dies = True
+
+            async def lease(self, asked):
+                return VersionLease(asked.version, DIGEST, Offer("a", (), (), "http://a/weights/buckets/0"))
+
+            async def end_lease(self, end):
+                self.at("end_lease")
+
+            async def state(self):
+                self.at("state")
+
+            def at(self, where):
+                if self.dies and where == point:
+                    raise failure("the donor does not answer")
+
+            def describe(self):
+                return "a"
+
+        it, port = scene(), Port()
+        for sources in ([Donor(port, 2), it.ranks], [Donor(port, 2)], [Donor(port, 2), Donor(Port(), 2)]):
+            joiner = it.servers["j"] = Server("j", {"digest": "it has not got all of them"}, times=1)
+            result = await it.updates.warm(joiner.member, 2, sources)
+            assert (result and outcomes(result)) == (None if len(sources) == 1 else {"j": "committed"})
+        port.dies = False
+        with pytest.raises(Refused, match="it has other bytes"):
+            await it.updates.warm(Server("k", {"digest": "others"}).member, 2, [Donor(port, 2)])
+
+    run(story())
+
+
 def test_a_donor_is_told_when_the_joiner_has_the_version():
     async def story():
         told = []
@@ -740,6 +775,9 @@ def test_a_donor_is_told_when_the_joiner_has_the_version():
             async def end_lease(self, end):
                 told.append(end.location)
                 raise Late("a lease ends by itself where nobody says that it has")
+
+            def describe(self):
+                return "a"
 
         joiners = Server("j"), Server("k", {"digest": "bad"}), Server("l", {"verify": "exit"})
         it = scene(*joiners)
