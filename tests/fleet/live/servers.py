@@ -234,6 +234,7 @@ class Servers:
     def remove(self, server: LiveServer) -> None:
         self.all.pop(server.name, None)
         server.kill()
+        server.http.close()
 
     def close(self) -> None:
         for server in self.all.values():
