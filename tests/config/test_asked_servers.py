@@ -49,10 +49,11 @@ def test_a_run_without_generate_slots_reads_its_resolved_config_again(here: Path
 def test_check_says_which_servers_there_are_and_how_weights_go_to_them(here: Path) -> None:
     flags = "--inference.registry.type file --inference.registry.folder leases --trainer.weight-broadcast.type nccl"
     flags += " --orchestrator.client.base-url http://h:1"
-    found, how = servers_in_words(parse(RLConfig, ["@", "good.toml", *flags.split()]).config)[1:]
+    found, how, unasked = servers_in_words(parse(RLConfig, ["@", "good.toml", *flags.split()]).config)[1:]
     assert found == "those that are found while the run goes on in leases (inference.registry)"
     assert how == (
         "they generate, beside the generate slots; each version of the weights goes to them by a process group, made "
         "for each version"
     )
+    assert unasked.startswith("not asked by this check: whether they are there, have this model")
     assert servers_in_words(parse(RLConfig, ["@", "good.toml"]).config) == []

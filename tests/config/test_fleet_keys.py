@@ -39,7 +39,8 @@ REFUSED = [
     ("registry", {"type": "file"}),
 ]
 CANNOT_BE = [
-    ({"probe_timeout_seconds": 5.0}, "inference.probe_timeout_seconds", "must be less than health_check_interval"),
+    ({"probe_timeout_seconds": 5.0}, "inference.probe_timeout_seconds", "_seconds (5), or a hung server"),
+    ({"health_check_interval_seconds": 1.0}, "inference.probe_timeout_seconds", "Write 0.8 or less, or a longer"),
     ({"update_bucket_timeout_seconds": 301.0}, "inference.update_bucket_timeout_seconds", "must be at most"),
     ({"flap_backoff_seconds": 601.0}, "inference.flap_backoff_seconds", "the longest quarantine"),
     ({"registry": {"type": "static", "urls": ["10.0.0.7:8000"]}}, "inference.registry.urls", "with http://"),
@@ -53,6 +54,14 @@ CANNOT_BE = [
     ),
     ({"registry": {"type": "custom", "import_path": "nowhere.at:all"}}, "inference.registry.import_path", ""),
 ]
+AREAL = {
+    "enable_health_monitor": False,
+    "health_check_interval_seconds": 5.0,
+    "health_check_failure_threshold": 3,
+    "topology_change_cooldown_seconds": 30.0,
+    "enable_topology_discovery": True,
+}
+"""AReaL's keys of a fleet, with its defaults."""
 
 
 @pytest.mark.parametrize(("key", "value"), REFUSED)
@@ -82,6 +91,12 @@ def test_defaults_are_finite_and_work() -> None:
     assert not list(fleet_findings(config, "inference."))
     given = {name: value for name, value in config.model_dump().items() if name != "registry"}
     assert None not in given.values()
+
+
+def test_keys_of_areal_work_as_they_are_by_default() -> None:
+    config = FleetConfig.model_validate(AREAL)
+    assert not list(fleet_findings(config, "inference."))
+    assert config.detection_bound_s == 3 * 5 + config.probe_timeout_seconds
 
 
 def test_silence_can_be_found_in_under_two_seconds() -> None:

@@ -47,14 +47,24 @@ FOUND: list[tuple[Handler | None, Kind, type[Failure] | None]] = [
 @pytest.mark.parametrize(("handle", "kind", "failure"), FOUND)
 def test_why_there_is_no_reply(handle: Handler | None, kind: Kind, failure: type[Failure] | None) -> None:
     async def story() -> None:
+        taken: list[asyncio.StreamWriter] = []
+
+        def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            taken.append(writer)
+            assert handle is not None
+            handle(reader, writer)
+
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            server = None if handle is None else await asyncio.start_server(handle, sock=listener)
+            server = None if handle is None else await asyncio.start_server(take, sock=listener)
             if server is None:
                 listener.close()
             await fails(f"http://127.0.0.1:{port}", kind, failure)
             if server is not None:
                 server.close()
+        for writer in taken:  # that a handler has left open
+            writer.transport.abort()
+        await asyncio.sleep(0)  # each is closed in the loop's next turn
 
     asyncio.run(story())
 

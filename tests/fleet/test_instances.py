@@ -12,7 +12,7 @@ from ductile.core.instances.instances import Instance, InstanceId, instance_on
 from ductile.core.rollouts.provenance import KnownWeights
 from ductile.core.scheduling.orders import Migration
 from ductile.fleet.requests.generators import RemoteGenerators
-from ductile.fleet.requests.instance_port import InstanceEvent, Returned, RoleSlots
+from ductile.fleet.requests.instance_port import InstanceEvent, Returned, RoleSlots, check_has
 from ductile.messages.workers import (
     AssignRole,
     Command,
@@ -25,6 +25,7 @@ from ductile.messages.workers import (
     ReleaseRole,
     Reply,
 )
+from ductile.records import Manifest
 from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 from ductile.transport.mailbox import Died
 from tests.fleet.generate_slots import generator
@@ -90,6 +91,9 @@ class Elsewhere:
         if isinstance(reply, Failed):
             raise Refused(reply.error)
         return reply
+
+    async def receive(self, manifest: Manifest) -> None:
+        check_has(self, manifest.version)
 
     async def release(self) -> None:
         self.cluster.slots.slots[BEHIND].live.clear()

@@ -3,6 +3,7 @@ memory and in virtual time."""
 
 import asyncio
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from uuid import uuid4
 
 import pytest
@@ -12,12 +13,13 @@ from ductile.core.instances.instances import Instance
 from ductile.core.rollouts.provenance import KnownWeights
 from ductile.fleet import ElasticFleet
 from ductile.fleet.requests.generators import RemoteGenerators
+from ductile.fleet.requests.instance_port import check_has
 from ductile.fleet.servers.monitor import ProbeOutcome
 from ductile.fleet.servers.pooled_servers import PooledServers
 from ductile.fleet.servers.shared_state import SharedFleetState
 from ductile.fleet.updates.update_parties import ServerHandle, UpdateOptions
 from ductile.fleet.updates.weight_update import WeightUpdates
-from ductile.messages.updates import Offer, ServerState, VersionLease
+from ductile.messages.updates import EndUpdate, Offer, ServerState, UpdateProgress, VersionLease
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
@@ -62,12 +64,15 @@ class Port:
         return reply
 
     async def lease(self, asked):
-        if self._process.version != asked.version:
+        if (await self._process.state()).version != asked.version:
             raise Refused(f"it does not have version {asked.version}")
         return VersionLease(asked.version, self._process.digest, Offer("donor", (), ()))
 
     async def end_lease(self, end):
-        pass
+        await self._process.state()
+
+    async def receive(self, manifest):
+        check_has(self, manifest.version)
 
     def listen(self, deliver):
         pass
@@ -278,6 +283,28 @@ def test_a_join_does_not_end_while_another_receiver_is_slow_to_open() -> None:
             await one.until(lambda: one.is_ready(B, 2), 0.5)
             assert [each.version for each in one.results] == [1, 2]
             assert one.processes[B].said.count("commit") == 1, "it was given the version before as well"
+
+    run(story())
+
+
+def test_the_death_of_the_one_that_gives_weights_is_not_held_against_the_one_that_joins() -> None:
+    async def story() -> None:
+        async with run_of(A, flap_limit=1, flap_backoff_seconds=600) as one:
+            one.ranks.gone_on = True  # A alone has the version
+            verify = Server.verify
+
+            async def cut_off(end: EndUpdate) -> UpdateProgress:
+                one.processes[A].alive = False
+                one.processes[B].verify = partial(verify, one.processes[B])
+                return UpdateProgress(end.update_id, "failed", reason="a cannot be reached")
+
+            one.start(B)
+            one.processes[B].verify = cut_off
+            await one.until(lambda: one.at(A) is None or one.at(A).status == "dead")
+            assert one.at(B).status == "warming"
+            assert not [said for said in one.told if "could not be given weights" in said]
+            one.ranks.gone_on = False
+            await one.until(lambda: one.is_ready(B, 1), 1.0)
 
     run(story())
 

@@ -366,12 +366,14 @@ def test_a_registry_whose_reply_takes_ages_holds_no_server_up() -> None:
 
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-        with suppress(ConnectionError):
-            for _ in range(500):
-                writer.write(b"x")
-                await writer.drain()
-                await asyncio.sleep(0.01)
-        writer.close()
+        try:
+            with suppress(ConnectionError):
+                for _ in range(500):
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+        finally:  # also where the test ends before
+            writer.transport.abort()
 
     async def story() -> None:
         server = await asyncio.start_server(trickle, "127.0.0.1", 0)

@@ -1,6 +1,8 @@
 """A version goes to servers, and everything that can happen to it on the way does. In memory and in virtual time."""
 
 import asyncio
+import gc
+import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
@@ -470,7 +472,10 @@ def test_nobody_waits_for_the_reply_of_one_that_is_known_to_be_gone(point):
         assert clock() < 2
         it.check()
 
-    run(story())
+    with warnings.catch_warnings(record=True) as found:
+        run(story())
+        gc.collect()
+    assert not [str(each.message) for each in found if "never awaited" in str(each.message)]
 
 
 def test_each_server_is_sent_its_own_token_alone_and_none_is_shown():
@@ -723,6 +728,41 @@ def test_a_donor_that_is_gone_is_not_its_joiners_fault(failure):
     run(story())
 
 
+@pytest.mark.parametrize("failure", [SlotLost, Late, Interrupted, Refused])
+@pytest.mark.parametrize("point", ["end_lease", "state"])
+def test_a_donor_that_dies_while_it_gives_is_not_its_joiners_fault(failure, point):
+    async def story():
+        class Port:
+            dies = True
+
+            async def lease(self, asked):
+                return VersionLease(asked.version, DIGEST, Offer("a", (), (), "http://a/weights/buckets/0"))
+
+            async def end_lease(self, end):
+                self.at("end_lease")
+
+            async def state(self):
+                self.at("state")
+
+            def at(self, where):
+                if self.dies and where == point:
+                    raise failure("the donor does not answer")
+
+            def describe(self):
+                return "a"
+
+        it, port = scene(), Port()
+        for sources in ([Donor(port, 2), it.ranks], [Donor(port, 2)], [Donor(port, 2), Donor(Port(), 2)]):
+            joiner = it.servers["j"] = Server("j", {"digest": "it has not got all of them"}, times=1)
+            result = await it.updates.warm(joiner.member, 2, sources)
+            assert (result and outcomes(result)) == (None if len(sources) == 1 else {"j": "committed"})
+        port.dies = False
+        with pytest.raises(Refused, match="it has other bytes"):
+            await it.updates.warm(Server("k", {"digest": "others"}).member, 2, [Donor(port, 2)])
+
+    run(story())
+
+
 def test_a_donor_is_told_when_the_joiner_has_the_version():
     async def story():
         told = []
@@ -735,6 +775,9 @@ def test_a_donor_is_told_when_the_joiner_has_the_version():
             async def end_lease(self, end):
                 told.append(end.location)
                 raise Late("a lease ends by itself where nobody says that it has")
+
+            def describe(self):
+                return "a"
 
         joiners = Server("j"), Server("k", {"digest": "bad"}), Server("l", {"verify": "exit"})
         it = scene(*joiners)

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from ductile.generator.server.openai_api import NEUTRAL, ChatRequest, CompletionRequest, TokenRequest
 from tests.generator.conftest import Family
 from tests.generator.hostile_requests import BOMBS, COMPLETIONS, GOOD, HEAD, MIB, SLOW, TOKENS, WIRE, big
-from tests.generator.test_serve import metric, server, wait_for
+from tests.generator.test_serve import complaints, metric, server, wait_for
 from tests.nightly import examples, mostly_nightly
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def hostile(qwen3: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         assert process.wait(30) == 0
         assert process.stdout is not None
         log = process.stdout.read()
-        assert log == ""
+        assert not [line for line in complaints(log) if " WARNING refused: " not in line]
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,13 @@ def server(
     finally:
         process.kill()
         process.wait(10)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def complaints(log: str) -> list[str]:
+    """Return the lines of a log but those that tell what the server does."""
+    return [line for line in log.splitlines() if " INFO " not in line]
 
 
 def wait_for(happened: Callable[[], bool], within_s: float = 20) -> None:
@@ -71,7 +78,7 @@ def url(qwen3: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         assert process.stdout is not None
-        assert process.stdout.read() == ""
+        assert not complaints(process.stdout.read())
         assert not any((folder / "ductile" / "servers").iterdir())
 
 
@@ -206,7 +213,7 @@ def test_a_server_whose_engine_is_dead_ends(qwen3: Family, tmp_path: Path) -> No
         assert "the engine failed: RuntimeError: device lost" in rest[-2]
         assert process.wait(20) == 1
         assert process.stdout is not None
-        assert process.stdout.read() == "ductile inference: the engine failed: RuntimeError: device lost\n"
+        assert complaints(process.stdout.read()) == ["ductile inference: the engine failed: RuntimeError: device lost"]
 
 
 @pytest.mark.parametrize(
@@ -252,4 +259,4 @@ def test_a_signal_between_the_first_line_and_uvicorn_s_own_handlers_ends_it(
     with server(qwen3.folder, tmp_path, fault=signum.name) as (_, process):
         assert process.wait(20) == 0
         assert process.stdout is not None
-        assert process.stdout.read() == ""
+        assert not complaints(process.stdout.read())

@@ -66,6 +66,8 @@ class LiveServer:
     def begin(self) -> None:
         """Have a process; it does not serve yet."""
         assert self.process is None or self.process.poll() is not None, f"{self.name} runs already"
+        if self.process is not None and self.process.stdout is not None:
+            self.process.stdout.close()
         self.config["server"] = self.config["server"] | {"port": self.port}
         config = self.folder / "config.json"
         config.write_text(json.dumps(self.config))
@@ -232,6 +234,7 @@ class Servers:
     def remove(self, server: LiveServer) -> None:
         self.all.pop(server.name, None)
         server.kill()
+        server.http.close()
 
     def close(self) -> None:
         for server in self.all.values():

@@ -183,6 +183,24 @@ def test_servers_of_a_registry_come_and_go(rig: Rig, tmp_path) -> None:
     rig.run(story())
 
 
+def test_one_that_is_told_to_end_has_left_and_has_not_failed(rig: Rig) -> None:
+    async def story() -> None:
+        for _ in range(4):
+            rig.ask(60)
+        server = rig.servers["b"]
+        server.process.send_signal(signal.SIGTERM)
+        await rig.until(lambda: rig.status("b") == "gone", 10.0)
+        assert rig.left("b") == ["draining", "gone"], "neither suspect nor dead"
+        assert rig.health("b").reason.startswith("it has left")
+        await rig.until(lambda: not server.runs, 10.0)
+        assert server.process.returncode == 0
+        await rig.finished()
+        server.start()
+        await rig.ready("b")
+
+    rig.run(story())
+
+
 def test_a_rebuild_that_was_asked_for_is_not_forgotten(rig: Rig) -> None:
     async def story() -> None:
         fleet = rig.fleet

@@ -58,7 +58,11 @@ def servers_in_words(config: RLConfig) -> list[str]:
     carriers = {"filesystem": "files in the run's folder", "nccl": "a process group, made for each version"}
     how = "the fastest way that each has in common with the trainer" if broadcast is None else carriers[broadcast.type]
     beside = "beside the generate slots" if placement_of(config).generate else "and no slot generates"
-    return [*said, f"they generate, {beside}; each version of the weights goes to them by {how}"]
+    return [
+        *said,
+        f"they generate, {beside}; each version of the weights goes to them by {how}",
+        "not asked by this check: whether they are there, have this model and take the key shows when the run begins",
+    ]
 
 
 def server_findings(config: RLConfig) -> Iterator[Finding]:

@@ -15,11 +15,12 @@ from ductile.config.server_address import is_address
 
 def fleet_findings(config: FleetConfig, at: str) -> Iterator[Finding]:
     """`at` stands before the keys: "inference."."""
-    if config.probe_timeout_seconds >= config.health_check_interval_seconds:
+    interval_s = config.health_check_interval_seconds
+    if config.probe_timeout_seconds >= interval_s:
         yield Finding(
             (f"{at}probe_timeout_seconds", f"{at}health_check_interval_seconds"),
-            f"must be less than health_check_interval_seconds ({config.health_check_interval_seconds:g}): a server's "
-            "probe ends before its next one begins",
+            f"must be less than health_check_interval_seconds ({interval_s:g}), or a hung server is found later than "
+            f"its keys say. Write {0.8 * interval_s:.3g} or less, or a longer interval",
         )
     if config.update_bucket_timeout_seconds > config.update_total_timeout_seconds:
         yield Finding(

@@ -61,7 +61,8 @@ class FleetConfig(Section):
     that falls silent is found after at most `health_check_failure_threshold` times this, plus `probe_timeout_seconds`;
     one whose port is closed, at the next probe."""
     probe_timeout_seconds: float = Field(default=2.0, gt=0)
-    """Longest that a server may take to answer a probe, whole answer included."""
+    """Longest that a server may take to answer a probe, whole answer included. Less than
+    `health_check_interval_seconds`, as a server's next probe begins when this one has ended."""
     health_check_failure_threshold: int = Field(default=3, ge=1)
     """Failures in a row after which a server is taken out: probes and requests are counted apart, and only a
     completion ends a row of failed requests."""

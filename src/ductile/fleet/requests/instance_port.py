@@ -17,7 +17,7 @@ from ductile.core.instances.instances import Instance, Serving
 from ductile.fleet.requests.assign_role import assignment
 from ductile.messages.workers import Command, Receive, ReleaseRole, Reply
 from ductile.records import GenerateRequest, Manifest
-from ductile.roles import Failure, Late
+from ductile.roles import Failure, Interrupted, Late, SlotLost
 from ductile.transport.fanout import AFTER_FAILURE_S, ask_in_step, raise_worst
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent
 
@@ -70,6 +70,11 @@ class InstancePort(Protocol):
         """Raises SlotLost, Late or Refused."""
         ...
 
+    async def receive(self, manifest: Manifest) -> None:
+        """Return when the version is live on the instance: slots take it now, a server has been given it by now.
+        Raises SlotLost, Late, Refused, or Interrupted where a server has not got it."""
+        ...
+
     async def release(self) -> None:
         """End the instance, which says nothing more. Raises SlotLost, Late or Refused."""
         ...
@@ -78,6 +83,16 @@ class InstancePort(Protocol):
         """Take from the instance what it has been asked, as it does not do it. Slots are killed, and `Died` comes of
         them. A server loses its requests, and each comes back (`Returned`)."""
         ...
+
+
+def check_has(port: InstancePort, version: int) -> None:
+    """Raise SlotLost or Interrupted where an instance that should have been given the version does not have it."""
+    if port.why_lost:
+        raise SlotLost(port.why_lost)
+    if port.version != version:
+        has = "keeps its own weights" if port.version is None else f"has version {port.version}"
+        # Not refused: that would be the version's fault, and not this server's.
+        raise Interrupted(f"{port.describe()} {has}, and was not given version {version}")
 
 
 class RoleSlots:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import sort_key
-from ductile.fleet.requests.instance_port import SlotsPort
+from ductile.fleet.requests.instance_port import InstancePort, SlotsPort
 from ductile.messages.workers import EndOffer, OfferWeights, Published
 from ductile.records import Manifest
 from ductile.roles import Failure, Late, Refused, SlotLost
@@ -33,7 +33,7 @@ class WeightSource(Protocol):
     async def withdraw(self, version: int) -> None: ...
 
 
-_Source = SlotsPort | None
+_Source = InstancePort | None
 """Source of an offer: an instance that has the weights, or the trainer (None)."""
 
 
@@ -51,14 +51,16 @@ class WeightOffers:
 
     def __init__(self, trainer: WeightSource) -> None:
         self._trainer = trainer
-        self._versions: dict[SlotsPort, int] = {}
+        self._versions: dict[InstancePort, int] = {}
         self._offers: dict[_Source, _Offer] = {}
 
-    def note(self, holder: SlotsPort, version: int) -> None:
-        """Note that the instance has this version live."""
-        self._versions[holder] = version
+    def note(self, holder: InstancePort, version: int) -> None:
+        """Note that the instance has this version live. A server's gets to other servers alone
+        (`ductile.fleet.updates.donor`)."""
+        if holder.instance.slots:
+            self._versions[holder] = version
 
-    def forget(self, holder: SlotsPort) -> None:
+    def forget(self, holder: InstancePort) -> None:
         """Forget an instance that is none any more."""
         self._versions.pop(holder, None)
 

@@ -28,7 +28,7 @@ from ductile.fleet.requests.instance_port import InstanceEvent, InstancePort, Ro
 from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.messages.workers import Command, Reply
 from ductile.records import Manifest
-from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
+from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import raise_worst
 from ductile.transport.mailbox import Died, Outcome
@@ -302,7 +302,7 @@ class WorkerPool:
                 if instance not in failed and self._ports.get(instance.id) is port:
                     if instance.id not in self._put_aside:
                         self._waiting.pop(instance.id, None)
-                    if self._offers is not None and isinstance(port, SlotsPort):
+                    if self._offers is not None:
                         self._offers.note(port, manifest.version)
             self._update()
             self._changed.notify_all()  # work may wait for the version
@@ -365,13 +365,13 @@ class WorkerPool:
         self._draining.discard(id)
         self._put_aside.discard(id)
         self._waiting.pop(id, None)
-        if self._offers is not None and isinstance(port, SlotsPort):
+        if self._offers is not None:
             self._offers.forget(port)
         self._update()
 
     def _leaves(self, id: InstanceId) -> bool:
         """Return whether it is a server that drains: it finishes what it has, with the version that it has."""
-        return id in self._draining and not isinstance(self._ports[id], SlotsPort)
+        return id in self._draining and not self._ports[id].instance.slots
 
     def _behind(self, port: InstancePort) -> str:
         """Return why the instance cannot take work, as another version is live; "" where it can."""
@@ -409,15 +409,8 @@ class WorkerPool:
 
 async def _received(port: InstancePort, manifest: Manifest) -> Failure | None:
     """Return the failure of the instance; None where the version is live on it."""
-    if isinstance(port, SlotsPort):
-        try:
-            await port.receive(manifest)
-        except Failure as failure:
-            return failure
-    elif port.why_lost:
-        return SlotLost(port.why_lost)
-    elif port.version != manifest.version:
-        has = "keeps its own weights" if port.version is None else f"has version {port.version}"
-        # Not refused: that would be the version's fault, and not this server's.
-        return Interrupted(f"{port.describe()} {has}, and was not given version {manifest.version}")
+    try:
+        await port.receive(manifest)
+    except Failure as failure:
+        return failure
     return None

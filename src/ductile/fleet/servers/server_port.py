@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, InstanceId
-from ductile.fleet.requests.instance_port import InstanceEvent, Returned
+from ductile.fleet.requests.instance_port import InstanceEvent, Returned, check_has
 from ductile.fleet.servers.completion_stream import (
     ROUTE,
     NoTokens,
@@ -57,7 +57,7 @@ from ductile.messages.workers import (
     Reply,
     WeightDigests,
 )
-from ductile.records import FinishReason, GenerateRequest
+from ductile.records import FinishReason, GenerateRequest, Manifest
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 from ductile.transport.mailbox import Died
 
@@ -166,6 +166,9 @@ class ServerPort:
                 return await self._digest_weights()
             case _:
                 raise Refused(f"{self.describe()} is a server, and does not understand {type(command).__name__}")
+
+    async def receive(self, manifest: Manifest) -> None:
+        check_has(self, manifest.version)
 
     async def release(self) -> None:
         self._take_away()

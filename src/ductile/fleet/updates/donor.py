@@ -1,7 +1,7 @@
 """A server that gives the version which it has to another one that joins."""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from ductile.fleet.servers.server_port import ServerPort
 from ductile.messages.updates import (
@@ -47,7 +47,14 @@ class Donor:
         """Nobody waits for it here."""
 
     async def finish_update(self, update_id: str, aborted: bool) -> None:
-        """The donor frees its copy; where it cannot be told, the lease ends by itself."""
-        if self._lease is not None:
-            with suppress(Failure):
-                await self._port.end_lease(EndVersionLease(self._lease.offer.location))
+        """The donor frees its copy; where it cannot be told, the lease ends by itself. Raises Refused where the joiner
+        has not got the version and the donor is gone: that is no fault of the joiner's, which asks the next source."""
+        if self._lease is None:
+            return
+        try:
+            await self._port.end_lease(EndVersionLease(self._lease.offer.location))
+            if aborted:
+                await self._port.state()
+        except Failure as error:
+            if aborted:
+                raise Refused(f"{self._port.describe()} was giving version {self._version}: {error}") from error

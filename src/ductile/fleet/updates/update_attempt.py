@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 
@@ -226,7 +227,7 @@ class UpdateAttempt:
         async def ask(name: InstanceId) -> None:
             self._prepared.append(name)  # also one whose reply is lost has something to abort
             prepare = PrepareUpdate(_as_sent_to(name, update), self.carriers[name], tuple(offers), instance=name)
-            self._note(name, await self._reply(name, self._servers[name].control.prepare(prepare)))
+            self._note(name, await self._reply(name, partial(self._servers[name].control.prepare, prepare)))
 
         await gather_all(*map(ask, self._left))
 
@@ -282,10 +283,13 @@ class UpdateAttempt:
         patience_s = self._options.bucket_timeout_s + self.num_bytes / DIGEST_BYTES_PER_S
         while True:
             left_s = max(self._ends_at_s - self._clock(), self._options.probe_timeout_s)
-            reply = await self._reply(name, _within(control.verify(self._ends(update)), min(left_s, patience_s), name))
+            limit_s = min(left_s, patience_s)
+            reply = await self._reply(
+                name, lambda limit_s=limit_s: _within(control.verify(self._ends(update)), limit_s, name)
+            )
             if not isinstance(reply, SlotLost | Late | Interrupted):
                 return reply
-            state = await self._reply(name, control.state())
+            state = await self._reply(name, control.state)
             if not isinstance(state, ServerState):
                 return state
             progress = state.update
@@ -304,12 +308,12 @@ class UpdateAttempt:
         pause = PauseServer(update.epoch, options.pause_mode, options.pause_lease_s)
         began_s = self._clock()
         try:
-            paused = await self._reply(name, control.pause(pause))
+            paused = await self._reply(name, partial(control.pause, pause))
             if isinstance(paused, Failure):
                 return self._note(name, paused)
-            reply = await self._reply(name, control.commit(self._ends(update)))
+            reply = await self._reply(name, partial(control.commit, self._ends(update)))
             if isinstance(reply, SlotLost | Late | Interrupted):
-                reply = await self._reply(name, self._what_came_of(update, name, reply))
+                reply = await self._reply(name, partial(self._what_came_of, update, name, reply))
             self._note(name, reply)
             if name not in self.short:
                 self.committed.append(name)
@@ -379,9 +383,13 @@ class UpdateAttempt:
             if num_buckets > min(loaded.values()) or by_group.intersection(absent):
                 self.short[name] = Shortfall("held_up", self.short[name].reason)
 
-    async def _reply(self, name: InstanceId, call: Awaitable[T]) -> T | Failure:
+    async def _reply(self, name: InstanceId, ask: Callable[[], Awaitable[T]]) -> T | Failure:
         """Return what a server replies, or fails with, once it is out at the latest."""
-        asking = asyncio.create_task(_outcome(call))
+
+        async def asked() -> T | Failure:
+            return await _outcome(ask())  # made here: one that is out already is not asked
+
+        asking = asyncio.create_task(asked())
         asking.add_done_callback(lambda _: self._changed.notify_all())
         try:
             while not asking.done() and name not in self.short:

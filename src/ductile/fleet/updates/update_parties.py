@@ -50,7 +50,9 @@ class Senders(Protocol):
         """Do not wait for a receiver that is out. Raises a Failure."""
         ...
 
-    async def finish_update(self, update_id: str, aborted: bool) -> None: ...
+    async def finish_update(self, update_id: str, aborted: bool) -> None:
+        """Go on. aborted: nobody has the version. Raises Refused where they themselves were at fault for that."""
+        ...
 
 
 class ServerControl(Protocol):

@@ -18,6 +18,7 @@ goes: `BODIES_AT_ONCE` of them are read and loaded, and the rest wait unread.
 
 import asyncio
 import hmac
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -29,6 +30,10 @@ from ductile.config.checks.access import is_loopback
 from ductile.config.schema.inference import ServerConfig
 from ductile.generator.server.responses import error
 from ductile.messages.control_token import ControlToken
+
+REFUSALS = __name__
+"""Name of the logger that tells of refused keys and tokens: strangers cause its lines, so it needs a limit."""
+LOG = logging.getLogger(REFUSALS)
 
 PROBES = frozenset({"/health", "/liveness"})
 
@@ -85,6 +90,8 @@ class RequestGuard:
                 bodies = self._control_bodies if is_control(path) else self._bodies
                 return await self._serve(scope, receive, send, bodies, most_bytes)
         except Refusal as refusal:
+            if refusal.response.status_code == 401:
+                LOG.warning("refused: %s %.80r of %s: %s", scope["method"], scope["path"], _client(scope), refusal)
             await refusal.response(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -161,6 +168,10 @@ def host_name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
+
+
+def _client(scope: Scope) -> str:
+    return ":".join(map(str, scope["client"])) if scope.get("client") else "somebody"
 
 
 def _has_key(authorization: str, api_key: str) -> bool:

@@ -2,9 +2,15 @@
 loaded in place, until it is committed."""
 
 import asyncio
+import logging
 
 from ductile.generator.server.runner import EngineRunner
 from ductile.messages.updates import PauseServer
+
+LOG = logging.getLogger(__name__)
+
+LONG_S = 1.0
+"""A pause that takes longer than this is told of in the log."""
 
 
 class PauseGate:
@@ -14,6 +20,9 @@ class PauseGate:
         self._runner = runner
         self._loop = asyncio.get_running_loop()
         self._lease: asyncio.TimerHandle | None = None
+        self._began_s: float | None = None
+        """Time at which the pause began, by the loop's clock; None where there is none."""
+        self._long: asyncio.TimerHandle | None = None
         self.torn = False
         """True while the live tensors are of no version, since one that is loaded in place is not committed."""
 
@@ -25,6 +34,9 @@ class PauseGate:
         """Return when nothing runs any more: the lease begins then. A pause of one that is paused begins its lease
         anew. Where a drain takes longer than the lease, the pause has never been."""
         self._begin_lease(message.lease_s)
+        if self._began_s is None:
+            self._began_s = self._loop.time()
+            self._long = self._loop.call_later(LONG_S, self._say_long, message)
         try:
             await self._runner.pause(message.mode, message.lease_s)
         except TimeoutError:
@@ -35,6 +47,11 @@ class PauseGate:
 
     def resume(self) -> None:
         self._end_lease()
+        if self._long is not None:
+            self._long.cancel()
+        if self._began_s is not None and (took_s := self._loop.time() - self._began_s) >= LONG_S:
+            LOG.info("resumed after a pause of %.1f s", took_s)
+        self._began_s = None
         if not self.torn:
             self._runner.resume()
 
@@ -56,7 +73,17 @@ class PauseGate:
 
     def _begin_lease(self, lease_s: float) -> None:
         self._end_lease()
-        self._lease = self._loop.call_later(lease_s, self.resume)
+        self._lease = self._loop.call_later(lease_s, self._lapse)
+
+    def _lapse(self) -> None:
+        LOG.warning("nobody has resumed this server: the lease of its pause is over")
+        self.resume()
+
+    def _say_long(self, message: PauseServer) -> None:
+        LOG.info(
+            "paused for %g s by now (epoch %d, mode %s): it goes on when it is resumed, or %g s after all have stopped",
+            *(LONG_S, message.epoch, message.mode, message.lease_s),
+        )
 
     def _end_lease(self) -> None:
         if self._lease is not None:

@@ -33,6 +33,7 @@ from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.generator.generate_role import load_engine
 from ductile.generator.server.connection import Crowd, crowded
+from ductile.generator.server.middleware import REFUSALS
 from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app, most_bucket_bytes
@@ -41,6 +42,8 @@ from ductile.lifeline import signal_on_parent_death
 from ductile.messages.control_token import ControlToken, control_token
 from ductile.messages.server_lease import ServerLease
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
+
+LOG = logging.getLogger("ductile.generator.server.serve")  # this file's __name__ is "__main__" in the process
 
 DRAIN_S = 30
 """Seconds that responses have to end after the first signal; a second signal ends them at once."""
@@ -115,7 +118,7 @@ def _server(app: FastAPI, config: ServerConfig) -> "_Server":
         backlog=max(1, min(BACKLOG, num_connections // 4)),
         timeout_graceful_shutdown=DRAIN_S,
     )
-    for name in ("uvicorn.error", "asyncio"):
+    for name in ("uvicorn.error", "asyncio", REFUSALS):
         logging.getLogger(name).addFilter(LogLimit())
     return _Server(settings, app)
 
@@ -134,6 +137,12 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)  # asyncio has set it to what it accepts in one go
+        if sockets and self.started:
+            state = self._service.control.state()
+            LOG.info(
+                "listening at %s: model %s, version %d of the weights (digest %s), %d sequences at a time",
+                *(_url(sockets[0]), state.model_name, state.version, state.digest, state.max_num_seqs),
+            )
         if self._registrar is not None and self.started:
             self._registrar.__enter__()
 
@@ -142,15 +151,25 @@ class _Server(uvicorn.Server):
             await asyncio.to_thread(self._registrar.leave)
         if self.started:
             await self._say_goodbye()
+        LOG.info("shutting down: connections are closed")
         await super().shutdown(sockets)
         if self._registrar is not None and self.started:
             await asyncio.to_thread(self._registrar.__exit__)
 
+    @property
+    def _service(self) -> Service:
+        return cast("Service", self._app.state.service)
+
     async def _say_goodbye(self) -> None:
         """Listen until the fleet that has this server has heard that it leaves: a port that is closed is one that has
         failed."""
-        service = cast("Service", self._app.state.service)
+        service = self._service
         service.control.leave()
+        stats = service.runner.engine.stats()
+        LOG.info(
+            "leaving: nothing new is taken, and %d sequences that run and %d that wait have %d s to end",
+            *(stats.num_running, stats.num_waiting, DRAIN_S),
+        )
         ends_at = time.monotonic() + DRAIN_S
         with suppress(EngineFailed):
             for _ in range(int(DRAIN_S / LOOK_S)):
@@ -248,8 +267,19 @@ def _print_error(error: Exception) -> int:
     return 1
 
 
+def _log_to_stderr() -> None:
+    """Have what the server does told at level info, a line each."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("ductile")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
 def main() -> int:
     torch.set_num_threads(1)  # more threads only wait for each other on shared cores
+    _log_to_stderr()
     if len(sys.argv) > 2:
         signal_on_parent_death(int(sys.argv[2]), signal.SIGKILL)
     return serve(InferenceRunConfig.model_validate_json(Path(sys.argv[1]).read_text("utf-8")))

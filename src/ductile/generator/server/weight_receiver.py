@@ -5,6 +5,7 @@ of them go through `_load`. The engine goes on generating; it notices the commit
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from ductile.weights.carriers import receive
 from ductile.weights.carriers.carrier import UpdateFailed, bytes_of, refuse_damaged, sentence
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.staged_weights import StagedWeights
+
+LOG = logging.getLogger(__name__)
 
 LOADERS = 4
 """Buckets that are loaded at a time."""
@@ -49,6 +52,8 @@ class WeightReceiver:
         self._changed = threading.Condition()
         """Held for each look at the machine; told when a bucket is not busy any more."""
         self._staged: StagedWeights | None = None
+        self._say_end: Callable[[], None] = lambda: None
+        """Tells the log of the end of what is staged."""
         self._stopped = threading.Event()
         """Tells the threads of the update that is under way to end."""
         self._deadline: asyncio.TimerHandle | None = None
@@ -68,6 +73,7 @@ class WeightReceiver:
                     return self.progress(message.update.update_id)
                 self._drop()
                 staged = self._staged = StagedWeights(self._live, update.version, self._in_place)
+                self._say_begin(update, message)
             try:
                 if self._gate.torn and message.update.base_version is not None:
                     raise ValueError("what is live here is of no version, so all of its tensors must come")
@@ -177,7 +183,23 @@ class WeightReceiver:
         if self._staged is not None:
             self._staged.abort()
             self._staged = None
+            self._say_end()
         self._moved.set()
+
+    def _say_begin(self, update: Update, message: PrepareUpdate) -> None:
+        began_s, epoch, carrier = self._loop.time(), message.update.epoch, message.carrier
+        what = f"version {update.version} by {carrier} (epoch {epoch})"
+        LOG.info("update begins: %s, %d buckets", what, len(update.buckets))
+
+        def say_end() -> None:
+            took_s = self._loop.time() - began_s
+            if update.phase == "committed":
+                LOG.info("update committed: %s is live after %.2f s", what, took_s)
+            else:
+                ended = update.phase if not update.under_way else "dropped"
+                LOG.warning("update %s: %s, after %.2f s: %s", ended, what, took_s, update.reason or "this server ends")
+
+        self._say_end = say_end
 
     def _fail(self, update: Update, reason: str) -> None:
         with self._changed:
