@@ -67,6 +67,7 @@ from ductile.messages.updates import (
 )
 from ductile.weights.buckets import OwnedTensor, offer_of
 from ductile.weights.carriers import receive
+from ductile.weights.carriers.shared_memory import RingMemory
 from ductile.weights.digest import copy_with_digest
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.sender import WeightSender
@@ -149,6 +150,7 @@ class Rank:
         self.rank, self.shapes = rank, tensors(mib)
         self.local: dict[str, tuple[Box, torch.Tensor]] = {}
         self.sender: WeightSender | None = None
+        self.memory = RingMemory()
         self.report: SendReport | None = None
         self.through = threading.Event()
 
@@ -178,7 +180,8 @@ class Rank:
         def fill(bucket: Bucket, buffer: torch.Tensor) -> int:
             return sum(self._copy(box, buffer) for box in bucket.boxes)
 
-        self.sender = WeightSender(update, offer, fill, tell)
+        self.kept_bytes = self.memory.num_bytes
+        self.sender = WeightSender(update, offer, fill, tell, self.memory)
         return self.sender.start()
 
     def _copy(self, box: TensorBox, buffer: torch.Tensor) -> int:
@@ -200,7 +203,7 @@ class Rank:
         return {
             "failed": self.report.failed,
             "digest": self.report.digest,
-            "extra_bytes": max(0, peak() - self.before),
+            "extra_bytes": max(0, peak() - self.before) + self.kept_bytes,
             "pipeline_ratio": whole / max(spans.values()),
             "stages": dict(spans),
         }

@@ -21,6 +21,8 @@ UPPER_HALF = 0xD1B54A32D192ED03 - (1 << 64)
 BLOCK_ITEMS = 1 << 17
 """Items that are contracted at once: as 64-bit integers they stay in a core's second cache."""
 GPU_BLOCK_ITEMS = 1 << 24
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""The dtype as which an item's bits are read, by its bytes."""
 _GOLDEN, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -29,20 +31,19 @@ def box_fingerprint(box: torch.Tensor) -> bytes:
 
 
 def weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
-    """Return the sum over a block of integers that begins at index `start` of its tensor; modulo `MODULUS` it is the
-    same, however it was taken."""
+    """Return the sum over a box, of at least one dim, that begins at index `start` of its tensor; modulo `MODULUS` it
+    is the same, however it was taken."""
     if box.element_size() == 8:
         return weighted_sum(box.contiguous().view(torch.int32).view(*box.shape, 2), (*start, 0))
     if box.is_cpu:
         summed = boxes.weighted_sum(box.data_ptr(), box.shape, box.stride(), box.element_size(), start)
         if summed is not None:
             return summed
-    return plain_weighted_sum(box, start)
+    return plain_weighted_sum(box.detach().view(_INTEGERS[box.element_size()]), start)
 
 
 def copy_and_sum(target: torch.Tensor, box: torch.Tensor, start: tuple[int, ...], past_cache: bool = False) -> int:
-    """Copy a block of integers to one of the same dtype, and return the `weighted_sum` of what was written, on a CPU in
-    one pass.
+    """Copy a box to one of the same dtype, and return the `weighted_sum` of what was written, on a CPU in one pass.
 
     past_cache: nobody reads the target soon."""
     if box.is_cpu and target.is_cpu and target.shape == box.shape and target.dtype == box.dtype:
@@ -58,11 +59,11 @@ def copy_and_sum(target: torch.Tensor, box: torch.Tensor, start: tuple[int, ...]
         )
         if summed is not None:
             return summed
-    return weighted_sum(target.copy_(box), start)
+    return weighted_sum(target.detach().copy_(box), start)
 
 
 def plain_weighted_sum(box: torch.Tensor, start: tuple[int, ...]) -> int:
-    """`weighted_sum` by torch alone, of items of less than 8 bytes: its reference, and on a GPU the way."""
+    """`weighted_sum` by torch alone, of integers of less than 8 bytes: its reference, and on a GPU the way."""
     if not box.numel():
         return 0
     most = BLOCK_ITEMS if box.device.type == "cpu" else GPU_BLOCK_ITEMS

@@ -23,6 +23,7 @@ from ductile.parallel.parts import SlotParts
 from ductile.trainer.state import MODEL
 from ductile.trainer.trainer import Trainer
 from ductile.weights.buckets import OwnedTensor, num_bytes_of, offer_of, only
+from ductile.weights.carriers.shared_memory import RingMemory
 from ductile.weights.digest import box_digest, copy_with_digest, from_text, to_text
 from ductile.weights.sender import WeightSender
 
@@ -159,6 +160,7 @@ class OutgoingWeights:
         """The latest update that is over: a finish may come before its begin."""
         self._whole_offer: tuple[SlotParts, int, Offer] | None = None
         self._committed: _Sent | None = None
+        self._memory = RingMemory()
 
     def begin(self, update: WeightUpdate, trainer: Trainer, state: Mapping[str, Tensor]) -> Offer:
         """Send the weights as they are; `state` is this rank's part of the trainer's (`trainer.state`).
@@ -186,7 +188,7 @@ class OutgoingWeights:
                 more = {"num_bytes_unchanged": left_out, "num_bytes_equal": equal, "tensors": parts}
                 self._tell(msgspec.structs.replace(report, digest=digest, **more))
 
-            sending.sender = WeightSender(update, offer, sending.fill, tell)
+            sending.sender = WeightSender(update, offer, sending.fill, tell, self._memory)
             sending.offer = sending.sender.start()
             self._sending = sending
             return sending.offer
@@ -226,6 +228,7 @@ class OutgoingWeights:
         self.fence("the role's end")
         with self._lock:
             self._end("the role ended")
+            self._memory.close()
 
     def _end(self, reason: str) -> None:
         sending = self._sending

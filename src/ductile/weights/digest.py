@@ -11,19 +11,15 @@ from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import blake2b
 
-import torch
 from torch import Tensor
 
 from ductile.fabric.fingerprint import MODULUS, copy_and_sum, weighted_sum
 from ductile.messages.updates import Digest
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtype as which an element's bits are read, by its bytes."""
-
 
 def box_digest(name: str, box: Tensor, start: tuple[int, ...]) -> int:
     """Return the part of a box of the tensor `name` that begins at index `start`, 0 to 2^52 - 1."""
-    return _name_factor(name) * weighted_sum(_bits(box), start or (0,)) % MODULUS
+    return _name_factor(name) * weighted_sum(box if box.dim() else box[None], start or (0,)) % MODULUS
 
 
 def copy_with_digest(name: str, target: Tensor, box: Tensor, start: tuple[int, ...], past_cache: bool = False) -> int:
@@ -33,12 +29,9 @@ def copy_with_digest(name: str, target: Tensor, box: Tensor, start: tuple[int, .
     past_cache: nobody reads the target soon."""
     if target.dtype != box.dtype:
         return box_digest(name, target.copy_(box), start)
-    return _name_factor(name) * copy_and_sum(_bits(target), _bits(box), start or (0,), past_cache) % MODULUS
-
-
-def _bits(box: Tensor) -> Tensor:
-    bits = box.detach().view(_INTEGERS[box.element_size()])
-    return bits if bits.dim() else bits.reshape(1)
+    if not start:
+        target, box, start = target[None], box[None], (0,)
+    return _name_factor(name) * copy_and_sum(target, box, start, past_cache) % MODULUS
 
 
 def whole_digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:

@@ -1,12 +1,12 @@
 """A rank's end of one weight update: fills bucket after bucket from its own parameters, and sends each to all.
 
-    sender = WeightSender(update, offer, fill, tell)
+    sender = WeightSender(update, offer, fill, tell, memory)
     offer = sender.start()          goes to the servers: it says where the sender is found
     ...                             a thread sends; `tell(report)` when it is through, once
     sender.finish(timeout_s)        when the update has been committed or aborted
 
 A bucket is filled once, in memory that all carriers send from. A receiver that dies, hangs or refuses is dropped, with
-a sentence, and the others go on. The memory is `num_slots + 1` buckets, and is there only while the thread sends.
+a sentence, and the others go on. The memory is `num_slots + 1` buckets; those that are not needed are never touched.
 """
 
 import time
@@ -23,7 +23,7 @@ from ductile.weights.carriers.control import Audience, ControlListener
 from ductile.weights.carriers.disk import DiskSender
 from ductile.weights.carriers.http import HttpSender
 from ductile.weights.carriers.point_to_point import PointToPointSender
-from ductile.weights.carriers.shared_memory import SharedMemorySender, SlotRing
+from ductile.weights.carriers.shared_memory import RingMemory, SharedMemorySender, SlotRing
 from ductile.weights.digest import to_text
 from ductile.weights.pipeline import BucketPipeline, Stage, StageSpan
 
@@ -39,8 +39,18 @@ class SendingEnded(Exception):
 
 
 class WeightSender:
-    def __init__(self, update: WeightUpdate, offer: Offer, fill: Fill, tell: Callable[[SendReport], None]) -> None:
-        """tell: called by the sender's thread with the report, once, also when everything failed."""
+    def __init__(
+        self,
+        update: WeightUpdate,
+        offer: Offer,
+        fill: Fill,
+        tell: Callable[[SendReport], None],
+        memory: RingMemory | None = None,
+    ) -> None:
+        """tell: called by the sender's thread with the report, once, also when everything failed.
+
+        memory: where an earlier update's buckets were filled; without it the memory goes with the update."""
+        self._memory = memory
         self._update, self._offer, self._fill, self._tell = update, offer, fill, tell
         self._thread = Thread(target=self._run, name=f"weights of {offer.sender}", daemon=True)
         self._failed: dict[str, str] = {}
@@ -87,9 +97,9 @@ class WeightSender:
     # -- In the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        began, reason = time.monotonic(), ""
+        began, reason, ring = time.monotonic(), "", None
         try:
-            self._send()
+            ring = self._send()
         except SendingEnded as ended:
             reason = str(ended)
         except BaseException as error:
@@ -99,6 +109,10 @@ class WeightSender:
         self._carriers.clear()
         if self._listener:
             self._listener.close()
+        if ring is not None and self._memory is not None and not self._failed:
+            self._memory.keep(ring)
+        elif ring is not None:
+            ring.close()  # who failed may still be at work there
         for receiver in self._update.receivers if reason else ():
             self._failed.setdefault(receiver.instance, f"{receiver.instance} has not got everything: {reason}")
         for instance in self._failed.keys() & self._left_out.keys():
@@ -107,11 +121,12 @@ class WeightSender:
         update_id, sender = self._update.update_id, self._offer.sender
         self._tell(SendReport(update_id, sender, to_text(self._digest), self._num_bytes, seconds, self._failed))
 
-    def _send(self) -> None:
+    def _send(self) -> SlotRing:
+        """Send all buckets. Returns the ring, which has been closed where this raises."""
         buckets = self._offer.buckets
         slot_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
         num_slots = min(self._update.num_slots, max(1, len(buckets)))
-        ring = SlotRing(f"ductile-weights-{self._update.version}", num_slots + 1, slot_bytes)
+        ring = (self._memory or RingMemory()).take(num_slots + 1, slot_bytes)
         try:
             self._reach_out()
 
@@ -136,8 +151,10 @@ class WeightSender:
             self.trace = pipeline.trace
             pipeline.run(buckets)
             self._meet(ring)  # without a bucket it has not
-        finally:
+        except BaseException:
             ring.close()
+            raise
+        return ring
 
     def _reach_out(self) -> None:
         """Make the carriers whose receivers do not connect to this sender."""

@@ -69,9 +69,8 @@ class StagedWeights:
             values, dtype = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes], new.dtypes[box.name]
             if values.storage_offset() % dtype.itemsize:
                 values = values.clone()
-            shape = [stop - start for start, stop in zip(box.start, box.stop, strict=True)]
-            place = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
-            target, values = new.tensors[box.name][place], values.view(dtype).view(shape)
+            target = _box_of(new.tensors[box.name], box)
+            values = values.view(dtype).view(target.shape)
             if target.dtype != dtype or target.device != values.device:
                 overwrite(target, values)
                 continue
@@ -144,6 +143,13 @@ def _check_boxes(
                 raise ValueError(f"two boxes of {name} overlap at {list(other.start)}")
     if whole and _volume(filled) != prod(shape):
         raise ValueError(f"boxes of {name} have {_volume(filled)} of its {prod(shape)} elements: some are missing")
+
+
+def _box_of(tensor: Tensor, box: TensorBox) -> Tensor:
+    for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
+        if stop - start < tensor.shape[dim]:  # a box is one of thousands, and most are cut along one dim
+            tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
 
 
 def _volume(boxes: Sequence[TensorBox]) -> int:

@@ -30,7 +30,7 @@ class SlotRing:
     """Memory of a sender in which buckets are filled, for all carriers."""
 
     def __init__(self, name: str, num_slots: int, slot_bytes: int) -> None:
-        self.num_slots, self.slot_bytes = num_slots, aligned(max(1, slot_bytes))
+        self.num_slots, self.slot_bytes = num_slots, self.size_of(slot_bytes)
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, self.num_slots * self.slot_bytes)
@@ -49,6 +49,11 @@ class SlotRing:
                 raise
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
 
+    @staticmethod
+    def size_of(slot_bytes: int) -> int:
+        """Return the bytes of a slot that has room for so many."""
+        return aligned(max(1, slot_bytes))
+
     @property
     def location(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
@@ -64,6 +69,36 @@ class SlotRing:
 
 def _slot(content: Tensor, index: int, slot_bytes: int, num_bytes: int) -> Tensor:
     return content[index * slot_bytes :][:num_bytes]
+
+
+class RingMemory:
+    """The ring that a sender keeps from one update to the next: the kernel takes longer to make fresh pages than it
+    takes to fill them."""
+
+    def __init__(self) -> None:
+        self._kept: SlotRing | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._kept.num_slots * self._kept.slot_bytes if self._kept else 0
+
+    def take(self, num_slots: int, slot_bytes: int) -> SlotRing:
+        """Return a ring that nobody else has, until it is kept again or closed."""
+        kept, self._kept = self._kept, None
+        if kept is not None and (kept.num_slots, kept.slot_bytes) == (num_slots, SlotRing.size_of(slot_bytes)):
+            return kept
+        if kept is not None:
+            kept.close()
+        return SlotRing("ductile-weights", num_slots, slot_bytes)
+
+    def keep(self, ring: SlotRing) -> None:
+        self.close()
+        self._kept = ring
+
+    def close(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
 
 
 class SharedMemorySender:
