@@ -44,8 +44,9 @@ from ductile.weights.carriers.source import Source
 
 TICK_S = 0.01
 """Time after which a broadcast that has failed is seen, while no receiver says anything."""
-LOOK_S = 0.0005
-"""Time after which a receiver sees that a broadcast is over, while the sender says nothing."""
+LOOK_S = 0.002
+"""Time after which a receiver sees that a broadcast is over, while the sender says nothing. Those of all senders look,
+and take a tenth of a core from what they wait for if they look four times as often."""
 MEET_S = 0.5
 """A receiver that is late is waited for as long when the others meet again."""
 
