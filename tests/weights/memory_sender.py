@@ -20,7 +20,9 @@ class MemorySender:
     hold: ClassVar[Path | None] = None
     """While this file is there, no sender goes on from its first bucket to the next."""
 
-    def __init__(self, update: WeightUpdate, offer: Offer, fill: Fill, tell: Callable[[SendReport], None]) -> None:
+    def __init__(
+        self, update: WeightUpdate, offer: Offer, fill: Fill, tell: Callable[[SendReport], None], memory: object = None
+    ) -> None:
         self.update, self.offer, self.content = update, offer, dict[int, Tensor]()
         self.report: SendReport | None = None
         self._fill, self._tell, self._aborted = fill, tell, threading.Event()

@@ -27,7 +27,7 @@ from ductile.transport.sockets import LOOPBACK
 from ductile.weights.carriers.carrier import UpdateFailed
 from ductile.weights.carriers.disk import DiskSender, folder_of
 from ductile.weights.carriers.http import receive as take_lease
-from ductile.weights.carriers.shared_memory import SlotRing
+from ductile.weights.carriers.shared_memory import RingMemory, SlotRing
 from ductile.weights.carriers.source import connect
 from ductile.weights.sender import WeightSender
 from tests.full_disk import small_disk
@@ -93,6 +93,8 @@ class Fleet:
         self.receivers: list[Receiver] = []
         self._tasks: dict[str, Task] = {}
         self.senders: list[WeightSender] = []
+        self.memories: list[RingMemory] = []
+        """What each sender keeps for the next update."""
         self.reports: Queue[SendReport] = Queue()
 
     def receiver(self, name: str, by: WeightCarrier | None = None, **task: Any) -> str:
@@ -113,8 +115,9 @@ class Fleet:
     def send(self, update: WeightUpdate, *sizes: Sequence[int]) -> tuple[Offer, ...]:
         offers: list[Offer] = []
         for rank, of_rank in enumerate(sizes):
-            offer = offer_of(f"rank-{rank}", tuple(of_rank))
-            sender = WeightSender(update, offer, partial(fill, sender=offer.sender), self.reports.put)
+            offer, memory = offer_of(f"rank-{rank}", tuple(of_rank)), RingMemory()
+            self.memories.append(memory)
+            sender = WeightSender(update, offer, partial(fill, sender=offer.sender), self.reports.put, memory)
             self.senders.append(sender)
             offers.append(sender.start())
         return tuple(offers)
@@ -140,6 +143,8 @@ class Fleet:
         for sender in self.senders:
             sender.abort()
             sender.finish(WAIT_S)
+        for memory in self.memories:
+            memory.close()
         for member in (*self.servers.values(), *self.ranks):
             member.end()
 
@@ -221,6 +226,7 @@ def test_all_receivers_get_every_byte_of_all_senders(
         assert int(report.digest, 16) == sum(range(1, len(of_rank) + 1))
     for sender in made.senders:
         sender.finish(WAIT_S)
+    assert all(memory.num_bytes for memory in made.memories), "the next update has the same memory"
     assert not [key for key in store.list_keys() if update.update_id in key], "a run leaves nothing in its store"
 
 
@@ -261,6 +267,7 @@ def test_a_receiver_that_dies_or_hangs_is_dropped_and_the_others_get_everything(
     report = made.report()
     assert report.failed.keys() == {lost}
     assert report.failed[lost].startswith("lost ")
+    assert not made.memories[0].num_bytes, "the lost one may still read there"
     if signum == signal.SIGSTOP:
         assert f"did not acknowledge bucket {at} within 2 s" in report.failed[lost]
 
@@ -514,3 +521,19 @@ def test_the_memory_of_a_sender_can_only_be_read() -> None:
         os.close(fd)
     finally:
         ring.close()
+
+
+def test_a_sender_keeps_its_memory_for_updates_of_the_same_size() -> None:
+    memory, before = RingMemory(), _open_files()
+    first = memory.take(3, 10_000)
+    assert memory.num_bytes == 0, "whoever has taken it has it alone"
+    memory.keep(first)
+    assert memory.num_bytes == 3 * 12_288
+    assert memory.take(3, 9_000) is first
+    memory.keep(first)
+    other = memory.take(3, 20_000)
+    assert other is not first
+    memory.keep(other)
+    memory.close()
+    assert memory.num_bytes == 0
+    assert _open_files() == before
