@@ -16,7 +16,7 @@ import msgspec
 
 from ductile.messages.updates import ServerState
 
-DIGEST = "00000000000000aa"
+DIGEST = "00000000000aa"
 VOCABULARY = 1 << 30
 """Token ids are below it."""
 
@@ -179,7 +179,7 @@ class FakeServer:
                 self.incarnation = "second"
                 return False
             case "commit":
-                self.version, self.digest = self.version + 1, "00000000000000bb"
+                self.version, self.digest = self.version + 1, "00000000000bb"
                 return False
             case _:
                 raise AssertionError(fault)

@@ -15,7 +15,7 @@ from ductile.fleet.updates.update_parties import UpdateResult
 from ductile.messages.updates import ServerState
 from ductile.roles import Failure, Refused, SlotLost
 
-DIGEST = "00000000000000d1"
+DIGEST = "00000000000d1"
 
 
 class StubServer:

@@ -27,7 +27,7 @@ from tests.fleet.fake_server import DIGEST, VOCABULARY, FakeServer, token
 LENGTH = 8
 PATIENT = ServerDeadlines(connect_s=2, state_s=2, control_s=2, verify_s=2, silence_s=10)
 HASTY = ServerDeadlines(connect_s=2, state_s=0.3, control_s=0.3, verify_s=0.3, silence_s=0.3)
-NEXT = EndUpdate("u", 1, 1, "00000000000000bb")
+NEXT = EndUpdate("u", 1, 1, "00000000000bb")
 
 
 def request(number: int, max_tokens: int = 100) -> GenerateRequest:

@@ -44,7 +44,7 @@ class Rig:
                 if slot in self.cannot:
                     return Failed("no memory for a ring")
                 if (send_s := self.send_s[slot]) is not None:
-                    report = SendReport(order.update_id, f"slot-{slot}", "0" * 16, 8, send_s)
+                    report = SendReport(order.update_id, f"slot-{slot}", "0" * 13, 8, send_s)
                     loop = asyncio.get_running_loop()
                     loop.call_later(send_s, self.transport.emit, slot, UpdateSent(report))
                 return UpdateBegun(Offer(f"slot-{slot}", (), (), "here"))

@@ -66,5 +66,5 @@ def plain(line: str, url: str, model: Path, file: Path) -> str:
     """Return a line without what differs from run to run."""
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line), line
     line = line[24:].replace(url, "URL").replace(str(model), "MODEL").replace(str(file), "FILE")
-    line = re.sub(r"127\.0\.0\.1:\d+", "CLIENT", re.sub(r"\b[0-9a-f]{16}\b", "HEX", line))
+    line = re.sub(r"127\.0\.0\.1:\d+", "CLIENT", re.sub(r"\b[0-9a-f]{13}\b", "HEX", line))
     return re.sub(r"\b\d+(\.\d+)?(?= (s|sequences at a time|buckets)\b)", "N", line)

@@ -349,18 +349,25 @@ class Rig:
         return [status for _, url, status, _ in self.changes if url == self.servers[name].url]
 
     def segments(self) -> list[str]:
-        """Shared memory of weights that a rank, a server or nobody has open or mapped."""
-        found = [f"nobody: {each.name}" for each in Path("/dev/shm").iterdir() if "ductile-weights" in each.name]
+        """Shared memory of weights that a rank, a server or nobody has open or mapped, but for the one ring that a rank
+        keeps for the next update."""
+        names = "ductile-weights", "ductile-buckets"
+        found = [f"nobody: {each.name}" for each in Path("/dev/shm").iterdir() if each.name.startswith(names)]
         pids = {f"rank {slot}": process.pid for slot, process in self.trainers.cluster.processes.items()}
         pids |= {name: server.pid for name, server in self.servers.all.items() if server.runs}
         for who, pid in pids.items():
+            open_files, mapped = list[str](), list[str]()
             with suppress(OSError):
                 for file in Path(f"/proc/{pid}/fd").iterdir():
                     with suppress(OSError):
-                        target = os.readlink(file)
-                        found += [f"{who}: {target}"] if "ductile-weights" in target else []
-                maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-                found += [f"{who} maps {line.split()[-2]}" for line in maps if "ductile-weights" in line]
+                        open_files.append(os.readlink(file))
+                mapped = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            if who.startswith("rank ") and sum(names[1] in target for target in mapped) <= 1:
+                names_here = names[:1]
+            else:
+                names_here = names
+            found += [f"{who}: {target}" for target in open_files if any(name in target for name in names_here)]
+            found += [f"{who} maps {target}" for target in mapped if any(name in target for name in names_here)]
         return sorted(found)
 
     def events(self, kind: str) -> list[dict[str, Any]]:

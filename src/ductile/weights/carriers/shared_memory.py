@@ -89,7 +89,7 @@ class RingMemory:
             return kept
         if kept is not None:
             kept.close()
-        return SlotRing("ductile-weights", num_slots, slot_bytes)
+        return SlotRing("ductile-buckets", num_slots, slot_bytes)
 
     def keep(self, ring: SlotRing) -> None:
         self.close()
