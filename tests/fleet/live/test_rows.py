@@ -76,9 +76,10 @@ def test_a_monitor_starts_and_stops_twenty_times(rig: Rig) -> None:
             await rig.fleet.stop()
             await rig.fleet.start()
         await rig.fleet.start()
-        await asyncio.sleep(0.3)
-        assert threading.active_count() <= threads
-        assert len(asyncio.all_tasks()) <= tasks + 3, "probes that are under way"
+        await rig.until(
+            lambda: threading.active_count() <= threads and len(asyncio.all_tasks()) <= tasks,
+            what="no thread or task is left but, now and then, those of a probe",
+        )
         rig.servers["b"].kill()
         await rig.dead("b", 2.0)
 
