@@ -7,6 +7,12 @@
     content = map_segment(location, num_bytes, fingerprint)         read it
     segment.close()
 
+One whose size is known may be filled by several processes, before its owner seals it:
+
+    segment = Segment("ductile-weights-3-1f0c", num_bytes)
+    with mapped_for_writing(location, name, num_bytes) as content:    in each of them
+        content[...] = ...
+
 A segment is a memfd. Readers open it through `/proc/<pid>/fd/<n>` and map it, so that any number of them share one
 copy, and nothing can be left behind: when its owner ends, however it ends, the kernel frees the segment as soon as the
 last reader unmaps it. Once sealed, not even its owner can change it.
@@ -17,7 +23,10 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -31,39 +40,45 @@ class SegmentUnavailable(Exception):
 
 
 class Segment:
-    def __init__(self, name: str) -> None:
-        """Make an empty segment. `name` is for people: /proc shows it."""
+    def __init__(self, name: str, num_bytes: int = 0) -> None:
+        """Make a segment of so many zero bytes. Raises OSError where they cannot be had.
+
+        name: /proc shows it; who is to write into the segment knows it by its name."""
+        self.name = name
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._digest = xxhash.xxh3_64()
-        self.num_bytes = 0
+        self.num_bytes = num_bytes
+        self.fingerprint = 0
+        """64-bit, over all bytes in order (xxh3), once it is sealed. It guards against accidents, not against an
+        attacker who wants two contents to collide."""
+        if num_bytes:
+            try:
+                # Memory that is not there shows now: to who writes into a mapping it would be the end of the process.
+                os.posix_fallocate(self._fd, 0, num_bytes)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def location(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    @property
-    def fingerprint(self) -> int:
-        """64-bit, over all bytes in order (xxh3). It guards against accidents, not against an attacker who wants two
-        contents to collide."""
-        return self._digest.intdigest()
-
     def append(self, tensor: Tensor) -> int:
         """Copy a tensor (any device, dtype and strides) to the end. Returns where it begins, in bytes."""
         on_cpu = tensor.detach().to("cpu").contiguous()
-        padding = bytes(-self.num_bytes % ALIGNMENT_BYTES)
-        self._write(memoryview(padding))
-        offset_bytes = self.num_bytes
+        offset_bytes = aligned(self.num_bytes)
+        self._write(memoryview(bytes(offset_bytes - self.num_bytes)))
         self._write(_bytes_of(on_cpu))
         return offset_bytes
 
     def seal(self) -> None:
-        """Seal the segment: nothing can be added or changed any more."""
+        """Seal the segment: nothing can be added or changed any more. No process may have it mapped for writing."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | F_SEAL_FUTURE_WRITE)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_WRITE)  # Linux before 5.1
+        self.fingerprint = _fingerprint(_read(self.location, self.num_bytes))
 
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""
@@ -75,8 +90,12 @@ class Segment:
         written = 0
         while written < len(content):  # one call writes at most 2 GiB
             written += os.pwrite(self._fd, content[written:], self.num_bytes + written)
-        self._digest.update(content)
         self.num_bytes += len(content)
+
+
+def aligned(num_bytes: int) -> int:
+    """Return where the next tensor begins behind so many bytes."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -94,9 +113,9 @@ def borrowed(tensor: Tensor) -> Tensor:
 
 
 F_SEAL_FUTURE_WRITE = 0x0010
-"""The value in linux/fcntl.h; fcntl has it from Python 3.13 on. A segment is never mapped for writing, so this keeps it
-as it is, like F_SEAL_WRITE. That one fails with EBUSY while somebody else holds one of its pages, as the kernel does to
-move it."""
+"""The value in linux/fcntl.h; fcntl has it from Python 3.13 on. Who seals a segment knows that nobody has it mapped
+for writing, so this keeps it as it is, like F_SEAL_WRITE. That one fails with EBUSY while somebody else holds one of
+its pages, as the kernel does to move it."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -106,8 +125,8 @@ def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
     The mapping is private: it may be written to, which changes no other reader's. It lives as long as any view of it
     does, also after the segment is closed or its owner dies.
     """
-    content = torch.frombuffer(_map(location, num_bytes), dtype=torch.uint8) if num_bytes else torch.empty(0).byte()
-    found = xxhash.xxh3_64_intdigest(content.numpy().data)
+    content = _read(location, num_bytes)
+    found = _fingerprint(content)
     if found != fingerprint:
         raise SegmentUnavailable(
             f"is damaged: the fingerprint of {location} is {found:016x}, and {fingerprint:016x} was announced"
@@ -115,24 +134,65 @@ def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
     return content
 
 
-def _map(location: str, num_bytes: int) -> mmap.mmap:
+@contextmanager
+def mapped_for_writing(location: str, name: str, num_bytes: int) -> Iterator[Tensor]:
+    """All bytes of another process's segment, or of this one's, before it is sealed. Who writes to them writes to the
+    segment. Once the block is left, no view of them may be used. Raises `SegmentUnavailable` where there is no segment
+    of this name, as on another host, and `OSError` where it cannot be mapped.
+
+    The mapping is gone with the block, whoever still refers to the tensor: nothing that is mapped can be sealed."""
     try:
-        fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
+        found = os.readlink(location)
+    except OSError as error:
+        raise SegmentUnavailable(f"cannot be written: {location}: {error.strerror}") from error
+    if found != f"/memfd:{name} (deleted)":  # on another host the path may be any file, which must not be opened
+        raise SegmentUnavailable(f"cannot be written: {location} is {found} here, and not the memory {name}")
+    fd = _opened(location, os.O_RDWR, num_bytes)
+    try:
+        mapping = mmap.mmap(fd, num_bytes)
+    finally:
+        os.close(fd)
+    try:
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        yield torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+    finally:
+        mapping.close()
+
+
+def _fingerprint(content: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(content.numpy().data)
+
+
+def _read(location: str, num_bytes: int) -> Tensor:
+    """Map a segment, as `map_segment` does, whatever its content."""
+    fd = _opened(location, os.O_RDONLY, num_bytes)
+    if not num_bytes:
+        os.close(fd)
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _opened(location: str, flags: int, num_bytes: int) -> int:
+    """Return a descriptor of a segment of this size. Raises `SegmentUnavailable`."""
+    try:
+        fd = os.open(location, flags | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise SegmentUnavailable(
             f"is gone: {location} cannot be opened ({error.strerror}); its owner ended or withdrew it"
         ) from error
     except OSError as error:
         raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
-    try:
-        # The descriptor's number may serve another file by now; a file of another size never gets mapped.
-        size_bytes = os.fstat(fd).st_size
-        if size_bytes != num_bytes:
-            raise SegmentUnavailable(
-                f"is gone: {location} has {size_bytes} bytes, and {num_bytes} were announced; its owner withdrew it"
-            )
-        return mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
-    finally:
+    # The descriptor's number may serve another file by now; a file of another size never gets mapped.
+    size_bytes = os.fstat(fd).st_size
+    if size_bytes != num_bytes:
         os.close(fd)
+        raise SegmentUnavailable(
+            f"is gone: {location} has {size_bytes} bytes, and {num_bytes} were announced; its owner withdrew it"
+        )
+    return fd
