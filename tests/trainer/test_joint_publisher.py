@@ -6,6 +6,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from typing import Any
 from unittest.mock import patch
@@ -202,6 +203,14 @@ def cannot_be_mapped() -> Any:
     return patch.object(segment_module.mmap, "mmap", side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
 
 
+def cannot_be_sealed(function: str) -> Any:
+    """The seal is refused, or there is no memory for a look at what is sealed."""
+    failure = OSError(errno.ENOMEM, "Cannot allocate memory")
+    if function == "fcntl":
+        return patch.object(segment_module.fcntl, "fcntl", side_effect=failure)
+    return patch.object(segment_module, "_private", side_effect=failure)
+
+
 @contextmanager
 def no_room() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -285,6 +294,18 @@ def test_where_a_rank_fails_nothing_is_published_and_all_go_on(
         assert digest_received(first)
         assert (first.error, first.num_left) == ("", 1)
         assert second == Outcome(None, "", "", JOINT, 0)
+        fleet.release((0, 1))
+
+
+@pytest.mark.parametrize("function", ["fcntl", "mmap"])
+def test_where_the_first_rank_cannot_seal_the_version_it_alone_says_so(folders: dict[str, str], function: str) -> None:
+    with Fleet(settings_of(folders["qwen3"]), slots=range(2)) as fleet:
+        fleet.assign((0, 1))
+        first, second = publish_on_all(fleet, 1, {0: partial(cannot_be_sealed, function)})
+        assert first.error.startswith("NotPublished: version 1 is not published: OSError: [Errno 12] Cannot allocate")
+        assert (first.manifest, first.collectives, first.num_left) == (None, JOINT, 0)
+        assert second == Outcome(None, "", "", JOINT, 0)
+        assert not any(outcome.error for outcome in publish_on_all(fleet, 1)), "all are asked again"
         fleet.release((0, 1))
 
 

@@ -23,7 +23,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -71,14 +71,15 @@ class Segment:
         return offset_bytes
 
     def seal(self) -> None:
-        """Seal the segment: nothing can be added or changed any more. No process may have it mapped for writing."""
+        """Seal the segment: nothing can be added or changed any more. No process may have it mapped for writing. Raises
+        OSError."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | F_SEAL_FUTURE_WRITE)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_WRITE)  # Linux before 5.1
-        self.fingerprint = _fingerprint(_read(self.location, self.num_bytes))
+        self.fingerprint = _fingerprint(_private(self._fd, self.num_bytes))
 
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""
@@ -116,6 +117,8 @@ F_SEAL_FUTURE_WRITE = 0x0010
 """The value in linux/fcntl.h; fcntl has it from Python 3.13 on. Who seals a segment knows that nobody has it mapped
 for writing, so this keeps it as it is, like F_SEAL_WRITE. That one fails with EBUSY while somebody else holds one of
 its pages, as the kernel does to move it."""
+MADV_POPULATE_WRITE = 23
+"""The value in linux/mman.h, which `mmap` does not have."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -125,7 +128,13 @@ def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
     The mapping is private: it may be written to, which changes no other reader's. It lives as long as any view of it
     does, also after the segment is closed or its owner dies.
     """
-    content = _read(location, num_bytes)
+    fd = _opened(location, os.O_RDONLY, num_bytes)
+    try:
+        content = _private(fd, num_bytes)
+    except OSError as error:
+        raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
+    finally:
+        os.close(fd)
     found = _fingerprint(content)
     if found != fingerprint:
         raise SegmentUnavailable(
@@ -135,12 +144,16 @@ def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
 
 
 @contextmanager
-def mapped_for_writing(location: str, name: str, num_bytes: int) -> Iterator[Tensor]:
+def mapped_for_writing(
+    location: str, name: str, num_bytes: int, spans: Iterable[tuple[int, int]] = ()
+) -> Iterator[Tensor]:
     """All bytes of another process's segment, or of this one's, before it is sealed. Who writes to them writes to the
     segment. Once the block is left, no view of them may be used. Raises `SegmentUnavailable` where there is no segment
     of this name, as on another host, and `OSError` where it cannot be mapped.
 
-    The mapping is gone with the block, whoever still refers to the tensor: nothing that is mapped can be sealed."""
+    The mapping is gone with the block, whoever still refers to the tensor: nothing that is mapped can be sealed.
+
+    spans: where each piece that will be written begins and ends. Their pages are got in one go."""
     try:
         found = os.readlink(location)
     except OSError as error:
@@ -153,28 +166,32 @@ def mapped_for_writing(location: str, name: str, num_bytes: int) -> Iterator[Ten
     finally:
         os.close(fd)
     try:
+        _populate(mapping, spans)
         address = np.frombuffer(mapping, np.uint8).ctypes.data
         yield torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
     finally:
         mapping.close()
 
 
+def _populate(mapping: mmap.mmap, spans: Iterable[tuple[int, int]]) -> None:
+    """Get pages before they are written to. Writing to new memory takes a quarter less time then."""
+    try:
+        for begin, end in spans:
+            first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            mapping.madvise(MADV_POPULATE_WRITE, first, end - first)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Linux before 5.14
+            raise
+
+
 def _fingerprint(content: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(content.numpy().data)
 
 
-def _read(location: str, num_bytes: int) -> Tensor:
-    """Map a segment, as `map_segment` does, whatever its content."""
-    fd = _opened(location, os.O_RDONLY, num_bytes)
+def _private(fd: int, num_bytes: int) -> Tensor:
     if not num_bytes:
-        os.close(fd)
         return torch.empty(0, dtype=torch.uint8)
-    try:
-        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
-    finally:
-        os.close(fd)
+    mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 

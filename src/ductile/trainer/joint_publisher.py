@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ductile.core.layout.geometry.holdings import Box
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer.joint_publishing import PartOutcome, PublishingRuling, ruling
 from ductile.error_text import error_text
@@ -25,12 +26,15 @@ from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import Manifest, TensorEntry
 from ductile.trainer.own_weights import OwnWeights
 from ductile.trainer.trainer import Trainer
+from ductile.weights.buckets import OwnedTensor
 from ductile.weights.digest import to_text
 from ductile.weights.shared_memory import SharedMemory, laid_out
 
 GATHER = "gather"
 """What the first rank says in the place of its segment where a rank is known not to be able to open it."""
 HALF = 1 << 32
+_Row = tuple[OwnedTensor, TensorEntry]
+"""A tensor with this rank's boxes, and its place in the segment."""
 T = TypeVar("T")
 
 
@@ -55,10 +59,12 @@ class _Part:
             self.error = error
             return None
 
-    def write(self, place: str, weights: OwnWeights, entries: Sequence[TensorEntry], num_bytes: int) -> None:
+    def write(self, place: str, num_bytes: int, weights: OwnWeights, table: Sequence[_Row]) -> None:
+        """Write this rank's boxes into the segment at `place`, which has so many bytes."""
         location, name = place.split(" ")
-        with mapped_for_writing(location, name, num_bytes) as content:
-            for number, (tensor, entry) in enumerate(zip(weights.tensors(), entries, strict=True)):
+        spans = [_span(entry, tensor.dtype.itemsize, box) for tensor, entry in table for box in tensor.boxes]
+        with mapped_for_writing(location, name, num_bytes, spans) as content:
+            for number, (tensor, entry) in enumerate(table):
                 whole = content[entry.offset_bytes :][: entry.num_bytes].view(tensor.dtype).view(tensor.shape)
                 for start, stop in tensor.boxes:
                     target = whole[tuple(map(slice, start, stop))]
@@ -86,8 +92,10 @@ class JointPublisher:
 
         state: this slot's part of the trainer's (`trainer.state`)."""
         context, weights = trainer.context, OwnWeights.of(trainer, state)
-        entries, num_bytes = laid_out(weights.tensors())
-        part, segment = _Part([0] * len(entries)), None
+        tensors = weights.tensors()
+        entries, num_bytes = laid_out(tensors)
+        table = list(zip(tensors, entries, strict=True))
+        part, segment = _Part([0] * len(table)), None
         gathers = self._too_far == context.layout
         with ExitStack() as unpublished:
             if context.is_first and not gathers:
@@ -98,7 +106,7 @@ class JointPublisher:
             if place == GATHER:
                 return self._gather(version, trainer)
             if place:
-                part.attempt(lambda: part.write(place, weights, entries, num_bytes))
+                part.attempt(lambda: part.write(place, num_bytes, weights, table))
             digests, ruled = _exchanged(part, sum(entry.num_bytes for entry in entries), context, trainer.device)
             if ruled.next == "seal":
                 entries = [replace(entry, digest=to_text(each)) for entry, each in zip(entries, digests, strict=True)]
@@ -137,6 +145,14 @@ class JointPublisher:
         finally:
             for _ in tensors:
                 pass
+
+
+def _span(entry: TensorEntry, item_bytes: int, box: Box) -> tuple[int, int]:
+    """Return where the first byte of a box is in the segment, and where its last one ends."""
+    first, last = 0, 0
+    for size, start, stop in zip(entry.shape, *box, strict=True):
+        first, last = first * size + start, last * size + stop - 1
+    return entry.offset_bytes + first * item_bytes, entry.offset_bytes + (last + 1) * item_bytes
 
 
 def _place(segment: Segment | None) -> str:
