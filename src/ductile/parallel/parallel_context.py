@@ -32,7 +32,7 @@ class ParallelContext:
         self.mesh = groups.mesh(layout.mesh.around(groups.slot, *products))
         """Mesh of FSDP2: the shards of this slot's copy; before that axis the copies, when there are several."""
         self.is_first = groups.slot == layout.first
-        """Whether this slot speaks for all: it publishes and exports what all help to gather."""
+        """Whether this slot speaks for all: it publishes what all have written, and begins the folder of an export."""
         self.data_parallel_rank = layout.data_parallel_rank(groups.slot)
         """The part of a batch that this slot works on."""
         self.counts_samples = layout.counts_samples(groups.slot)
