@@ -204,11 +204,11 @@ def cannot_be_mapped() -> Any:
 
 
 def cannot_be_sealed(function: str) -> Any:
-    """The seal is refused, or there is no memory for a look at what is sealed."""
+    """The seal is refused, or what is sealed cannot be read."""
     failure = OSError(errno.ENOMEM, "Cannot allocate memory")
     if function == "fcntl":
         return patch.object(segment_module.fcntl, "fcntl", side_effect=failure)
-    return patch.object(segment_module, "_private", side_effect=failure)
+    return patch.object(segment_module.os, "preadv", side_effect=failure)
 
 
 @contextmanager
@@ -297,7 +297,7 @@ def test_where_a_rank_fails_nothing_is_published_and_all_go_on(
         fleet.release((0, 1))
 
 
-@pytest.mark.parametrize("function", ["fcntl", "mmap"])
+@pytest.mark.parametrize("function", ["fcntl", "preadv"])
 def test_where_the_first_rank_cannot_seal_the_version_it_alone_says_so(folders: dict[str, str], function: str) -> None:
     with Fleet(settings_of(folders["qwen3"]), slots=range(2)) as fleet:
         fleet.assign((0, 1))

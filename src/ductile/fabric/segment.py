@@ -31,6 +31,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+READ_BYTES = 1 << 20
 ALIGNMENT_BYTES = 64
 """Each tensor starts at a multiple of this: a cache line, and the widest vector load."""
 
@@ -79,13 +80,21 @@ class Segment:
             if error.errno != errno.EINVAL:
                 raise
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_WRITE)  # Linux before 5.1
-        self.fingerprint = _fingerprint(_private(self._fd, self.num_bytes))
+        self.fingerprint = self._read_fingerprint()
 
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+    def _read_fingerprint(self) -> int:
+        """Read all bytes without a mapping, which takes a descriptor: there may be none left."""
+        digest, buffer, done = xxhash.xxh3_64(), memoryview(bytearray(READ_BYTES)), 0
+        while num_read := os.preadv(self._fd, [buffer], done):
+            digest.update(buffer[:num_read])
+            done += num_read
+        return digest.intdigest()
 
     def _write(self, content: memoryview) -> None:
         written = 0
@@ -128,14 +137,8 @@ def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
     The mapping is private: it may be written to, which changes no other reader's. It lives as long as any view of it
     does, also after the segment is closed or its owner dies.
     """
-    fd = _opened(location, os.O_RDONLY, num_bytes)
-    try:
-        content = _private(fd, num_bytes)
-    except OSError as error:
-        raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
-    finally:
-        os.close(fd)
-    found = _fingerprint(content)
+    content = torch.frombuffer(_map(location, num_bytes), dtype=torch.uint8) if num_bytes else torch.empty(0).byte()
+    found = xxhash.xxh3_64_intdigest(content.numpy().data)
     if found != fingerprint:
         raise SegmentUnavailable(
             f"is damaged: the fingerprint of {location} is {found:016x}, and {fingerprint:016x} was announced"
@@ -156,11 +159,11 @@ def mapped_for_writing(
     spans: where each piece that will be written begins and ends. Their pages are got in one go."""
     try:
         found = os.readlink(location)
-    except OSError as error:
+        if found != f"/memfd:{name} (deleted)":  # on another host the path may be any file, which must not be opened
+            raise SegmentUnavailable(f"cannot be written: {location} is {found} here, and not the memory {name}")
+        fd = os.open(location, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError) as error:
         raise SegmentUnavailable(f"cannot be written: {location}: {error.strerror}") from error
-    if found != f"/memfd:{name} (deleted)":  # on another host the path may be any file, which must not be opened
-        raise SegmentUnavailable(f"cannot be written: {location} is {found} here, and not the memory {name}")
-    fd = _opened(location, os.O_RDWR, num_bytes)
     try:
         mapping = mmap.mmap(fd, num_bytes)
     finally:
@@ -184,32 +187,24 @@ def _populate(mapping: mmap.mmap, spans: Iterable[tuple[int, int]]) -> None:
             raise
 
 
-def _fingerprint(content: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(content.numpy().data)
-
-
-def _private(fd: int, num_bytes: int) -> Tensor:
-    if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _opened(location: str, flags: int, num_bytes: int) -> int:
-    """Return a descriptor of a segment of this size. Raises `SegmentUnavailable`."""
+def _map(location: str, num_bytes: int) -> mmap.mmap:
     try:
-        fd = os.open(location, flags | os.O_CLOEXEC)
+        fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise SegmentUnavailable(
             f"is gone: {location} cannot be opened ({error.strerror}); its owner ended or withdrew it"
         ) from error
     except OSError as error:
         raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
-    # The descriptor's number may serve another file by now; a file of another size never gets mapped.
-    size_bytes = os.fstat(fd).st_size
-    if size_bytes != num_bytes:
+    try:
+        # The descriptor's number may serve another file by now; a file of another size never gets mapped.
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes != num_bytes:
+            raise SegmentUnavailable(
+                f"is gone: {location} has {size_bytes} bytes, and {num_bytes} were announced; its owner withdrew it"
+            )
+        return mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
+    finally:
         os.close(fd)
-        raise SegmentUnavailable(
-            f"is gone: {location} has {size_bytes} bytes, and {num_bytes} were announced; its owner withdrew it"
-        )
-    return fd

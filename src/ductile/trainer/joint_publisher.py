@@ -21,6 +21,7 @@ from ductile.core.layout.geometry.holdings import Box
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer.joint_publishing import PartOutcome, PublishingRuling, ruling
 from ductile.error_text import error_text
+from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.segment import Segment, SegmentUnavailable, mapped_for_writing
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import Manifest, TensorEntry
@@ -32,7 +33,6 @@ from ductile.weights.shared_memory import SharedMemory, laid_out
 
 GATHER = "gather"
 """What the first rank says in the place of its segment where a rank is known not to be able to open it."""
-HALF = 1 << 32
 _Row = tuple[OwnedTensor, TensorEntry]
 """A tensor with this rank's boxes, and its place in the segment."""
 T = TypeVar("T")
@@ -166,9 +166,8 @@ def _exchanged(
     those of all tensors, which is what all slots are to have written."""
     slots, num_tensors = context.layout.slots, len(part.digests)
     outcomes = [part.outcome if slot == context.slot else PartOutcome.WRITTEN for slot in slots]
-    halves = [half for digest in part.digests for half in divmod(digest, HALF)]  # whose sums stay below 2^63
-    said = torch.tensor([*halves, *outcomes, part.num_bytes], dtype=torch.int64, device=device)
+    digests = [digest % MODULUS for digest in part.digests]  # of 52 bits: the sum over 2,000 slots is none of 64
+    said = torch.tensor([*digests, *outcomes, part.num_bytes], dtype=torch.int64, device=device)
     totals: list[int] = context.sum(said).tolist()
-    digests = [totals[2 * at] * HALF + totals[2 * at + 1] for at in range(num_tensors)]
-    of_slots = {slot: PartOutcome(value) for slot, value in zip(slots, totals[2 * num_tensors : -1], strict=True)}
-    return digests, ruling(of_slots, tensor_bytes - totals[-1])
+    of_slots = {slot: PartOutcome(value) for slot, value in zip(slots, totals[num_tensors:-1], strict=True)}
+    return totals[:num_tensors], ruling(of_slots, tensor_bytes - totals[-1])
