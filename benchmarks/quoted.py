@@ -125,7 +125,7 @@ def grpo_step(found: Any) -> Iterator[Row]:
     yield (
         "publish",
         1000 * slot["publish"],
-        "gathered and copied into a segment; mapped, checked, copied into the engines",
+        "parts of all slots copied into a segment; mapped, checked, copied into the engines",
     )
     idle_s = sum(part_s for what, part_s in slot.items() if what.startswith("idle"))
     yield "nothing", 1000 * idle_s, "rewards, messages, the orchestrator's books"

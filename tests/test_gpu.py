@@ -1,6 +1,7 @@
 """Each role on one CUDA device says what it says on a CPU, and states move between slots that share the device."""
 
 import queue
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,8 +29,9 @@ from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
 from ductile.scorer.score_role import ScoreRole
-from ductile.trainer import outgoing_weights
-from ductile.trainer.state import named_gradient, named_state
+from ductile.trainer import outgoing_weights, own_weights
+from ductile.trainer.joint_publisher import JointPublisher
+from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.train_role import TrainRole
 from ductile.trainer.trainer import Trainer
 from ductile.weights.shared_memory import SharedMemory
@@ -97,6 +99,24 @@ def test_published_weights_are_what_both_devices_sample_from(folder: Path) -> No
     assert here.token_ids == there.token_ids
     assert set(here.versions) == {7}
     publisher.close()
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_a_rank_on_a_gpu_writes_what_it_would_gather(folder: Path, compute_dtype: str) -> None:
+    """In pieces of a few rows, which are converted on the GPU."""
+    trainer = Trainer(
+        TrainerConfig.model_validate({"model": {"name": str(folder), "compute_dtype": compute_dtype}}),
+        ParallelContext(Groups(0, 0, GPU, HashStore(), 60.0), ParallelLayout.of((0,))),
+        GPU,
+    )
+    publisher, memory = JointPublisher(), SharedMemory()
+    with patch.object(own_weights, "GPU_PIECE_BYTES", 1000):
+        joint = publisher.publish(1, trainer, parts_of(named_state(trainer)))
+    assert joint is not None
+    gathered = memory.publish(1, trainer.publish_weights())
+    assert replace(joint, location="") == replace(gathered, location="")
+    publisher.close()
+    memory.close()
 
 
 def test_the_scorer_says_the_same(folder: Path) -> None:

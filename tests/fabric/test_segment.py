@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.fabric import segment as segment_module
-from ductile.fabric.segment import ALIGNMENT_BYTES, Segment, SegmentUnavailable, map_segment
+from ductile.fabric.segment import ALIGNMENT_BYTES, Segment, SegmentUnavailable, map_segment, mapped_for_writing
+from tests.ranks import run_alone
 
 TENSORS = [torch.arange(5.0), torch.tensor(7), torch.empty(0), torch.arange(6.0).reshape(2, 3).T.bfloat16()]
 
@@ -70,6 +72,46 @@ def test_nor_where_the_kernel_knows_no_seal_of_future_writes(monkeypatch: pytest
     with pytest.raises(PermissionError):
         segment.append(torch.ones(1))
     segment.close()
+
+
+def write(location: str, name: str, num_bytes: int, first: int) -> None:
+    with mapped_for_writing(location, name, num_bytes) as content:
+        content[first::2] = torch.arange(first, num_bytes, 2).to(torch.uint8)
+
+
+@pytest.mark.parametrize("seal", [segment_module.F_SEAL_FUTURE_WRITE, 1 << 30], ids=["kernel", "old kernel"])
+def test_several_processes_fill_one_and_its_owner_seals_it(monkeypatch: pytest.MonkeyPatch, seal: int) -> None:
+    monkeypatch.setattr(segment_module, "F_SEAL_FUTURE_WRITE", seal)
+    segment = Segment("ductile-test-1", 5000)
+    run_alone(write, segment.location, segment.name, 5000, 1)
+    write(segment.location, segment.name, 5000, 0)
+    with mapped_for_writing(segment.location, segment.name, 5000) as content:
+        kept = content.view(50, 100)  # who still refers to what is not mapped any more keeps nobody from sealing it
+    segment.seal()
+    del kept, content
+    assert torch.equal(read(segment), torch.arange(5000).to(torch.uint8))
+    with pytest.raises(PermissionError), mapped_for_writing(segment.location, segment.name, 5000):
+        pass
+    segment.close()
+
+
+def test_only_the_segment_that_was_named_is_written(segment: Segment) -> None:
+    with pytest.raises(SegmentUnavailable, match=r"cannot be written: /proc/\d+/fd/\d+ is /memfd:ductile-test \(del"):
+        write(segment.location, "ductile-test-2", segment.num_bytes, 0)
+    with pytest.raises(SegmentUnavailable, match="cannot be written: /dev/fd/99999: No such file or directory"):
+        write("/dev/fd/99999", "ductile-test", segment.num_bytes, 0)
+
+
+def test_memory_that_is_not_there_is_an_error_and_nothing_stays() -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            Segment("ductile-test", 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_it_is_sealed_while_the_kernel_holds_a_page_of_it() -> None:

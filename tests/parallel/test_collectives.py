@@ -12,14 +12,18 @@ from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.trainer.joint_publisher import JointPublisher
+from ductile.trainer.state import named_state, parts_of
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
 
-ON_A_GPU = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_", "c10d::barrier"}
-"""What ProcessGroupGloo does with CUDA tensors, of what a trainer may want (it also has broadcast, reduce, scatter,
-gather and all-to-all). All else of `torch.distributed` goes by other names, DTensor's gathers by those of
+ON_A_GPU = {
+    f"c10d::{name}" for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "barrier", "broadcast_")
+}
+"""What ProcessGroupGloo does with CUDA tensors, of what a trainer may want (it also has reduce, scatter, gather and
+all-to-all). All else of `torch.distributed` goes by other names, DTensor's gathers by those of
 `_c10d_functional`."""
 
 
@@ -46,6 +50,9 @@ def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, size
         num_parts = context.layout.num_data_parallel
         trainer.forward_backward(pack(make_samples((9, 14, 5)), num_parts, 64)[context.data_parallel_rank])
         trainer.optim_step(20.0)
+        publisher = JointPublisher()
+        publisher.publish(1, trainer, parts_of(named_state(trainer)))
+        publisher.close()
         whole = dict(trainer.publish_weights())
     assert all(type(tensor) is torch.Tensor for tensor in whole.values())
     return asked.names

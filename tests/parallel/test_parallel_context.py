@@ -33,6 +33,7 @@ def sums_and_places(groups: Groups, members: tuple[int, ...]) -> dict[str, objec
     sums["tokens"] = context.sum(torch.tensor(100.0 * context.counts_samples)).item()
     sums["rank"] = context.data_parallel_rank
     sums["first"] = context.is_first
+    sums["said"] = [context.said_by_first(f"{said} of slot {groups.slot}") for said in ("é" * 250, "")]
     sums["mesh"] = context.mesh.mesh.tolist()
     return sums
 
@@ -48,4 +49,5 @@ def test_every_axis_and_every_product_of_axes_has_a_group() -> None:
     assert [found[slot]["tokens"] for slot in SLOTS] == [200.0] * 4, "slots along tp run the same tokens"
     assert [found[slot]["rank"] for slot in SLOTS] == [0, 0, 1, 1]
     assert [found[slot]["first"] for slot in SLOTS] == [True, False, False, False]
+    assert [found[slot]["said"] for slot in SLOTS] == [["é" * 250 + " of slot 5", " of slot 5"]] * 4
     assert [found[slot]["mesh"] for slot in SLOTS] == [[[5], [4]], [[1], [2]], [[5], [4]], [[1], [2]]]

@@ -7,6 +7,12 @@
     content = map_segment(location, num_bytes, fingerprint)         read it
     segment.close()
 
+One whose size is known may be filled by several processes, before its owner seals it:
+
+    segment = Segment("ductile-weights-3-1f0c", num_bytes)
+    with mapped_for_writing(location, name, num_bytes) as content:    in each of them
+        content[...] = ...
+
 A segment is a memfd. Readers open it through `/proc/<pid>/fd/<n>` and map it, so that any number of them share one
 copy, and nothing can be left behind: when its owner ends, however it ends, the kernel frees the segment as soon as the
 last reader unmaps it. Once sealed, not even its owner can change it.
@@ -17,11 +23,15 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+READ_BYTES = 1 << 20
 ALIGNMENT_BYTES = 64
 """Each tensor starts at a multiple of this: a cache line, and the widest vector load."""
 
@@ -31,39 +41,46 @@ class SegmentUnavailable(Exception):
 
 
 class Segment:
-    def __init__(self, name: str) -> None:
-        """Make an empty segment. `name` is for people: /proc shows it."""
+    def __init__(self, name: str, num_bytes: int = 0) -> None:
+        """Make a segment of so many zero bytes. Raises OSError where they cannot be had.
+
+        name: /proc shows it; who is to write into the segment knows it by its name."""
+        self.name = name
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._digest = xxhash.xxh3_64()
-        self.num_bytes = 0
+        self.num_bytes = num_bytes
+        self.fingerprint = 0
+        """64-bit, over all bytes in order (xxh3), once it is sealed. It guards against accidents, not against an
+        attacker who wants two contents to collide."""
+        if num_bytes:
+            try:
+                # Memory that is not there shows now: to who writes into a mapping it would be the end of the process.
+                os.posix_fallocate(self._fd, 0, num_bytes)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def location(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    @property
-    def fingerprint(self) -> int:
-        """64-bit, over all bytes in order (xxh3). It guards against accidents, not against an attacker who wants two
-        contents to collide."""
-        return self._digest.intdigest()
-
     def append(self, tensor: Tensor) -> int:
         """Copy a tensor (any device, dtype and strides) to the end. Returns where it begins, in bytes."""
         on_cpu = tensor.detach().to("cpu").contiguous()
-        padding = bytes(-self.num_bytes % ALIGNMENT_BYTES)
-        self._write(memoryview(padding))
-        offset_bytes = self.num_bytes
+        offset_bytes = aligned(self.num_bytes)
+        self._write(memoryview(bytes(offset_bytes - self.num_bytes)))
         self._write(_bytes_of(on_cpu))
         return offset_bytes
 
     def seal(self) -> None:
-        """Seal the segment: nothing can be added or changed any more."""
+        """Seal the segment: nothing can be added or changed any more. No process may have it mapped for writing. Raises
+        OSError."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | F_SEAL_FUTURE_WRITE)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_WRITE)  # Linux before 5.1
+        self.fingerprint = self._read_fingerprint()
 
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""
@@ -71,12 +88,24 @@ class Segment:
             os.close(self._fd)
         self._fd = -1
 
+    def _read_fingerprint(self) -> int:
+        """Read all bytes without a mapping, which takes a descriptor: there may be none left."""
+        digest, buffer, done = xxhash.xxh3_64(), memoryview(bytearray(READ_BYTES)), 0
+        while num_read := os.preadv(self._fd, [buffer], done):
+            digest.update(buffer[:num_read])
+            done += num_read
+        return digest.intdigest()
+
     def _write(self, content: memoryview) -> None:
         written = 0
         while written < len(content):  # one call writes at most 2 GiB
             written += os.pwrite(self._fd, content[written:], self.num_bytes + written)
-        self._digest.update(content)
         self.num_bytes += len(content)
+
+
+def aligned(num_bytes: int) -> int:
+    """Return where the next tensor begins behind so many bytes."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -94,9 +123,11 @@ def borrowed(tensor: Tensor) -> Tensor:
 
 
 F_SEAL_FUTURE_WRITE = 0x0010
-"""The value in linux/fcntl.h; fcntl has it from Python 3.13 on. A segment is never mapped for writing, so this keeps it
-as it is, like F_SEAL_WRITE. That one fails with EBUSY while somebody else holds one of its pages, as the kernel does to
-move it."""
+"""The value in linux/fcntl.h; fcntl has it from Python 3.13 on. Who seals a segment knows that nobody has it mapped
+for writing, so this keeps it as it is, like F_SEAL_WRITE. That one fails with EBUSY while somebody else holds one of
+its pages, as the kernel does to move it."""
+MADV_POPULATE_WRITE = 23
+"""The value in linux/mman.h, which `mmap` does not have."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -113,6 +144,47 @@ def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
             f"is damaged: the fingerprint of {location} is {found:016x}, and {fingerprint:016x} was announced"
         )
     return content
+
+
+@contextmanager
+def mapped_for_writing(
+    location: str, name: str, num_bytes: int, spans: Iterable[tuple[int, int]] = ()
+) -> Iterator[Tensor]:
+    """All bytes of another process's segment, or of this one's, before it is sealed. Who writes to them writes to the
+    segment. Once the block is left, no view of them may be used. Raises `SegmentUnavailable` where there is no segment
+    of this name, as on another host, and `OSError` where it cannot be mapped.
+
+    The mapping is gone with the block, whoever still refers to the tensor: nothing that is mapped can be sealed.
+
+    spans: where each piece that will be written begins and ends. Their pages are got in one go."""
+    try:
+        found = os.readlink(location)
+        if found != f"/memfd:{name} (deleted)":  # on another host the path may be any file, which must not be opened
+            raise SegmentUnavailable(f"cannot be written: {location} is {found} here, and not the memory {name}")
+        fd = os.open(location, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError) as error:
+        raise SegmentUnavailable(f"cannot be written: {location}: {error.strerror}") from error
+    try:
+        mapping = mmap.mmap(fd, num_bytes)
+    finally:
+        os.close(fd)
+    try:
+        _populate(mapping, spans)
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        yield torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+    finally:
+        mapping.close()
+
+
+def _populate(mapping: mmap.mmap, spans: Iterable[tuple[int, int]]) -> None:
+    """Get pages before they are written to. Writing to new memory takes a quarter less time then."""
+    try:
+        for begin, end in spans:
+            first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            mapping.madvise(MADV_POPULATE_WRITE, first, end - first)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Linux before 5.14
+            raise
 
 
 def _map(location: str, num_bytes: int) -> mmap.mmap:

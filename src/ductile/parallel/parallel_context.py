@@ -11,6 +11,9 @@ from ductile.fabric.groups import Groups
 from ductile.parallel.data import flat_shard
 from ductile.parallel.parts import SlotParts
 
+SAID_BYTES = 512
+"""Bytes of what the first slot can say to all at a time."""
+
 
 class ParallelContext:
     """A `ParallelLayout` as one of its slots sees it."""
@@ -29,7 +32,7 @@ class ParallelContext:
         self.mesh = groups.mesh(layout.mesh.around(groups.slot, *products))
         """Mesh of FSDP2: the shards of this slot's copy; before that axis the copies, when there are several."""
         self.is_first = groups.slot == layout.first
-        """Whether this slot speaks for all: it publishes and exports what all help to gather."""
+        """Whether this slot speaks for all: it publishes what all have written, and begins the folder of an export."""
         self.data_parallel_rank = layout.data_parallel_rank(groups.slot)
         """The part of a batch that this slot works on."""
         self.counts_samples = layout.counts_samples(groups.slot)
@@ -54,6 +57,16 @@ class ParallelContext:
         """Sum a tensor in place, over all slots."""
         dist.all_reduce(tensor, group=self.everyone)
         return tensor
+
+    def said_by_first(self, text: str) -> str:
+        """Return what the first slot says, on every slot; what others say does not count. At most `SAID_BYTES` of
+        UTF-8, without zeros at its end. Collective."""
+        content = text.encode()
+        if len(content) > SAID_BYTES:
+            raise ValueError(f"the first slot says {len(content)} bytes to all, and {SAID_BYTES} fit: {text!r}")
+        said = torch.tensor([*content.ljust(SAID_BYTES, b"\0")], dtype=torch.uint8, device=self.mesh.device_type)
+        dist.broadcast(said, self.layout.first, group=self.everyone)
+        return bytes(said.tolist()).rstrip(b"\0").decode()
 
     def share_of_square(self, gradients: Mapping[str, Tensor], parts: SlotParts) -> Tensor:
         """This slot's share of the squared norm of the whole gradient, of which these are its parts: `sum` adds the

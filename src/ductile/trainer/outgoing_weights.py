@@ -14,21 +14,17 @@ from threading import Event, Lock
 from time import monotonic
 
 import msgspec
-import torch
 from torch import Tensor
 
-from ductile.core.layout.model.parameters import parameters
 from ductile.messages.updates import Bucket, Digest, Offer, SendReport, TensorBox, WeightUpdate
 from ductile.parallel.parts import SlotParts
-from ductile.trainer.state import MODEL
+from ductile.trainer.own_weights import OwnWeights
 from ductile.trainer.trainer import Trainer
-from ductile.weights.buckets import OwnedTensor, num_bytes_of, offer_of, only
+from ductile.weights.buckets import num_bytes_of, offer_of, only
 from ductile.weights.carriers.shared_memory import RingMemory
-from ductile.weights.digest import box_digest, copy_with_digest, from_text, to_text
+from ductile.weights.digest import from_text, to_text
 from ductile.weights.sender import WeightSender
 
-PIECE_BYTES = 1 << 20
-"""Bytes that are copied and summed up at a time: what was copied is in the cache when it is summed up."""
 FINISH_S = 5.0
 """Seconds that a sender which is through, or was told to end, has to free what it holds."""
 
@@ -38,46 +34,6 @@ BoxKey = tuple[str, tuple[int, ...]]
 
 class UpdateStopped(Exception):
     """The weights may not be read any more. The text is a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """This rank's weights in one layout."""
-
-    parts: SlotParts
-    local: Mapping[str, Tensor]
-    """This rank's part of each parameter, flat, as the optimizer has it."""
-    dtype: torch.dtype
-    """Dtype that is published."""
-
-    def view(self, box: TensorBox) -> Tensor:
-        return self.parts.view(box.name, self.local[box.name], (box.start, box.stop))
-
-    def copy(self, box: TensorBox, target: Tensor) -> int:
-        """Copy a box into its bytes in a bucket, and return its digest."""
-        view = self.view(box)
-        into = target.view(self.dtype).view(view.shape)
-        if view.dtype == self.dtype:
-            return copy_with_digest(box.name, into, view, box.start)
-        return sum(
-            copy_with_digest(box.name, piece, part, (first, *box.start[1:]))
-            for first, piece, part in _pieces(box, self.dtype.itemsize, into, view)
-        )
-
-    def digest(self, box: TensorBox) -> int:
-        view = self.view(box)
-        return sum(
-            box_digest(box.name, piece.to(self.dtype), (first, *box.start[1:]))
-            for first, piece, _ in _pieces(box, self.dtype.itemsize, view, view)
-        )
-
-
-def _pieces(box: TensorBox, item_bytes: int, one: Tensor, other: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """Rows of two tensors of a box's shape, so many at a time, and the index in the whole tensor of the first one. What
-    comes from a GPU is in one piece."""
-    num_rows = len(one) if other.is_cuda else max(1, PIECE_BYTES * len(one) // (one.numel() * item_bytes))
-    starts = range(box.start[0], box.stop[0], num_rows)
-    return list(zip(starts, one.split(num_rows), other.split(num_rows), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +50,7 @@ class _Sending:
     """An update under way."""
 
     update: WeightUpdate
-    source: _Source
+    weights: OwnWeights
     whole_offer: Offer
     """All boxes of this rank; those that are left out, too."""
     ends_at_s: float
@@ -115,8 +71,9 @@ class _Sending:
             if self.stopped:
                 raise UpdateStopped(self.stopped)
             for box in bucket.boxes:
-                part = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes]
-                self.digests[_key(box)] = self.source.copy(box, part)
+                part = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes].view(self.weights.dtype)
+                shape = [stop - start for start, stop in zip(box.start, box.stop, strict=True)]
+                self.digests[_key(box)] = self.weights.copy(box.name, (box.start, box.stop), part.view(shape))
         return sum(self.digests[_key(box)] for box in bucket.boxes)
 
     def stop(self, reason: str) -> None:
@@ -240,17 +197,12 @@ class OutgoingWeights:
         sending.sender.finish(FINISH_S)
 
     def _prepared(self, update: WeightUpdate, trainer: Trainer, state: Mapping[str, Tensor]) -> _Sending:
-        local = {name.removeprefix(MODEL): flat for name, flat in state.items() if name.startswith(MODEL)}
-        source = _Source(trainer.parts, local, trainer.precision.compute)
+        weights = OwnWeights.of(trainer, state)
         known = self._whole_offer
-        if known is None or known[0] is not trainer.parts or known[1] != update.bucket_bytes:
-            tensors = [
-                OwnedTensor(each.name, source.dtype, each.shape, source.parts.shared(each.name))
-                for each in parameters(trainer.spec)
-            ]
-            offer = offer_of(f"slot-{self._slot}", tensors, update.bucket_bytes)
-            known = self._whole_offer = source.parts, update.bucket_bytes, offer
-        return _Sending(update, source, known[2], monotonic() + update.total_timeout_s)
+        if known is None or known[0] is not weights.parts or known[1] != update.bucket_bytes:
+            offer = offer_of(f"slot-{self._slot}", weights.tensors(), update.bucket_bytes)
+            known = self._whole_offer = weights.parts, update.bucket_bytes, offer
+        return _Sending(update, weights, known[2], monotonic() + update.total_timeout_s)
 
     def _base(self, sending: _Sending) -> _Sent | None:
         """The version that the update builds on, where this rank has sent it in the same boxes."""
@@ -263,7 +215,8 @@ class OutgoingWeights:
     def _changed(sending: _Sending, base: _Sent) -> Offer:
         """The boxes that are not as they were in `base`; the digests of the others are known."""
         offer = sending.whole_offer
-        now = {_key(box): sending.source.digest(box) for bucket in offer.buckets for box in bucket.boxes}
+        boxes = [box for bucket in offer.buckets for box in bucket.boxes]
+        now = {_key(box): sending.weights.digest(box.name, (box.start, box.stop)) for box in boxes}
         sending.digests.update({key: digest for key, digest in now.items() if base.digests[key] == digest})
         return only(offer, sending.update.bucket_bytes, lambda box: _key(box) not in sending.digests)
 

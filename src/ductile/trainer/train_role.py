@@ -7,7 +7,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ResizeOrder
@@ -43,13 +42,12 @@ from ductile.records import Manifest
 from ductile.roles import RoleAssignment, StateKept
 from ductile.trainer import checkpoint
 from ductile.trainer.export import FolderNotWritten, export_model
+from ductile.trainer.joint_publisher import JointPublisher, NotPublished
 from ductile.trainer.outgoing_weights import OutgoingWeights
 from ductile.trainer.prepare import TrainerPart
 from ductile.trainer.resize import Resize
 from ductile.trainer.state import StatePlans
 from ductile.trainer.trainer import LossFailed, Trainer, spec_of
-from ductile.weights.shared_memory import SharedMemory
-from ductile.weights.weight_transport import WeightTransport
 
 
 class TrainRole:
@@ -72,7 +70,7 @@ class TrainRole:
         self._assignment = assignment
         self._config = TrainerConfig.model_validate(settings)
         check_schedule(self._config.model.pp_schedule)
-        self._transport: WeightTransport = SharedMemory()
+        self._publisher = JointPublisher()
         # A slot that is through waits for the others in a collective, which must not come to its own deadline.
         self._outgoing = OutgoingWeights(
             assignment.slot,
@@ -110,7 +108,7 @@ class TrainRole:
                 with self._in_step():
                     return Scores(tuple(self._live.score(samples)))
             case Withdraw(version=version):
-                self._transport.withdraw(version)
+                self._publisher.withdraw(version)
             case BeginUpdate(update=update):
                 with self._keeping_state():
                     return UpdateBegun(self._begin_update(update))
@@ -158,7 +156,7 @@ class TrainRole:
         self._outgoing.close()
         if self._resize is not None:
             self._roll_back(self._resize.order.epoch)
-        self._transport.close()
+        self._publisher.close()
         if self._instance is not None:
             self._instance.destroy()
         self._instance = None
@@ -211,20 +209,9 @@ class TrainRole:
         return self._outgoing.begin(update, trainer, self._instance.state)
 
     def _publish(self, version: int) -> Manifest | None:
-        """The layout's first slot offers the whole tensors; the others help to gather them.
-
-        When it fails half way, it still gathers the rest: the others are spared its failure.
-        """
-        tensors = self._gathered()
-        try:
-            return self._transport.publish(version, tensors) if self._live.context.is_first else None
-        finally:
-            for _ in tensors:
-                pass
-
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        with self._in_step():
-            yield from self._live.publish_weights()
+        trainer = self._live
+        with self._in_step() as instance:
+            return self._publisher.publish(version, trainer, instance.state)
 
     @property
     def _live(self) -> Trainer:
@@ -242,7 +229,7 @@ class TrainRole:
             raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
         try:
             yield instance
-        except (LossFailed, FolderNotWritten):
+        except (LossFailed, FolderNotWritten, NotPublished):
             raise  # all slots are in step, and the trainer is as good as before
         except Exception as error:
             instance.drop()

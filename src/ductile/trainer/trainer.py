@@ -198,8 +198,9 @@ class Trainer:
         return as_columns(samples, logprobs)
 
     def publish_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, as the forward pass computes with it: what generators and scorers get. Collective; a
-        tensor is there until the next one (`parallel.gathered.gathered_tensors`)."""
+        """Every parameter whole, as the forward pass computes with it: what generators and scorers get, for a first
+        slot whose memory another one cannot open (`ductile.trainer.joint_publisher`). Collective; a tensor is there
+        until the next one (`parallel.gathered.gathered_tensors`)."""
         return gathered_tensors(self.model, self.context, self.precision.compute)
 
     def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

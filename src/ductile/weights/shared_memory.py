@@ -2,13 +2,16 @@
 (`ductile.fabric.segment`), which readers map. The first of `ductile.weights.weight_transport.WeightTransport`."""
 
 from collections.abc import Iterable
+from math import prod
+from secrets import token_hex
 
 import torch
 from torch import Tensor
 
-from ductile.fabric.segment import Segment, SegmentUnavailable, borrowed, map_segment
+from ductile.fabric.segment import Segment, SegmentUnavailable, aligned, borrowed, map_segment
 from ductile.messages.updates import total_of
 from ductile.records import Manifest, TensorEntry
+from ductile.weights.buckets import OwnedTensor, dtype_name
 from ductile.weights.digest import box_digest, to_text
 
 
@@ -23,23 +26,34 @@ class SharedMemory:
         self._offers: dict[int, tuple[Manifest, Segment]] = {}
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-        if version in self._offers:
-            raise ValueError(f"version {version} is published already; withdraw it first")
-        segment = Segment(f"ductile-weights-{version}")
+        segment = self.begin(version)
         try:
-            entries = tuple(_append(segment, name, tensor) for name, tensor in tensors)
-            segment.seal()
+            entries = [_append(segment, name, tensor) for name, tensor in tensors]
+            return self.finish(version, segment, entries)
         except BaseException:
             segment.close()
             raise
+
+    def begin(self, version: int, num_bytes: int = 0) -> Segment:
+        """Return a segment to fill with a version's tensors, as `laid_out` has them, and to close where nothing comes
+        of it. Raises ValueError for a version that is published, and OSError."""
+        if version in self._offers:
+            raise ValueError(f"version {version} is published already; withdraw it first")
+        # On every host and in every run the name is another one: who writes into the segment knows it by that.
+        return Segment(f"ductile-weights-{version}-{token_hex(8)}", num_bytes)
+
+    def finish(self, version: int, segment: Segment, entries: Iterable[TensorEntry]) -> Manifest:
+        """Offer a filled segment, until the version is withdrawn."""
+        segment.seal()
+        tensors = tuple(entries)
         manifest = Manifest(
             version,
             "shared_memory",
             segment.location,
             segment.num_bytes,
             segment.fingerprint,
-            entries,
-            total_of(entry.digest for entry in entries),
+            tensors,
+            total_of(entry.digest for entry in tensors),
         )
         self._offers[version] = manifest, segment
         return manifest
@@ -63,12 +77,23 @@ class SharedMemory:
         self.withdraw(max(self._offers, default=0))
 
 
+def laid_out(tensors: Iterable[OwnedTensor]) -> tuple[list[TensorEntry], int]:
+    """Return where a version's tensors lie in its segment, without digests, and how many bytes they take. It is where
+    `SharedMemory.publish` puts them, one after the other."""
+    entries: list[TensorEntry] = []
+    end = 0
+    for tensor in tensors:
+        offset_bytes, num_bytes = aligned(end), prod(tensor.shape) * tensor.dtype.itemsize
+        entries.append(TensorEntry(tensor.name, dtype_name(tensor.dtype), tensor.shape, offset_bytes, num_bytes))
+        end = offset_bytes + num_bytes
+    return entries, end
+
+
 def _append(segment: Segment, name: str, tensor: Tensor) -> TensorEntry:
     on_cpu = tensor.detach().to("cpu").contiguous()
     offset_bytes = segment.append(on_cpu)
-    dtype = str(tensor.dtype).removeprefix("torch.")
     digest = to_text(box_digest(name, borrowed(on_cpu), (0,) * tensor.dim()))
-    return TensorEntry(name, dtype, tuple(tensor.shape), offset_bytes, tensor.nbytes, digest)
+    return TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset_bytes, tensor.nbytes, digest)
 
 
 def _view(content: Tensor, entry: TensorEntry, manifest: Manifest) -> Tensor:

@@ -1,0 +1,173 @@
+"""Publishing a version to the slots of this host: every rank writes its own boxes, and nobody gathers a tensor.
+
+    first rank    makes the segment at its full size, and says where it is       one broadcast
+    all ranks     write their boxes into it, and sum them up as they do          one sum
+    first rank    seals it
+
+Every rank is in both collectives, whatever has failed on it, and all come to the same ruling. Where a rank cannot open
+the segment, as on another host, the tensors are gathered for the first rank instead.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ductile.core.layout.geometry.holdings import Box
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.transfer.joint_publishing import PartOutcome, PublishingRuling, ruling
+from ductile.error_text import error_text
+from ductile.fabric.fingerprint import MODULUS
+from ductile.fabric.segment import Segment, SegmentUnavailable, mapped_for_writing
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.records import Manifest, TensorEntry
+from ductile.trainer.own_weights import OwnWeights
+from ductile.trainer.trainer import Trainer
+from ductile.weights.buckets import OwnedTensor
+from ductile.weights.digest import to_text
+from ductile.weights.shared_memory import SharedMemory, laid_out
+
+GATHER = "gather"
+"""What the first rank says in the place of its segment where a rank is known not to be able to open it."""
+_Row = tuple[OwnedTensor, TensorEntry]
+"""A tensor with this rank's boxes, and its place in the segment."""
+T = TypeVar("T")
+
+
+class NotPublished(Exception):
+    """The version is not published. All slots are in step, and the trainer is as it was. The text is a sentence."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """What this rank has written of a version."""
+
+    digests: list[int]
+    """Digests of its boxes of each tensor."""
+    num_bytes: int = 0
+    error: Exception | None = None
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """Take a step that may fail here alone: nobody waits for this rank in it."""
+        try:
+            return step()
+        except Exception as error:
+            self.error = error
+            return None
+
+    def write(self, place: str, num_bytes: int, weights: OwnWeights, table: Sequence[_Row]) -> None:
+        """Write this rank's boxes into the segment at `place`, which has so many bytes."""
+        location, name = place.split(" ")
+        spans = [_span(entry, tensor.dtype.itemsize, box) for tensor, entry in table for box in tensor.boxes]
+        with mapped_for_writing(location, name, num_bytes, spans) as content:
+            for number, (tensor, entry) in enumerate(table):
+                whole = content[entry.offset_bytes :][: entry.num_bytes].view(tensor.dtype).view(tensor.shape)
+                for start, stop in tensor.boxes:
+                    target = whole[tuple(map(slice, start, stop))]
+                    self.digests[number] += weights.copy(tensor.name, (start, stop), target)
+                    self.num_bytes += target.nbytes
+
+    @property
+    def outcome(self) -> PartOutcome:
+        if self.error is None:
+            return PartOutcome.WRITTEN
+        return PartOutcome.OUT_OF_REACH if isinstance(self.error, SegmentUnavailable) else PartOutcome.FAILED
+
+
+class JointPublisher:
+    """The versions that a train slot publishes, where it is its layout's first one, or helps to publish."""
+
+    def __init__(self) -> None:
+        self._memory = SharedMemory()
+        self._too_far: ParallelLayout | None = None
+        """Layout in which a slot cannot open this one's memory."""
+
+    def publish(self, version: int, trainer: Trainer, state: Mapping[str, Tensor]) -> Manifest | None:
+        """Publish the weights as they are; collective. The first slot gets the manifest. Raises NotPublished, on all
+        slots or on the first one alone.
+
+        state: this slot's part of the trainer's (`trainer.state`)."""
+        context, weights = trainer.context, OwnWeights.of(trainer, state)
+        tensors = weights.tensors()
+        entries, num_bytes = laid_out(tensors)
+        table = list(zip(tensors, entries, strict=True))
+        part, segment = _Part([0] * len(table)), None
+        gathers = self._too_far == context.layout
+        with ExitStack() as unpublished:
+            if context.is_first and not gathers:
+                segment = part.attempt(lambda: self._memory.begin(version, num_bytes))
+            if segment is not None:
+                unpublished.callback(segment.close)
+            place = context.said_by_first(GATHER if gathers else _place(segment))
+            if place == GATHER:
+                return self._gather(version, trainer)
+            if place:
+                part.attempt(lambda: part.write(place, num_bytes, weights, table))
+            digests, ruled = _exchanged(part, sum(entry.num_bytes for entry in entries), context, trainer.device)
+            if ruled.next == "seal":
+                entries = [replace(entry, digest=to_text(each)) for entry, each in zip(entries, digests, strict=True)]
+                manifest = self._sealed(version, segment, entries)
+                unpublished.pop_all()
+                return manifest
+        if ruled.next == "gather":
+            if context.is_first:
+                self._too_far = context.layout
+                print(f"the trainer's weights are gathered where they are published: {ruled.reason}", file=sys.stderr)
+            return self._gather(version, trainer)
+        why = error_text(part.error) if part.error is not None else ruled.reason
+        raise NotPublished(f"version {version} is not published: {why}")
+
+    def withdraw(self, version: int) -> None:
+        """Free this version and all older ones. Readers keep what they have received."""
+        self._memory.withdraw(version)
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _sealed(self, version: int, segment: Segment | None, entries: Sequence[TensorEntry]) -> Manifest | None:
+        try:
+            return None if segment is None else self._memory.finish(version, segment, entries)
+        except OSError as error:
+            raise NotPublished(f"version {version} is not published: {error_text(error)}") from error
+
+    def _gather(self, version: int, trainer: Trainer) -> Manifest | None:
+        """Have the first slot copy whole tensors, which all slots gather one by one. Where that fails half way, it
+        still gathers the rest: the others are spared its failure."""
+        tensors = trainer.publish_weights()
+        try:
+            return self._memory.publish(version, tensors) if trainer.context.is_first else None
+        except (OSError, ValueError) as error:  # all else is of the slots' common work
+            raise NotPublished(f"version {version} is not published: {error_text(error)}") from error
+        finally:
+            for _ in tensors:
+                pass
+
+
+def _span(entry: TensorEntry, item_bytes: int, box: Box) -> tuple[int, int]:
+    """Return where the first byte of a box is in the segment, and where its last one ends."""
+    first, last = 0, 0
+    for size, start, stop in zip(entry.shape, *box, strict=True):
+        first, last = first * size + start, last * size + stop - 1
+    return entry.offset_bytes + first * item_bytes, entry.offset_bytes + (last + 1) * item_bytes
+
+
+def _place(segment: Segment | None) -> str:
+    return "" if segment is None else f"{segment.location} {segment.name}"
+
+
+def _exchanged(
+    part: _Part, tensor_bytes: int, context: ParallelContext, device: torch.device
+) -> tuple[list[int], PublishingRuling]:
+    """Return the digest of each tensor, from all slots' parts, and what all slots do next; collective. tensor_bytes:
+    those of all tensors, which is what all slots are to have written."""
+    slots, num_tensors = context.layout.slots, len(part.digests)
+    outcomes = [part.outcome if slot == context.slot else PartOutcome.WRITTEN for slot in slots]
+    digests = [digest % MODULUS for digest in part.digests]  # of 52 bits: the sum over 2,000 slots is none of 64
+    said = torch.tensor([*digests, *outcomes, part.num_bytes], dtype=torch.int64, device=device)
+    totals: list[int] = context.sum(said).tolist()
+    of_slots = {slot: PartOutcome(value) for slot, value in zip(slots, totals[num_tensors:-1], strict=True)}
+    return totals[:num_tensors], ruling(of_slots, tensor_bytes - totals[-1])
