@@ -121,8 +121,16 @@ DEFECTS = (
         (
             Edit(
                 "weights/carriers/shared_memory.py",
-                "        del self._content\n        os.close(self._fd)\n",
-                "        KEPT.append(self)\n\n\nKEPT: list = []\n",
+                "        if kept is not None and (kept.num_slots",
+                "        if kept is not None and not num_slots and (kept.num_slots",
+            ),
+            Edit(
+                "weights/carriers/shared_memory.py",
+                "            kept.close()\n        return SlotRing(",
+                "            KEPT.append(kept)\n        return SlotRing(",
+            ),
+            Edit(
+                "weights/carriers/shared_memory.py", "class RingMemory:\n", "KEPT: list = []\n\n\nclass RingMemory:\n"
             ),
         ),
         VERSIONS,

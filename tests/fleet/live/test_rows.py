@@ -285,9 +285,13 @@ def test_versions_reach_all_servers(rig: Rig) -> None:
 
 def test_requests_of_a_killed_server_go_on_elsewhere(rig: Rig) -> None:
     async def story() -> None:
+        before = rig.servers["a"].state().num_sampled
         for _ in range(32):
             rig.ask(80)
-        await rig.until(lambda: rig.servers["a"].state().num_running > 3)
+        await rig.until(
+            lambda: (now := rig.servers["a"].state()).num_running > 3 and now.num_sampled > before + 30,
+            what="requests of a have tokens",
+        )
         rig.servers["a"].kill()
         await rig.dead("a", within_s=2.0)
         done = await rig.finished()
