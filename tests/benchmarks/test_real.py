@@ -115,7 +115,7 @@ def test_each_thing_that_does_not_hold_fails_the_trial(changes: dict[str, object
     assert [check.holds for check in real.checks_of(PASSED | changes)].count(False) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_trial_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real, "KILLED_AFTER_STEP", 2)
     letters = ["--orchestrator.task.import-path", "tests/end_to_end/letters.py:Even"]  # which any model learns from

@@ -46,7 +46,7 @@ def test_samples_share_nothing_and_are_trained_but_for_the_first_token() -> None
     assert {(len(sample), sample.num_trained) for sample in samples} == {(17, 16)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_one_of_real_processes(tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     arguments = ["--small", "--rounds", "1", "--steps", "1", "--tokens", "8", "--only", "ductile", "plain"]
