@@ -182,7 +182,8 @@ class ElasticFleet:
         return self.state.membership != self._built_epoch
 
     def get_last_topology_change_time(self) -> float:
-        """Return when those that serve last changed, by this fleet's clock."""
+        """Return when those that serve last changed, by this fleet's clock, as its event loop heard of it: a moment
+        after `state` has the change."""
         return self._changed_at
 
     @property
