@@ -90,6 +90,8 @@ class Chaos:
         rig = self.rig
         incarnation = rig.health(name).incarnation
         rig.servers[name].fault("wedge", "on")
+        for _ in range(6):  # what it had may be done by now, and an engine that has nothing to do is not known to hang
+            rig.ask(20)
         self.found_s["hang"].append(await rig.taken_out(name, incarnation, 8.0))
 
     async def _slow(self, name: str, point: str) -> None:
