@@ -88,7 +88,6 @@ class ElasticFleet:
         )
         self._loop = asyncio.get_running_loop()
         self._looking: asyncio.Task[None] | None = None
-        self._changed_at = state.clock()
         self._built_epoch = -1
         self.is_waiting = False
         """True while an update waits for servers."""
@@ -182,9 +181,8 @@ class ElasticFleet:
         return self.state.membership != self._built_epoch
 
     def get_last_topology_change_time(self) -> float:
-        """Return when those that serve last changed, by this fleet's clock, as its event loop heard of it: a moment
-        after `state` has the change."""
-        return self._changed_at
+        """Return when those that serve last changed, by this fleet's clock."""
+        return self.state.membership_since
 
     @property
     def group_version(self) -> int:
@@ -365,8 +363,6 @@ class ElasticFleet:
         self._joining.begin_due()
 
     def _follow(self, before: FleetState, after: FleetState) -> None:
-        if before.membership != after.membership:
-            self._changed_at = self._clock()
         for server in after.servers.values():
             was = before.servers.get(server.instance)
             if was is None or was.status != server.status:

@@ -16,6 +16,8 @@ class FleetState:
     """Goes up with every change of those that serve, and with every attempt at an update."""
     membership: int = 0
     """Epoch of the last change of those that serve."""
+    membership_since: float = field(default=0.0, compare=False)
+    """Time of that change, by the clock of the servers' changes."""
     version: int | None = None
     """Newest version that a server has committed; None before the first."""
     servers: Mapping[InstanceId, ServerHealth] = field(default_factory=dict[InstanceId, ServerHealth])
@@ -90,6 +92,7 @@ class FleetState:
             self,
             epoch=epoch,
             membership=self.membership if epoch == self.epoch else epoch,
+            membership_since=self.membership_since if epoch == self.epoch else server.since,
             version=max(versions, default=None),
             servers={**self.servers, server.instance: server},
         )
