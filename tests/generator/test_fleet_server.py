@@ -39,6 +39,7 @@ from ductile.messages.updates import (
 )
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
+from ductile.weights.carriers.shared_memory import RingMemory
 from ductile.weights.digest import box_digest
 from ductile.weights.sender import WeightSender
 from tests.generator.conftest import Family, request, run
@@ -488,11 +489,13 @@ def test_a_thread_of_the_server_fetches_what_a_sender_has(
             for box in bucket.boxes
         )
 
-    sender = WeightSender(update, giver.offers[0], fill, reports.append)
+    memory = RingMemory()
+    sender = WeightSender(update, giver.offers[0], fill, reports.append, memory)
     said = post(client, "/weights/prepare", PrepareUpdate(update, carrier, (sender.start(),), "it"))
     assert said["phase"] == "prepared"
     assert giver.end("verify")[1]["phase"] == "verified"
     sender.finish(10)
+    memory.close()
     assert [(report.failed, report.digest) for report in reports] == [({}, giver.digest)]
     assert giver.end("commit")[1]["phase"] == "committed"
     assert client.get("/weights/digest").json()["digest"] == giver.digest

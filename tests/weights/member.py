@@ -22,6 +22,7 @@ import xxhash
 from ductile.messages.updates import Bucket, Offer, PrepareUpdate, SendReport, ServerState, UpdateProgress, WeightUpdate
 from ductile.weights.carriers import UpdateFailed, receive
 from ductile.weights.carriers.carrier import checksum_of
+from ductile.weights.carriers.shared_memory import RingMemory
 from ductile.weights.sender import WeightSender
 
 TOKEN = "a-token-that-is-shown-nowhere"
@@ -157,7 +158,7 @@ def main(file: str) -> None:
         def tell(report: SendReport) -> None:
             say("report", json.dumps(msgspec.to_builtins(report)))
 
-        sender = WeightSender(task.send, offer_of("rank-0", task.sizes), hold_and_fill, tell)
+        sender = WeightSender(task.send, offer_of("rank-0", task.sizes), hold_and_fill, tell, RingMemory())
         say("location", sender.start().location)
         said.set()
         sender.finish(600)

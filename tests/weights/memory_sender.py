@@ -21,7 +21,7 @@ class MemorySender:
     """While this file is there, no sender goes on from its first bucket to the next."""
 
     def __init__(
-        self, update: WeightUpdate, offer: Offer, fill: Fill, tell: Callable[[SendReport], None], memory: object = None
+        self, update: WeightUpdate, offer: Offer, fill: Fill, tell: Callable[[SendReport], None], memory: object
     ) -> None:
         self.update, self.offer, self.content = update, offer, dict[int, Tensor]()
         self.report: SendReport | None = None

@@ -45,14 +45,15 @@ class WeightSender:
         offer: Offer,
         fill: Fill,
         tell: Callable[[SendReport], None],
-        memory: RingMemory | None = None,
+        memory: RingMemory,
     ) -> None:
         """tell: called by the sender's thread with the report, once, also when everything failed.
 
-        memory: where an earlier update's buckets were filled; without it the memory goes with the update."""
+        memory: where an earlier update's buckets were filled, and the next one's are."""
         self._memory = memory
         self._update, self._offer, self._fill, self._tell = update, offer, fill, tell
         self._thread = Thread(target=self._run, name=f"weights of {offer.sender}", daemon=True)
+        self._num_slots = min(update.num_slots, max(1, len(offer.buckets)))
         self._failed: dict[str, str] = {}
         self._left_out: dict[str, str] = {}
         self._aborted = Event()
@@ -99,7 +100,10 @@ class WeightSender:
     def _run(self) -> None:
         began, reason, ring = time.monotonic(), "", None
         try:
-            ring = self._send()
+            ring = self._memory.take(
+                self._num_slots + 1, max((each.num_bytes for each in self._offer.buckets), default=0)
+            )
+            self._send(ring)
         except SendingEnded as ended:
             reason = str(ended)
         except BaseException as error:
@@ -109,10 +113,10 @@ class WeightSender:
         self._carriers.clear()
         if self._listener:
             self._listener.close()
-        if ring is not None and self._memory is not None and not self._failed:
-            self._memory.keep(ring)
-        elif ring is not None:
+        if ring is not None and (reason or self._failed):
             ring.close()  # who failed may still be at work there
+        elif ring is not None:
+            self._memory.keep(ring)
         for receiver in self._update.receivers if reason else ():
             self._failed.setdefault(receiver.instance, f"{receiver.instance} has not got everything: {reason}")
         for instance in self._failed.keys() & self._left_out.keys():
@@ -121,40 +125,30 @@ class WeightSender:
         update_id, sender = self._update.update_id, self._offer.sender
         self._tell(SendReport(update_id, sender, to_text(self._digest), self._num_bytes, seconds, self._failed))
 
-    def _send(self) -> SlotRing:
-        """Send all buckets. Returns the ring, which has been closed where this raises."""
-        buckets = self._offer.buckets
-        slot_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
-        num_slots = min(self._update.num_slots, max(1, len(buckets)))
-        ring = (self._memory or RingMemory()).take(num_slots + 1, slot_bytes)
-        try:
-            self._reach_out()
+    def _send(self, ring: SlotRing) -> None:
+        self._reach_out()
 
-            def fill(bucket: Bucket, slot: int) -> None:
-                self._go_on()
-                content = ring.slot(slot, bucket.num_bytes)
-                self._digest += self._fill(bucket, content)
-                checksum = checksum_of(content) if self._update.verify == "crc" else ""
-                self._meet(ring)  # the first bucket is filled while they come
-                for carrier in self._carriers:
-                    carrier.send(bucket, slot, content, checksum)
+        def fill(bucket: Bucket, slot: int) -> None:
+            self._go_on()
+            content = ring.slot(slot, bucket.num_bytes)
+            self._digest += self._fill(bucket, content)
+            checksum = checksum_of(content) if self._update.verify == "crc" else ""
+            self._meet(ring)  # the first bucket is filled while they come
+            for carrier in self._carriers:
+                carrier.send(bucket, slot, content, checksum)
 
-            def load(bucket: Bucket, slot: int) -> None:
-                for carrier in self._carriers:
-                    carrier.wait(bucket)
-                self._num_bytes += bucket.num_bytes
-                self._go_on()
+        def load(bucket: Bucket, slot: int) -> None:
+            for carrier in self._carriers:
+                carrier.wait(bucket)
+            self._num_bytes += bucket.num_bytes
+            self._go_on()
 
-            # Sending only begins in the first: a stage of its own would be one more thread to wake for each bucket.
-            stages = [Stage("fill", fill), Stage("load", load, finishes=True)]
-            pipeline = BucketPipeline(stages, num_slots)
-            self.trace = pipeline.trace
-            pipeline.run(buckets)
-            self._meet(ring)  # without a bucket it has not
-        except BaseException:
-            ring.close()
-            raise
-        return ring
+        # Sending only begins in the first: a stage of its own would be one more thread to wake for each bucket.
+        stages = [Stage("fill", fill), Stage("load", load, finishes=True)]
+        pipeline = BucketPipeline(stages, self._num_slots)
+        self.trace = pipeline.trace
+        pipeline.run(self._offer.buckets)
+        self._meet(ring)  # without a bucket it has not
 
     def _reach_out(self) -> None:
         """Make the carriers whose receivers do not connect to this sender."""

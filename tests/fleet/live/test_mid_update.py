@@ -26,6 +26,7 @@ from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Manifest, Sampling
 from ductile.transport.deadlines import Deadlines
 from ductile.weights.buckets import OwnedTensor, offer_of
+from ductile.weights.carriers.shared_memory import RingMemory
 from ductile.weights.digest import box_digest
 from ductile.weights.sender import WeightSender
 from tests.fleet.live.servers import LiveServer, Servers
@@ -53,6 +54,7 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         self._weights = {name: each.data for name, each in load_model(folder).named_parameters()}
         self._sender: WeightSender | None = None
+        self._memory = RingMemory()
         self._report: asyncio.Future[SendReport] | None = None
 
     @contextmanager
@@ -79,7 +81,7 @@ class Rank:
             loop.call_soon_threadsafe(report.set_result, found)
 
         self._report = report
-        self._sender = WeightSender(update, offer_of("slot-0", owned, update.bucket_bytes), fill, tell)
+        self._sender = WeightSender(update, offer_of("slot-0", owned, update.bucket_bytes), fill, tell, self._memory)
         return [self._sender.start()]
 
     async def sent(self, update_id: str) -> Sequence[SendReport]:
@@ -95,6 +97,7 @@ class Rank:
         if aborted:
             self._sender.abort()
         await asyncio.to_thread(self._sender.finish, 10.0)
+        self._memory.close()
 
 
 class Fleet:
