@@ -17,9 +17,11 @@ def weighted_sum(
     widest: int = 3,
     /,
 ) -> int | None:
-    """`ductile.fabric.boxes.weighted_sum`.
+    """Return `ductile.fabric.fingerprint.weighted_sum` of a box in this process's memory that begins at index `start`
+    of its tensor, modulo 2^52. None for a box that is not known here: its items are of 1, 2 or 4 bytes, and side by
+    side along one of its dims.
 
-    widest: the instructions that are used at most: 0 any, 1 AVX2, 2 AVX-512, 3 its 52-bit products."""
+    strides: in items. widest: instructions used at most: 0 any, 1 AVX2, 2 AVX-512, 3 its 52-bit products."""
 
 def copy_and_sum(
     target: int,
@@ -32,4 +34,7 @@ def copy_and_sum(
     past_cache: bool,
     /,
 ) -> int | None:
-    """`ductile.fabric.boxes.copy_and_sum`."""
+    """Copy a box to a target that does not overlap it, and return the `weighted_sum` of what was written, in one pass.
+    None, with nothing copied, where that cannot be done. All else as in `weighted_sum`.
+
+    past_cache: nobody reads the target soon."""

@@ -1,8 +1,8 @@
 """Copies between boxes in memory, and sums over them: by the compiled part of ductile (`boxes.c`) where it is there.
 
     copy(target, source)    large ones past the cache
-    weighted_sum(...)
-    copy_and_sum(...)       at addresses: what a box costs beside its bytes counts where there are thousands
+    weighted_sum(...)       at addresses: what a box costs beside its bytes counts where there are thousands
+    copy_and_sum(...)       both return None, having done nothing, where the compiled part cannot, or is not there
 
 A box that tensor parallelism cuts out of a row-parallel weight is a thousand rows of 1 to 6 KB. numpy copies them one
 by one through the cache, at half the speed of memory. One long piece it leaves to the C library, which goes past the
@@ -45,34 +45,12 @@ def copy(target: NDArray[Any], source: NDArray[Any], least_bytes: int = LEAST_BY
         np.copyto(target, source)
 
 
-def weighted_sum(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int, start: tuple[int, ...]
-) -> int | None:
-    """Return `ductile.fabric.fingerprint.weighted_sum` of a box in this process's memory that begins at index `start`
-    of its tensor, modulo 2^52. None where the compiled part is not there, or does not know such a box: its items are
-    of 1, 2 or 4 bytes, and side by side along one of its dims.
-
-    strides: in items."""
-    return _boxes.weighted_sum(address, shape, strides, item_bytes, start) if _boxes is not None else None
+def _cannot(*_: Any) -> None:
+    return None
 
 
-def copy_and_sum(
-    target: int,
-    target_strides: tuple[int, ...],
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    item_bytes: int,
-    start: tuple[int, ...],
-    past_cache: bool,
-) -> int | None:
-    """Copy a box to a target that does not overlap it, and return the `weighted_sum` of what was written, in one pass.
-    None, with nothing copied, where the compiled part cannot. All as in `weighted_sum`.
-
-    past_cache: nobody reads the target soon."""
-    if _boxes is None:
-        return None
-    return _boxes.copy_and_sum(target, target_strides, address, shape, strides, item_bytes, start, past_cache)
+weighted_sum = _boxes.weighted_sum if _boxes is not None else _cannot
+copy_and_sum = _boxes.copy_and_sum if _boxes is not None else _cannot
 
 
 def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> bool:
