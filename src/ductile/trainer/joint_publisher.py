@@ -32,7 +32,7 @@ from ductile.weights.digest import to_text
 from ductile.weights.shared_memory import SharedMemory, laid_out
 
 GATHER = "gather"
-"""What the first rank says in the place of its segment where a rank is known not to be able to open it."""
+"""The word of the first rank in the place of its segment where a rank is known not to be able to open it."""
 _Row = tuple[OwnedTensor, TensorEntry]
 """A tensor with this rank's boxes, and its place in the segment."""
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class NotPublished(Exception):
 
 @dataclass(slots=True)
 class _Part:
-    """What this rank has written of a version."""
+    """This rank's part of a version."""
 
     digests: list[int]
     """Digests of its boxes of each tensor."""

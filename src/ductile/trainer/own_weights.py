@@ -26,7 +26,7 @@ GPU_PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class OwnWeights:
-    """What a rank has of the weights in one layout."""
+    """A rank's part of the weights in one layout."""
 
     spec: ModelSpec
     parts: SlotParts

@@ -1,4 +1,4 @@
-"""What comes of a version that all slots of a trainer write into one memory, each its own boxes.
+"""The ruling on a version that all slots of a trainer write into one memory, each its own boxes.
 
 Every slot has the same outcomes and so comes to the same ruling: the version is published, or the first slot gathers
 it, or nobody publishes it.
@@ -11,7 +11,7 @@ from typing import Literal
 
 
 class PartOutcome(IntEnum):
-    """What a slot says of its part of a version."""
+    """The outcome of a slot's part of a version, as it says to all."""
 
     WRITTEN = 0
     OUT_OF_REACH = 1
