@@ -52,7 +52,7 @@ STORY_S = 40.0
 BUCKET_S, UPDATE_S, PROBE_S = 0.7, 4.0, 0.5
 PATIENCE_S = 6.0
 INFERENCE = {
-    "health_check_interval_seconds": 0.15,
+    "health_check_interval_seconds": 0.1,
     "probe_timeout_seconds": PROBE_S,
     "health_check_failure_threshold": 3,
     "progress_timeout_seconds": 1.0,
@@ -68,7 +68,7 @@ INFERENCE = {
     "pipeline_slots": 2,
     "max_num_seqs": 16,
 }
-SILENT_S = 3 * 0.15 + PROBE_S
+SILENT_S = 3 * 0.1 + PROBE_S
 """Longest time until a server that falls silent is taken out, by the keys above."""
 
 
