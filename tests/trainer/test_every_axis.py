@@ -147,8 +147,8 @@ def test_a_resize_is_carried_out() -> None:
 
 
 def test_what_is_not_built_is_refused_when_the_model_is_made_parallel() -> None:
-    precision = parallelize.Precision.of(CONFIG.model, "cpu")
+    options = parallelize.ParallelizeOptions.of(CONFIG.model, "cpu")
     with pytest.raises(ValueError, match=r"^trainer\.model\.ep = 4\. Not built yet: expert parallelism") as refused:
-        parallelize.build(SPEC, (), SimpleNamespace(layout=BEFORE), None, "cpu", precision)  # pyright: ignore[reportArgumentType]
+        parallelize.build(SPEC, (), SimpleNamespace(layout=BEFORE), None, "cpu", options)  # pyright: ignore[reportArgumentType]
     keys = [word for word in str(refused.value).split() if word.startswith("trainer.model.")]
     assert keys == ["trainer.model.ep"]

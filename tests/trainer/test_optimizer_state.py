@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ductile.config.schema.optimizer_state import OptimizerTensor, Supported, state_of
+from ductile.config.schema.optimizer_state import OptimizerTensor, Supported, optimizer_state
 from ductile.config.schema.trainer import AdamWConfig, SGDConfig, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.model.spec import ModelSpec
@@ -26,12 +26,12 @@ MADE_UP = (
 )
 def test_torch_keeps_what_is_described(config: Supported, dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.ones(3, 2, dtype=dtype))
-    described = state_of(config, str(dtype).removeprefix("torch."))
-    optimizer = make_optimizer(config, described, [("w", parameter)])
+    described = {"w": optimizer_state(config, "w", str(dtype).removeprefix("torch."))}
+    optimizer = make_optimizer(config, described, {"w": parameter})
     made = kept_of(optimizer, parameter)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    expected = {kept.name: (f"torch.{kept.dtype}", () if kept.layout == "scalar" else (3, 2)) for kept in described}
+    expected = {kept.name: (f"torch.{kept.dtype}", () if kept.layout == "scalar" else (3, 2)) for kept in described["w"]}
     assert made == expected == kept_of(optimizer, parameter), "from the start, and after a step"
 
 
@@ -43,13 +43,13 @@ def kept_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[s
 def test_a_made_up_description_is_built_planned_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
     at = {"low/w": torch.full((6,), 7, dtype=torch.int8), "master/w": torch.full((6,), 0.5)}
-    optimizer = make_optimizer(SGDConfig(), MADE_UP, [("w", parameter)], at)
-    set_num_updates(optimizer, MADE_UP, 4)
+    optimizer = make_optimizer(SGDConfig(), {"w": MADE_UP}, {"w": parameter}, at)
+    set_num_updates(optimizer, {"w": MADE_UP}, {"w": parameter}, 4)
     kept = optimizer.state[parameter]
     assert (kept["low"].tolist(), kept["master"].tolist()) == ([[7, 7]] * 3, [[0.5, 0.5]] * 3)
     assert (kept["count"], kept["count"].dtype, at) == (4, torch.int64, {})
 
-    monkeypatch.setattr(state_module, "state_of", lambda config, dtype: MADE_UP)
+    monkeypatch.setattr(state_module, "optimizer_state", lambda config, parameter, dtype: MADE_UP)
     layout = StatePlans(SPEC, TrainerConfig()).layout(ParallelLayout.of((0, 1)), with_gradient=False)
     kinds = {tensor.name.partition("/")[0]: tensor.dtype for tensor in layout}
     assert kinds == {"model": "float32", "low": "int8", "master": "float32"}

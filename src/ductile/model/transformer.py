@@ -38,8 +38,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def after(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + change, and its norm."""
+
+class AddNorm(RMSNorm):
+    """Norm of the residual stream, behind what a block adds to it."""
+
+    def forward(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x and `change` [T, M] -> x + change, and its norm. Without a change x itself, and its norm."""
         return add_norm(x, change, self.weight, self.eps)
 
 
@@ -78,14 +82,14 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention_norm = AddNorm(spec.hidden_size, spec.rms_norm_eps)
         self.attention = Attention(spec)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp_norm = AddNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        x, normed = self.attention_norm.after(x)
-        x, normed = self.mlp_norm.after(x, self.attention(normed, cos, sin, layer, attend))
+        x, normed = self.attention_norm(x)
+        x, normed = self.mlp_norm(x, self.attention(normed, cos, sin, layer, attend))
         return x + self.mlp(normed)
 
 

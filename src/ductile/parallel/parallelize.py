@@ -1,14 +1,16 @@
-"""How a textbook model becomes a parallel one. The order of things, on one page:
+"""Makes a textbook model a parallel one. The order of things, on one page:
 
 1. refuse the axes whose keys the config marks as not built
 2. describe it on the meta device, where it takes no memory: of the layers, those of this slot's stage
    (`parallel.pipeline`)
-3. keep this slot's part of each weight, and modules that compute with it (`parallel.tensor_parallel`)
-4. shard what that leaves over the ranks (`parallel.data`); cp does no more to it (`parallel.context_parallel`)
-5. give memory to this rank's shards alone
-6. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
+3. tp: keep this slot's part of each weight, and modules that compute with it (`parallel.tensor_parallel`)
+4. cp: nothing; attention crosses the parts of a micro-batch (`parallel.context_parallel`)
+5. checkpointing: layers that compute again what they do not keep (`parallel.activation_checkpointing`)
+6. FSDP: shard what that leaves over the ranks, around all of the above (`parallel.data`)
+7. give memory to this rank's shards alone
+8. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
-Where the caller has the shards already, 5 and 6 are theirs: `build_over`; where it brings values later, 6 is:
+Where the caller has the shards already, 7 and 8 are theirs: `build_over`; where it brings values later, 8 is:
 `build_empty`.
 """
 
@@ -19,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ductile.config.reading.key_tree import keys
-from ductile.config.schema.model import TrainerModelConfig
+from ductile.config.schema.model import ActivationCheckpointing, TrainerModelConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.model.peak import compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.transformer import Transformer
-from ductile.parallel import data, pipeline, tensor_parallel
+from ductile.parallel import activation_checkpointing, data, pipeline, tensor_parallel
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
 
@@ -49,61 +51,67 @@ class Precision:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True, slots=True)
+class ParallelizeOptions:
+    """Options of `trainer.model` that decide how a model computes and where its memory lies, not what it computes."""
+
+    precision: Precision
+    reshard_after_forward: bool = True
+    checkpointing: ActivationCheckpointing | None = None
+    """Layers that compute their activations again; None: none does."""
+
+    @classmethod
+    def of(cls, config: TrainerModelConfig, device: str | torch.device) -> "ParallelizeOptions":
+        """Return the options of a trainer on such a device."""
+        return cls(Precision.of(config, device), config.reshard_after_forward, config.ac)
+
+
 def build(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     context: ParallelContext,
     parts: SlotParts,
     device: str | torch.device,
-    precision: Precision,
-    reshard_after_forward: bool = True,
+    options: ParallelizeOptions,
 ) -> Transformer:
-    """The model of `spec`, spread over the context's slots, with the values of `tensors` (our names, full, every
+    """Return the model of `spec`, spread over the context's slots, with the values of `tensors` (our names, full, every
     parameter once), of which this slot has `parts`."""
-    model = build_empty(spec, context, device, precision, reshard_after_forward)
+    model = build_empty(spec, context, device, options)
     data.fill(model, tensors, parts)
     return model
 
 
 def build_empty(
-    spec: ModelSpec,
-    context: ParallelContext,
-    device: str | torch.device,
-    precision: Precision,
-    reshard_after_forward: bool = True,
+    spec: ModelSpec, context: ParallelContext, device: str | torch.device, options: ParallelizeOptions
 ) -> Transformer:
-    """The same for values that come later: until then they are whatever lay in that memory."""
-    return _describe(spec, context, precision, reshard_after_forward).to_empty(device=device)
+    """Return the same for values that come later: until then they are whatever lay in that memory."""
+    return _describe(spec, context, options).to_empty(device=device)
 
 
 def build_over(
-    spec: ModelSpec,
-    shards: MutableMapping[str, Tensor],
-    context: ParallelContext,
-    precision: Precision,
-    reshard_after_forward: bool = True,
+    spec: ModelSpec, shards: MutableMapping[str, Tensor], context: ParallelContext, options: ParallelizeOptions
 ) -> Transformer:
-    """The model of `spec`, spread over the context's slots, over memory that is there already: this rank's part of
-    every parameter, flat. `shards` is emptied.
+    """Return the model of `spec`, spread over the context's slots, over memory that is there already: this rank's part
+    of every parameter, flat. `shards` is emptied.
 
     A part that has fewer rows than the first rank's is copied into padded memory, as FSDP2 needs it.
     """
-    model = _describe(spec, context, precision, reshard_after_forward)
+    model = _describe(spec, context, options)
     data.assign(model, shards)
     return model
 
 
-def _describe(
-    spec: ModelSpec, context: ParallelContext, precision: Precision, reshard_after_forward: bool
-) -> Transformer:
+def _describe(spec: ModelSpec, context: ParallelContext, options: ParallelizeOptions) -> Transformer:
     _refuse_unbuilt(context.layout.dims)
-    layers = pipeline.layers_of_slot(spec, context.layout, context.slot)
-    if len(layers) < spec.num_layers:
-        reshard_after_forward = False  # all micro-batches of a schedule need them
+    layers, precision = pipeline.layers_of_slot(spec, context.layout, context.slot), options.precision
     with torch.device("meta"):
         model = Transformer(spec, layers).to(precision.parameters)
     if context.layout.dims.tp > 1:
         tensor_parallel.apply(model, context)
+    if options.checkpointing is not None:
+        activation_checkpointing.apply(model, options.checkpointing)
+    # All micro-batches of a pipeline's schedule need gathered parameters.
+    reshard_after_forward = options.reshard_after_forward and len(layers) == spec.num_layers
     data.shard(model, context.mesh, precision.compute, precision.reduce, reshard_after_forward)
     return model
 

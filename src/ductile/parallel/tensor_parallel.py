@@ -5,7 +5,8 @@
 | module | here | the slot has |
 |---|---|---|
 | `embed` | `VocabularyParallelEmbedding` | rows of the vocabulary |
-| `attention_norm`, `mlp_norm`, `norm` | `SequenceParallelNorm` | all of the weight, a part of the tokens |
+| `attention_norm`, `mlp_norm` | `SequenceParallelAddNorm` | all of the weight, a part of the tokens |
+| `norm` | `SequenceParallelNorm` | the same |
 | `qkv_proj` | `ColumnParallelLinear`, `SharingProjection` | rows of its heads, of which others may have the same |
 | `attention` | `HeadParallelAttention` | its heads of all tokens |
 | `gate_up_proj` | `ColumnParallelLinear` | rows of gate and of up |
@@ -34,7 +35,7 @@ from ductile.core.layout.geometry.strategy import tensor_parallel_shapes
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.kernels.dispatch import add_norm, linear, rms_norm
 from ductile.model.attention import Attend
-from ductile.model.transformer import Attention, Linear, RMSNorm, Transformer
+from ductile.model.transformer import AddNorm, Attention, Linear, RMSNorm, Transformer
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.sequence_parallel import (
     SharedRows,
@@ -96,13 +97,13 @@ def _replacements(spec: ModelSpec, context: ParallelContext) -> dict[str, Callab
     shared = _key_rows(spec, heads) if share_key_heads(spec, group.size()) else None
     return {
         "embed": lambda module: VocabularyParallelEmbedding(module, group),
-        "attention_norm": lambda module: SequenceParallelNorm(module, group),
+        "attention_norm": lambda module: SequenceParallelAddNorm(module, group),
         "qkv_proj": lambda module: (
             SharingProjection(module, group, shared) if shared else ColumnParallelLinear(module, group)
         ),
         "attention": lambda module: HeadParallelAttention(module, group, heads),
         "o_proj": lambda module: RowParallelLinear(module, group),
-        "mlp_norm": lambda module: SequenceParallelNorm(module, group),
+        "mlp_norm": lambda module: SequenceParallelAddNorm(module, group),
         "gate_up_proj": lambda module: ColumnParallelLinear(module, group),
         "down_proj": lambda module: RowParallelLinear(module, group),
         "norm": lambda module: SequenceParallelNorm(module, group),
@@ -131,7 +132,15 @@ class SequenceParallelNorm(RMSNorm):
         (weight,) = sum_gradients(self.group, self.weight)
         return rms_norm(x, weight, self.eps)
 
-    def after(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
+
+class SequenceParallelAddNorm(AddNorm):
+    """Norm of the slot's tokens of the residual stream."""
+
+    def __init__(self, whole: AddNorm, group: dist.ProcessGroup) -> None:
+        vars(self).update(vars(whole))
+        self.group = group
+
+    def forward(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
         (weight,) = sum_gradients(self.group, self.weight)
         return add_norm(x, change, weight, self.eps)
 

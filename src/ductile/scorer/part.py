@@ -18,7 +18,7 @@ from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.gathered import full_tensors
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.parallelize import Precision, build, build_empty
+from ductile.parallel.parallelize import ParallelizeOptions, Precision, build, build_empty
 from ductile.parallel.parts import SlotParts
 from ductile.parallel.scoring import as_columns, score
 from ductile.records import MicroBatch, Sample
@@ -37,7 +37,7 @@ class ScorerPart:
         rounded = Precision.of(config.model, device)
         self._stored, self._compute = rounded.parameters, rounded.compute
         # Nothing is updated: what forward passes see is all that is kept.
-        self._precision = Precision(rounded.compute, rounded.compute, rounded.compute)
+        self._options = ParallelizeOptions(Precision(rounded.compute, rounded.compute, rounded.compute))
         self._spec = read_spec(self._folder, config.model.debug.num_layers)
         self.parts = SlotParts.of(self._spec, context.layout, context.slot)
         self.policy = self._load() if has_weights else self._allocate()
@@ -68,7 +68,7 @@ class ScorerPart:
         return full_tensors(self.policy, self.context, self._compute)
 
     def _allocate(self) -> Transformer:
-        return build_empty(self._spec, self.context, self._device, self._precision).requires_grad_(False)
+        return build_empty(self._spec, self.context, self._device, self._options).requires_grad_(False)
 
     def _load(self) -> Transformer:
         config = self._config
@@ -76,4 +76,4 @@ class ScorerPart:
         tensors = random_tensors(self._spec, config.seed) if random else read_tensors(self._folder, self._spec)
         # Rounded as the trainer rounds: to the optimizer's precision first, then to what forward passes see.
         stored = ((name, tensor.to(self._stored)) for name, tensor in tensors)
-        return build(self._spec, stored, self.context, self.parts, self._device, self._precision).requires_grad_(False)
+        return build(self._spec, stored, self.context, self.parts, self._device, self._options).requires_grad_(False)

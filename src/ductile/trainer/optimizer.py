@@ -4,7 +4,7 @@ What it keeps is described (`ductile.config.schema.optimizer_state`), and all th
 description.
 """
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,37 +16,19 @@ from ductile.parallel.data import like
 
 def make_optimizer(
     config: Supported,
-    described: Sequence[OptimizerTensor],
-    parameters: Iterable[tuple[str, nn.Parameter]],
+    described: Mapping[str, Sequence[OptimizerTensor]],
+    parameters: Mapping[str, nn.Parameter],
     buffers: MutableMapping[str, Tensor] | None = None,
 ) -> torch.optim.Optimizer:
-    """One group of all parameters; weight decay goes to every one of them, as torch does by itself.
+    """Return one that has all parameters in one group; weight decay goes to every one of them, as torch does by itself.
 
-    What is `described` starts as zeros, or lives in the `buffers` called `<name>/<parameter>`: this rank's parts, flat,
-    taken out of the mapping.
+    What is `described` of each starts as zeros, or lives in the `buffers` called `<name>/<parameter>`: this rank's
+    parts, flat, taken out of the mapping.
     """
-    named = dict(parameters)
-    trained = list(named.values())
-    if isinstance(config, AdamWConfig):
-        optimizer = torch.optim.AdamW(
-            trained,
-            lr=config.lr,
-            betas=(config.betas1, config.betas2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-    else:
-        optimizer = torch.optim.SGD(
-            trained,
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.nesterov and config.momentum > 0,
-        )
-    for name, parameter in named.items():
+    optimizer = _torch_optimizer(config, parameters.values())
+    for name, parameter in parameters.items():
         state = optimizer.state[parameter]
-        for kept in described:
+        for kept in described[name]:
             dtype: torch.dtype = getattr(torch, kept.dtype)
             if kept.layout == "scalar":
                 state[kept.name] = torch.zeros((), dtype=dtype, device=parameter.device)
@@ -57,9 +39,33 @@ def make_optimizer(
     return optimizer
 
 
-def set_num_updates(optimizer: torch.optim.Optimizer, described: Sequence[OptimizerTensor], num_updates: int) -> None:
+def _torch_optimizer(config: Supported, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if isinstance(config, AdamWConfig):
+        return torch.optim.AdamW(
+            parameters,
+            lr=config.lr,
+            betas=(config.betas1, config.betas2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    return torch.optim.SGD(
+        parameters,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.nesterov and config.momentum > 0,
+    )
+
+
+def set_num_updates(
+    optimizer: torch.optim.Optimizer,
+    described: Mapping[str, Sequence[OptimizerTensor]],
+    parameters: Mapping[str, nn.Parameter],
+    num_updates: int,
+) -> None:
     """Set the scalars, such as the count that Adam's bias correction keeps for each parameter."""
-    for kept in described:
-        if kept.layout == "scalar":
-            for state in optimizer.state.values():
-                state[kept.name].fill_(float(num_updates))
+    for name, parameter in parameters.items():
+        for kept in described[name]:
+            if kept.layout == "scalar":
+                optimizer.state[parameter][kept.name].fill_(float(num_updates))

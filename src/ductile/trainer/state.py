@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ductile.config.schema.optimizer_state import state_of, supported
+from ductile.config.schema.optimizer_state import optimizer_state, supported
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.layout import Layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
@@ -36,7 +36,7 @@ def named_state(trainer: Trainer) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         named[MODEL + name] = parameter.detach()
-        for kept in trainer.optimizer_state:
+        for kept in trainer.optimizer_state[name]:
             if kept.layout == "parameter":
                 named[f"{kept.name}/{name}"] = trainer.optimizer.state[parameter][kept.name]
     return named
@@ -65,7 +65,7 @@ class StatePlans:
     def __init__(self, spec: ModelSpec, config: TrainerConfig) -> None:
         self._spec = spec
         self._dtype = config.model.optimization_dtype
-        self._optimizer_state = state_of(supported(config.optim), self._dtype)
+        self._optim = supported(config.optim)
         self._planners = {relays: Planner(relays=relays) for relays in (False, True)}
         self.layout = lru_cache(maxsize=REMEMBERED_LAYOUTS)(self._make)
         """Function that gives the layout of the state, with the gradient or without, on a `ParallelLayout`."""
@@ -77,8 +77,11 @@ class StatePlans:
     def _make(self, parallel: ParallelLayout, with_gradient: bool) -> Layout:
         """Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short or empty."""
         parameters = model_layout(self._spec, parallel, self._dtype)
-        state = parameters.kind(MODEL, self._dtype)
-        for kept in self._optimizer_state:
-            if kept.layout == "parameter":
-                state |= parameters.kind(f"{kept.name}/", kept.dtype)
-        return state | parameters.kind(GRADIENT, self._dtype) if with_gradient else state
+        kinds = {MODEL: [parameter.kind(MODEL, self._dtype) for parameter in parameters]}
+        for parameter in parameters:
+            for kept in optimizer_state(self._optim, parameter.name, self._dtype):
+                if kept.layout == "parameter":
+                    kinds.setdefault(kept.name, []).append(parameter.kind(f"{kept.name}/", kept.dtype))
+        if with_gradient:
+            kinds[GRADIENT] = [parameter.kind(GRADIENT, self._dtype) for parameter in parameters]
+        return Layout([tensor for of_kind in kinds.values() for tensor in of_kind], parameters.slots)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ductile.columns import Floats
 from ductile.config.checks.weight_headers import ModelFolderError
-from ductile.config.schema.optimizer_state import state_of, supported
+from ductile.config.schema.optimizer_state import optimizer_state, supported
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.context_parallel import CpStyle, chosen_style, style_violation
 from ductile.core.layout.model.flops import ForwardWork, training_flops
@@ -66,7 +66,8 @@ class Trainer:
         self.config = config
         self.context = context
         self.device = torch.device(device)
-        self.precision = parallelize.Precision.of(config.model, device)
+        self._options = parallelize.ParallelizeOptions.of(config.model, device)
+        self.precision = self._options.precision
         self._arithmetic: Arithmetic = arithmetic_of(
             compute_dtype(config.model.compute_dtype, str(device)), config.matmul_precision, str(device)
         )
@@ -92,8 +93,11 @@ class Trainer:
         if context.layout.dims.pp > 1:
             schedule, compute = config.model.pp_schedule, self.precision.compute
             self._pipeline = Pipeline(self.model, context, schedule, compute, self.device)
-        self.optimizer_state = state_of(self._optim, config.model.optimization_dtype)
-        self.optimizer = make_optimizer(self._optim, self.optimizer_state, self.model.named_parameters(), buffers)
+        self._parameters = dict(self.model.named_parameters())
+        """Parameters as the optimizer has them: this rank's shards."""
+        dtype = config.model.optimization_dtype
+        self.optimizer_state = {name: optimizer_state(self._optim, name, dtype) for name in self._parameters}
+        self.optimizer = make_optimizer(self._optim, self.optimizer_state, self._parameters, buffers)
         self._loss = make_loss(config.loss)
         self._required = required_fields(config.loss)
         self._sums: dict[str, Tensor] = {}
@@ -211,8 +215,8 @@ class Trainer:
     def go_on_at(self, step: int, num_updates: int) -> None:
         """Take up a loaded state: its counts are the trainer's, and there is no gradient."""
         self.forget_gradient()
-        self.step, self.num_updates = step, num_updates
-        set_num_updates(self.optimizer, self.optimizer_state, num_updates)
+        self.step = step
+        self._set_num_updates(num_updates)
 
     def progress(self) -> TrainProgress:
         """What there is besides tensors, with this rank's sums."""
@@ -221,8 +225,8 @@ class Trainer:
 
     def go_on_from(self, progress: TrainProgress) -> None:
         """Take over what there is besides tensors. `progress.sums` are of all ranks: the first one keeps them."""
-        self.step, self.num_updates = progress.step, progress.num_updates
-        set_num_updates(self.optimizer, self.optimizer_state, self.num_updates)
+        self.step = progress.step
+        self._set_num_updates(progress.num_updates)
         share = 1.0 if self.context.is_first else 0.0
         self._sums = {
             name: torch.tensor(total * share, dtype=torch.float64, device=self.device)
@@ -235,15 +239,17 @@ class Trainer:
             weights = random_tensors(self.spec, self.config.seed)
         else:
             weights = read_tensors(_folder(self.config), self.spec)
-        reshard = model.reshard_after_forward
-        return parallelize.build(self.spec, weights, self.context, self.parts, self.device, self.precision, reshard)
+        return parallelize.build(self.spec, weights, self.context, self.parts, self.device, self._options)
 
     def _build_over(self, buffers: MutableMapping[str, Tensor]) -> Transformer:
         prefix = "model/"  # `trainer.state.MODEL`: that module imports this one
         ours = [name for name in buffers if name.startswith(prefix)]
         shards = {name.removeprefix(prefix): buffers.pop(name) for name in ours}
-        reshard = self.config.model.reshard_after_forward
-        return parallelize.build_over(self.spec, shards, self.context, self.precision, reshard)
+        return parallelize.build_over(self.spec, shards, self.context, self._options)
+
+    def _set_num_updates(self, num_updates: int) -> None:
+        self.num_updates = num_updates
+        set_num_updates(self.optimizer, self.optimizer_state, self._parameters, num_updates)
 
     def _lr_at(self, step: int) -> float:
         return learning_rate(self.config.scheduler, self._optim.lr, step, self.config.max_steps)

@@ -11,7 +11,7 @@ from ductile.config.checks.on_disk import read_spec
 from ductile.config.finding import Finding
 from ductile.config.reading.key_tree import keys
 from ductile.config.schema.model import TrainerModelConfig
-from ductile.config.schema.optimizer_state import Supported, state_of
+from ductile.config.schema.optimizer_state import Supported, optimizer_state
 from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.trainer import ResizeConfig, TrainerConfig
 from ductile.core.layout.choice.asked_layout import AskedLayout
@@ -57,7 +57,7 @@ def slot_memory(config: TrainingConfig) -> SlotMemory | None:
 def state_bytes(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> int:
     """Bytes of a parameter, its gradient and what the optimizer keeps for it."""
     dtype = trainer.model.optimization_dtype
-    kept = state_of(trainer.optim, dtype) if isinstance(trainer.optim, Supported) else ()
+    kept = optimizer_state(trainer.optim, "embed.weight", dtype) if isinstance(trainer.optim, Supported) else ()
     return 2 * DTYPE_BYTES[dtype] + sum(DTYPE_BYTES[each.dtype] for each in kept if each.layout == "parameter")
 
 

@@ -33,11 +33,17 @@ class ChatModelConfig(ModelConfig):
     template that has them as defaults; a request to a server may say others."""
 
 
+CheckpointTarget = Literal["norm", "attn_proj", "mlp"]
+
+
 class ActivationCheckpointing(Section):
     mode: Literal["full", "selective"] = "full"
+    """full: of a layer its input is kept, and all else is computed again; selective: what `targets` names is."""
     freq: int = Field(default=1, ge=1)
     """Checkpoint every n-th layer."""
-    targets: list[str] = ["norm"]
+    targets: list[CheckpointTarget] = Field(default=["norm"], min_length=1)
+    """What `selective` computes again. norm: norms and what else is done element by element; attn_proj: products before
+    and behind attention; mlp: products of the MLP. Attention itself is kept."""
 
 
 class ActivationOffloading(Section):
@@ -143,7 +149,8 @@ class TrainerModelConfig(ModelConfig):
     moe_router_dtype: Annotated[Literal["float32", "bfloat16"], NotBuilt("mixture of experts")] = "float32"
     moe_fused_kernel: Annotated[bool, NotBuilt("mixture of experts")] = False
     freeze_moe_router: Annotated[bool, NotBuilt("mixture of experts")] = False
-    ac: Annotated[ActivationCheckpointing | None, NotBuilt("activation checkpointing")] = None
+    ac: ActivationCheckpointing | None = None
+    """Layers compute their activations again in the backward pass, instead of keeping them."""
     ac_offloading: Annotated[ActivationOffloading | None, NotBuilt("activation offloading")] = None
     compile: Annotated[CompileConfig | None, NotBuilt("torch.compile")] = None
     fp8: Annotated[bool, NotBuilt("8-bit training")] = False

@@ -31,8 +31,8 @@ def supported(config: OptimConfig) -> Supported:
     raise ValueError(f"trainer.optim.type = {config.type!r} is not built yet; use adamw or sgd")
 
 
-def state_of(config: Supported, dtype: str) -> tuple[OptimizerTensor, ...]:
-    """What the optimizer keeps for each parameter of this dtype."""
+def optimizer_state(config: Supported, parameter: str, dtype: str) -> tuple[OptimizerTensor, ...]:
+    """Return what the optimizer keeps for the parameter of this name and dtype."""
     if isinstance(config, AdamWConfig):
         moments = OptimizerTensor("exp_avg", dtype), OptimizerTensor("exp_avg_sq", dtype)
         return *moments, OptimizerTensor("step", "float32", "scalar")

@@ -41,6 +41,10 @@ class Tensor:
     def buffer(self, index: int) -> str:
         return self.buffers[index] if self.buffers else self.name
 
+    def kind(self, prefix: str, dtype: str) -> "Tensor":
+        """Return another tensor that lies like this one: `parameter.kind("exp_avg/", "float32")`."""
+        return Tensor(prefix + self.name, dtype, self.holdings, tuple(prefix + buffer for buffer in self.buffers))
+
 
 class Layout:
     """Tensors by name, in a fixed order, and the slots that take part, those without any data included."""
@@ -74,11 +78,8 @@ class Layout:
         return found
 
     def kind(self, prefix: str, dtype: str) -> "Layout":
-        """Another state with the same geometry: `params.kind("exp_avg.", "float32")`."""
-        return Layout(
-            [Tensor(prefix + t.name, dtype, t.holdings, tuple(prefix + buffer for buffer in t.buffers)) for t in self],
-            self.slots,
-        )
+        """Return another state with the same geometry."""
+        return Layout([tensor.kind(prefix, dtype) for tensor in self], self.slots)
 
     def __or__(self, other: "Layout") -> "Layout":
         """Both layouts together. Their tensors must have different names."""
