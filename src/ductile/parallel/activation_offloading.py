@@ -1,0 +1,209 @@
+"""Activation offloading: what layers keep for the backward pass waits in host memory.
+
+While a layer runs, each tensor that it saves is copied to host memory, and the device's own memory of it is let go of.
+At most `max_inflight_activations` of them are in flight: once there is one more, the oldest must have arrived, and the
+device holds it no longer. In the backward pass they come back in the opposite order, as many ahead of their use. Those
+that are still in flight when they are used have never left. With checkpointing what a layer saves is its input, and
+what a module of it kept.
+
+Host memory is taken from a pool and goes back to it, as pinned memory is slow to get. What is small stays, and so do
+weights, and what all layers share: cos and sin.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ductile.config.schema.model import ActivationOffloading
+from ductile.model.transformer import Transformer
+from ductile.parallel.host_copies import Copy, HostCopies, host_copies
+from ductile.parallel.host_memory import host_bytes
+
+LEAST_BYTES = 1024
+"""Smallest tensor that is offloaded: a smaller one takes longer to copy than it is worth."""
+CLASSES = 8
+"""Sizes of pooled buffers between a power of two and the next: at most an eighth of a buffer is left over."""
+
+
+def apply(model: Transformer, config: ActivationOffloading, device: torch.device) -> "ActivationOffload":
+    """Have every layer of the model offload what it saves. Names of parameters stay."""
+    offload = ActivationOffload(config.max_inflight_activations, host_copies(device), device)
+    for layer in model.layers.values():
+        vars(layer)["forward"] = partial(offload.run, layer, layer.forward)
+    return offload
+
+
+@dataclass(slots=True)
+class OffloadCounters:
+    """Counts since the model was made."""
+
+    num_offloaded: int = 0
+    num_bytes: int = 0
+    """Bytes that went to host memory."""
+    num_returned: int = 0
+    """Activations that came back; the others were used before they had left."""
+    most_in_flight: int = 0
+
+
+class ActivationOffload:
+    """Activations of one model: in flight, in host memory, and on their way back."""
+
+    def __init__(self, max_in_flight: int, copies: HostCopies, device: torch.device) -> None:
+        self.counters = OffloadCounters()
+        self._max_in_flight, self._copies, self._device = max_in_flight, copies, device
+        self._pool = HostPool(device)
+        self._leaving: deque[_Activation] = deque()
+        """Activations whose copies to host memory are in flight, oldest first."""
+        self._coming: deque[ref[_Activation]] = deque()
+        """Activations that are on their way back ahead of their use."""
+        self._saved: WeakValueDictionary[_Place, _Activation] = WeakValueDictionary()
+        """Activations by their place on the device: one that several operators save leaves once."""
+        self._latest: ref[_Activation] | None = None
+
+    def run(self, layer: nn.Module, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """Run a layer's forward pass."""
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        shared = [each for each in inputs if isinstance(each, Tensor) and not each.requires_grad]
+        stays = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *shared)}
+        with saved_tensors_hooks(partial(self._pack, stays), self._unpack):
+            return forward(*inputs)
+
+    def _pack(self, stays: Collection[int], tensor: Tensor) -> "Tensor | _Saved":
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in stays or not self._leaves(tensor):
+            return tensor
+        place = (storage.data_ptr(), tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version)
+        activation = self._saved.get(place) if tensor.is_contiguous() else None
+        if activation is None or activation.storage.expired():
+            activation = self._offload(tensor)
+            if tensor.is_contiguous():
+                self._saved[place] = activation
+        activation.num_uses += 1
+        return _Saved(activation, tensor.shape)
+
+    def _leaves(self, tensor: Tensor) -> bool:
+        is_expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+        return (
+            type(tensor) is Tensor  # no parameter
+            and tensor.device.type == self._device.type
+            and tensor.nbytes >= LEAST_BYTES
+            and not is_expanded
+        )
+
+    def _offload(self, tensor: Tensor) -> "_Activation":
+        while len(self._leaving) >= self._max_in_flight:
+            oldest = self._leaving.popleft()
+            oldest.copy.wait()
+            oldest.on_device = None
+        host = self._pool.take(tensor.nbytes)
+        content = host[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        on_device = tensor.detach()  # a reference to what made it would keep all of that
+        activation = _Activation(
+            content, on_device, self._copies.start(on_device, content), StorageWeakRef(tensor.untyped_storage())
+        )
+        finalize(activation, self._pool.give_back, host)
+        activation.before, self._latest = self._latest, ref(activation)
+        self._leaving.append(activation)
+        self.counters.num_offloaded += 1
+        self.counters.num_bytes += tensor.nbytes
+        self._count(len(self._leaving))
+        return activation
+
+    def _unpack(self, saved: "Tensor | _Saved") -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        activation = saved.activation
+        if activation in self._leaving:
+            self._leaving.remove(activation)
+        elif activation.on_device is None:
+            self._bring_back(activation)
+        self._coming = deque(each for each in self._coming if each() not in (None, activation))
+        activation.copy.wait()
+        on_device = activation.on_device
+        assert on_device is not None
+        activation.num_uses -= 1
+        if activation.num_uses <= 0:
+            activation.on_device = None
+        self._bring_ahead(activation)
+        return on_device.view(saved.shape)
+
+    def _bring_ahead(self, activation: "_Activation") -> None:
+        """Begin to bring back what was saved before this one, and is thus used after it."""
+        before = activation.before and activation.before()
+        while before is not None and len(self._coming) < self._max_in_flight - 1:
+            if before.on_device is None and before.num_uses > 0:
+                self._bring_back(before)
+                self._coming.append(ref(before))
+            before = before.before and before.before()
+        self._count(len(self._coming) + 1)
+
+    def _bring_back(self, activation: "_Activation") -> None:
+        activation.on_device = torch.empty(
+            activation.content.shape, dtype=activation.content.dtype, device=self._device
+        )
+        activation.copy = self._copies.start(activation.content, activation.on_device)
+        self.counters.num_returned += 1
+
+    def _count(self, in_flight: int) -> None:
+        self.counters.most_in_flight = max(self.counters.most_in_flight, in_flight)
+
+
+_Place = tuple[int, int, int, torch.dtype, int]
+"""Address of the storage, offset, number of elements, dtype, and version of the content."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Activation:
+    """A tensor that layers have saved, in host memory, and maybe on the device."""
+
+    content: Tensor
+    """The tensor in host memory, contiguous."""
+    on_device: Tensor | None
+    """The tensor on the device, while it is in flight, or used more than once."""
+    copy: Copy
+    storage: StorageWeakRef
+    """Storage that it came from."""
+    num_uses: int = 0
+    """How often it will still be used."""
+    before: "ref[_Activation] | None" = None
+    """The activation that was saved before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What an operator keeps in place of a tensor."""
+
+    activation: _Activation
+    shape: torch.Size
+
+
+class HostPool:
+    """Buffers in host memory that are used again and again; sizes are rounded up to few classes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return a buffer of at least so many bytes, uint8."""
+        size = size_class(num_bytes)
+        free = self._free.get(size)
+        return free.pop() if free else host_bytes(size, self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.setdefault(len(buffer), []).append(buffer)
+
+
+def size_class(num_bytes: int) -> int:
+    """Return the smallest class that holds so many bytes: of `CLASSES` sizes between two powers of two."""
+    step = max(1, (1 << (num_bytes - 1).bit_length()) // 2 // CLASSES)
+    return -(-num_bytes // step) * step
