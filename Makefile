@@ -59,7 +59,7 @@ gpu:
 
 # What `make test` has a part of, whole: commands, each of which also stands alone, with the time that it may take here.
 # What fails is told at the end, and does not keep the others from running.
-NIGHTLY = parity:20m resize-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
+NIGHTLY = parity:20m resize-parity:20m knobs-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
 	properties:20m nightly-tests:25m \
 	cold-starts:10m fleet-test:10m fleet-mutations:30m fleet-chaos:30m fleet-run:20m provenance:10m lm-eval-test:10m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
@@ -108,6 +108,10 @@ parity: setup
 
 resize-parity: setup
 	PYTHONWARNINGS=ignore $(BIN)/python -m tests.parity resizes $(ONLY)
+
+# Each knob of memory and combinations of them over meshes, against one device without any; and resized with each.
+knobs-parity: setup
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.parity knobs $(ONLY)
 
 # 500 endings in virtual time and 40 with real processes and signals; about a quarter of an hour on two cores.
 endings: setup

@@ -224,6 +224,16 @@ class Task(Protocol):
         return f"example {example}"
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A reply that is not known yet, as the device still works for it; the slot's main thread takes the next command
+    meanwhile."""
+
+    wait: Callable[[], Any]
+    """Function that returns the reply once the device is done, called in a thread of its own. What it raises is the
+    command's failure."""
+
+
 class SlotRole(Protocol):
     """A role as its slot holds it, made by `Role(settings, assignment)`. `settings` is the dumped config section that
     came with `AssignRole`.
@@ -233,7 +243,7 @@ class SlotRole(Protocol):
     """
 
     def handle(self, command: Any) -> Any:
-        """Execute one command (`ductile.messages.workers`) and return its reply."""
+        """Execute one command (`ductile.messages.workers`) and return its reply, or `Later`."""
         ...
 
     def has_work(self) -> bool:

@@ -1,4 +1,4 @@
-"""python -m tests.parity meshes|resizes [WORDS]: a table of all checks, and exit code 1 when one fails.
+"""python -m tests.parity meshes|resizes|knobs [WORDS]: a table of all checks, and exit code 1 when one fails.
 
 With words, only the checks that have each of them in their name or model: `python -m tests.parity meshes qwen3 tp=2`.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.parity.checks import Check
 from tests.parity.harness import Harness
-from tests.parity.plan import checkpoint_checks, mesh_checks, resize_checks
+from tests.parity.plan import checkpoint_checks, knob_checks, mesh_checks, resize_checks
 from tests.parity.rows import Row, header, summary
 
 TABLES = {
@@ -20,6 +20,7 @@ TABLES = {
         "Resized in the middle of a batch": resize_checks,
         "Saved on one, loaded on another": checkpoint_checks,
     },
+    "knobs": {"Knobs of memory against one device without any": knob_checks},
 }
 
 NUM_TRACEBACKS = 3
@@ -35,7 +36,9 @@ def main(which: str, words: Sequence[str]) -> int:
     for row in [row for row in rows if row.traceback][:NUM_TRACEBACKS]:
         print(f"\n{row.name}, {row.model}:\n{row.traceback}")
     print(f"\n{summary(rows)}; {time.monotonic() - began_s:.0f} s")
-    return int(any(row.verdict == "FAIL" for row in rows))
+    num_failed = sum(row.verdict == "FAIL" for row in rows)
+    print(f"{len(rows) - num_failed} passed" + f", {num_failed} failed" * bool(num_failed))
+    return int(num_failed > 0)
 
 
 def _table(title: str, checks: Sequence[Check], harness: Harness) -> list[Row]:

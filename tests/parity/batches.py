@@ -48,7 +48,7 @@ def micro_batches(samples: Sequence[Sample], layout: ParallelLayout) -> list[tup
 
 def _make_batches() -> Iterator[TrainingBatch]:
     seeds = count()
-    for batch in LENGTHS:
+    for batch in (*LENGTHS, *LENGTHS[:2]):
         yield TrainingBatch(tuple(_make_chunk(lengths, next(seeds)) for lengths in batch))
 
 
@@ -68,5 +68,6 @@ def _after_prompt(sample: Sample, prompt: Sequence[int]) -> Sample:
     return replace(sample, token_ids=(*prompt, *sample.token_ids[length:]), loss_mask=mask)
 
 
-BATCHES = tuple(_make_batches())
-"""One for each optimizer step."""
+FIVE_BATCHES = tuple(_make_batches())
+BATCHES = FIVE_BATCHES[: len(LENGTHS)]
+"""Batches of few optimizer steps, as most checks take them."""

@@ -4,6 +4,8 @@
                   them, bit for bit
     resize        a trainer goes from one mesh to another in the middle of a batch: no bit of its state changes, and its
                   losses are those of a trainer that was never resized; with shadow memory or streaming
+    knob          five optimizer steps on a mesh with knobs of memory give what they give on one device without any; and
+                  where these only recompute or move numbers, every bit of what they give on the mesh without them
     checkpoint    what is saved on one mesh is on another, bit for bit, what it was, and so is what is exported
 
 How far they may be apart: `tests.parity.measured` and this page.
@@ -22,8 +24,9 @@ from ductile.messages.workers import ExportModel, LoadState, SaveState
 from ductile.model.checkpoint import read_tensors
 from ductile.records import StepReport
 from tests.parity.assemble import Array, differing
-from tests.parity.batches import BATCHES
+from tests.parity.batches import BATCHES, FIVE_BATCHES
 from tests.parity.harness import ONE_SLOT, Harness
+from tests.parity.knobs import ROUNDS_OTHERWISE, knobs_of, without_knobs
 from tests.parity.measured import (
     BOUNDS,
     GRADIENT,
@@ -42,7 +45,7 @@ from tests.parity.meshes import MeshCase
 from tests.parity.model import Memory
 from tests.parity.rows import Row, judged
 
-Kind = Literal["mesh", "resize", "streaming resize", "checkpoint"]
+Kind = Literal["mesh", "resize", "streaming resize", "checkpoint", "knob"]
 Values = Mapping[str, float]
 
 MESH_BOUNDS = {**BOUNDS, "published": 0.0}
@@ -50,6 +53,9 @@ MESH_BOUNDS = {**BOUNDS, "published": 0.0}
 EXACT_BOUNDS = {"changed": 0.0, "loss": 1e-5, "grad_norm": 1e-4}
 """For a state that goes from mesh to mesh: how many of its tensors may change, and how far a trainer that goes on with
 it may be from one that was on one slot all the time."""
+KNOB_BOUNDS = {**BOUNDS, "parameters": 1e-4, "changed": 0.0}
+"""`parameters`: how far any of them may be from one device's; `changed`: how many of them, and losses, are not what the
+mesh without the knobs gives."""
 CHECKPOINT_BOUNDS = {**EXACT_BOUNDS, "exported": 0.0}
 """`exported`: how many tensors of the folder are something else than what was saved."""
 
@@ -83,6 +89,17 @@ def _on_mesh(harness: Harness, case: MeshCase, model: str) -> Values:
         measured = measure(fleet, harness.spec(model), BATCHES)
         wrong = {name for parameters in published(fleet) for name in differing(measured.after, parameters)}
     return differences(measured, reference) | {"published": len(wrong)}
+
+
+def _with_knobs(harness: Harness, case: MeshCase, model: str) -> Values:
+    reference = harness.measured(ONE_SLOT, model, FIVE_BATCHES)
+    measured = harness.measured(case, model, FIVE_BATCHES)
+    apart = largest([largest(measured.after[name] - after) for name, after in reference.after.items()])
+    changed = 0
+    if ROUNDS_OTHERWISE.isdisjoint(knobs_of(case)):
+        plain = harness.measured(without_knobs(case), model, FIVE_BATCHES)
+        changed = len(differing(measured.after, plain.after)) + (measured.losses != plain.losses)
+    return differences(measured, reference) | {"parameters": apart, "changed": changed}
 
 
 def _after_resize(harness: Harness, first: MeshCase, second: MeshCase, model: str, memory: Memory = "shadow") -> Values:
@@ -141,4 +158,5 @@ _KINDS: dict[Kind, tuple[Callable[..., Values], Values]] = {
     "resize": (_after_resize, EXACT_BOUNDS),
     "streaming resize": (partial(_after_resize, memory="streaming"), EXACT_BOUNDS),
     "checkpoint": (_after_checkpoint, CHECKPOINT_BOUNDS),
+    "knob": (_with_knobs, KNOB_BOUNDS),
 }

@@ -5,14 +5,14 @@ with: all eight are killed, and others are started.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.checkpoint import read_spec
-from tests.parity.batches import BATCHES
+from tests.parity.batches import BATCHES, TrainingBatch
 from tests.parity.measured import Measured, measure, measure_textbook
 from tests.parity.meshes import NUM_SLOTS, MeshCase, mesh
 from tests.parity.model import Memory, make_folders, settings_for
@@ -28,7 +28,7 @@ class Harness:
         self._models = make_folders(folder)
         self._fleet: Fleet | None = None
         self._textbook: dict[str, Measured] = {}
-        self._one_slot: dict[str, Measured] = {}
+        self._measured: dict[tuple[MeshCase, str, int], Measured] = {}
         self._num_folders = 0
 
     def __enter__(self) -> "Harness":
@@ -67,10 +67,15 @@ class Harness:
 
     def one_slot(self, model: str) -> Measured:
         """What a trainer on one slot computes."""
-        if model not in self._one_slot:
-            with self.trainer(ONE_SLOT, model) as fleet:
-                self._one_slot[model] = measure(fleet, self.spec(model), BATCHES)
-        return self._one_slot[model]
+        return self.measured(ONE_SLOT, model, BATCHES)
+
+    def measured(self, case: MeshCase, model: str, batches: Sequence[TrainingBatch]) -> Measured:
+        """Return what a trainer on this mesh computes of the batches."""
+        key = case, model, len(batches)
+        if key not in self._measured:
+            with self.trainer(case, model) as fleet:
+                self._measured[key] = measure(fleet, self.spec(model), batches)
+        return self._measured[key]
 
     def textbook(self, model: str) -> Measured:
         """What is computed without any of the trainer's code."""

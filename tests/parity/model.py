@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ductile.config.schema.trainer import AdamWConfig, CustomLoss, TrainerConfig
+from tests.parity.knobs import keys_of
 from tests.parity.meshes import NUM_LAYERS
 from tests.tiny import make_model_folder
 
@@ -30,10 +31,10 @@ def make_folders(root: Path) -> dict[str, Path]:
 
 
 def settings_for(folder: Path, model: Mapping[str, str], memory: Memory = "shadow") -> dict[str, Any]:
-    """A dumped `TrainerConfig`; `model` has keys of [trainer.model]. Sizes of axes are not among them: a trainer is
-    given its layout."""
+    """A dumped `TrainerConfig`; `model` has keys of [trainer.model], and names of knobs. Sizes of axes are not among
+    them: a trainer is given its layout."""
     sections = {
-        "model": {"name": str(folder), **model},
+        "model": {"name": str(folder), **keys_of(model)},
         "resize": {"memory": memory},
         "loss": CustomLoss(import_path="tests.parity.recorded.recording_loss", needs_reference=True),
         "optim": OPTIM,

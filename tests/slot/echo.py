@@ -9,14 +9,14 @@ from typing import Any
 from ductile.columns import Floats
 from ductile.messages.workers import Done, Finished, Generate, OptimStep, Publish, Score, Scores
 from ductile.records import Generation
-from ductile.roles import RoleAssignment
+from ductile.roles import Later, RoleAssignment
 
 ECHO = {role: "tests.slot.echo:EchoRole" for role in ("train", "generate", "score")}
 
 
 class EchoRole:
-    """Settings: `fail_on` (a command's name), `sleep_s` (for each command of the main thread), `made_in_s`, `step`
-    ("fails", "kills")."""
+    """Settings: `fail_on` (a command's name), `sleep_s` (for each command of the main thread), `later_s` (after which
+    an optimizer step is done, or raises for a loss denominator of 0), `made_in_s`, `step` ("fails", "kills")."""
 
     def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         if settings.get("refuse"):
@@ -37,6 +37,8 @@ class EchoRole:
                 return Done()
             case Score(samples):
                 return Scores(tuple(Floats(sample.token_ids) for sample in samples))
+            case OptimStep(loss_denominator) if "later_s" in self._settings:
+                return Later(lambda: self._done_later(loss_denominator))
             case OptimStep(loss_denominator):
                 print(f"loss denominator {loss_denominator}", file=sys.stderr)
                 return Done()
@@ -44,6 +46,11 @@ class EchoRole:
                 return Scores((Floats((self._place.epoch, self._place.slot)),))
             case _:
                 return Done()
+
+    def _done_later(self, loss_denominator: float) -> Done:
+        time.sleep(self._settings["later_s"])
+        print(f"1 / {1 / loss_denominator}", file=sys.stderr)
+        return Done()
 
     def has_work(self) -> bool:
         return bool(self._waiting)

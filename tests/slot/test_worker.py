@@ -302,6 +302,22 @@ def test_a_role_of_an_older_epoch_is_refused_and_not_begun(slot: Harness, assign
     assign("generate")
 
 
+def test_a_reply_that_comes_later_keeps_no_command_waiting(slot: Harness, assign) -> None:
+    assign("train", later_s=0.5)
+
+    async def story() -> None:
+        later = asyncio.create_task(slot.mailbox.ask(0, OptimStep(2.0), 10))
+        failing = asyncio.create_task(slot.mailbox.ask(0, OptimStep(0.0), 10))
+        assert await slot.mailbox.ask(0, Ping(), 10) == Done()
+        assert not later.done()
+        assert not failing.done()
+        assert await later == Done()
+        with pytest.raises(Refused, match="OptimStep failed: ZeroDivisionError"):
+            await failing
+
+    slot.runner.run(story())
+
+
 def test_a_slot_says_what_its_device_is_and_measures_it_when_asked(slot: Harness):
     said = slot.ask(Survey())
     assert (said.device_name, said.reserved_bytes, said.peak_flops_per_s, said.peak_source) == ("cpu", None, None, None)

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_state(trainer: Trainer) -> Named:
     state: Named = {}
     for name, parameter in trainer.model.named_parameters():
-        kept = trainer.optimizer.state[parameter]
+        kept = trainer.optimizer.state[name]
         moments = {kind: kept[kind] for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer") if kind in kept}
         for kind, tensor in {"model": parameter.detach(), **moments}.items():
             state[f"{kind}/{name}"] = full(tensor).clone()

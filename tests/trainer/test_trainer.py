@@ -70,7 +70,7 @@ def train_on_ranks(groups: Groups, members: tuple[int, ...], settings: dict) -> 
     trainer = Trainer(TrainerConfig.model_validate(settings), context)
     losses = train(trainer, LENGTHS, context.data_parallel_rank, len(members))
     trainer.score(make_samples(LENGTHS[0]))
-    assert all(parameter in trainer.optimizer.state for parameter in trainer.model.parameters())
+    assert all(name in trainer.optimizer.state for name, _ in trainer.model.named_parameters())
     return losses, {name: tensor.tolist() for name, tensor in trainer.publish_weights()}
 
 

@@ -116,7 +116,7 @@ class PeerToPeer:
 
     def _place(self, cut: list[tuple[int, int, tuple[torch.Tensor, ...]]], key: tuple[bool, int]) -> list[_Segment]:
         """Give every segment its memory: where its only box lies, or a piece of staging."""
-        direct = [flat_bytes(boxes[0]) if len(boxes) == 1 and not self._through_host else None for _, _, boxes in cut]
+        direct = [self._direct(boxes) for _, _, boxes in cut]
         sizes = [
             sum(map(num_bytes, boxes)) if flat is None else 0 for flat, (_, _, boxes) in zip(direct, cut, strict=True)
         ]
@@ -130,6 +130,11 @@ class PeerToPeer:
                 segments.append(_Segment(peer, number, room[used : used + size], boxes))
                 used += -(-size // ALIGN) * ALIGN
         return segments
+
+    def _direct(self, boxes: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the bytes of a segment's only box, where they can leave from or arrive."""
+        is_there = len(boxes) == 1 and not self._through_host and boxes[0].device.type == self._wire.type
+        return flat_bytes(boxes[0]) if is_there else None
 
     def _room(self, key: tuple[bool, int], size: int) -> torch.Tensor:
         if key not in self._staging or len(self._staging[key]) < size:

@@ -28,6 +28,32 @@ class PeakMemory:
     """Bytes of the GPU that torch's allocator held; None elsewhere."""
 
 
+class Stopwatch:
+    """Measures what a device does for what is queued between its making and `stop`. On a GPU it measures by events, and
+    nothing waits for the device until somebody asks for the time."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        self.is_pending = torch.device(device).type == "cuda"
+        """Whether the device may still be at work after `stop`."""
+        self._started_s, self._stopped_s = time.perf_counter(), 0.0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.is_pending else []
+        for event in self._events[:1]:
+            event.record()
+
+    def stop(self) -> None:
+        self._stopped_s = time.perf_counter()
+        for event in self._events[1:]:
+            event.record()
+
+    def seconds(self) -> float:
+        """Return the seconds from start to stop, once the device is done."""
+        if not self._events:
+            return self._stopped_s - self._started_s
+        start, stop = self._events
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1000
+
+
 def name_of(device: str | torch.device) -> str:
     """A device's name, as torch calls it: "NVIDIA H200"; "cpu"."""
     device = torch.device(device)

@@ -8,6 +8,8 @@
 | `attn_proj` | products before and behind attention, norms and rotation of heads; not attention itself |
 | `mlp` | products of the MLP, and SwiGLU |
 
+Attention itself is computed again by `full` alone, and by cp's ring, which merges it from parts that nobody keeps.
+
 It is `torch.utils.checkpoint`'s recomputation without reentrance, which runs the same functions on the same inputs,
 with the random numbers of the first time: losses and gradients keep every bit. Collectives of tp and cp inside a layer
 are run again, by all slots in the same order.
@@ -24,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ductile.config.schema.model import ActivationCheckpointing
 from ductile.model.transformer import Layer, Transformer
+from ductile.parallel.ring import RingAttention
 
 PRODUCTS = frozenset({"aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"})
 """Operators that `linear` comes down to."""
@@ -78,6 +81,7 @@ class _RunProducts:
         self._again_in = again_in
         self._within = ""
         """Target whose module runs now."""
+        self._keeps_attention = True
 
     def watch(self, module: nn.Module, target: str) -> None:
         """Know the module's products as those of a target."""
@@ -87,9 +91,10 @@ class _RunProducts:
         """Return the contexts of a forward pass and of its recomputation."""
         return create_selective_checkpoint_contexts(self._policy)
 
-    def _run(self, target: str, forward: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, target: str, forward: Callable[..., Any], *inputs: Any) -> Any:
+        self._keeps_attention = not any(isinstance(each, RingAttention) for each in inputs)
         with self._in(target):
-            return forward(*args)
+            return forward(*inputs)
 
     @contextmanager
     def _in(self, target: str) -> Iterator[None]:
@@ -101,5 +106,5 @@ class _RunProducts:
 
     def _policy(self, context: object, operator: OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
         name = operator.name().partition(".")[0]
-        keeps = name in ATTENTION or (name in PRODUCTS and self._within not in self._again_in)
+        keeps = self._keeps_attention if name in ATTENTION else name in PRODUCTS and self._within not in self._again_in
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -25,20 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ductile.config.schema.model import ActivationOffloading
 from ductile.model.transformer import Transformer
 from ductile.parallel.host_copies import Copy, HostCopies, host_copies
-from ductile.parallel.host_memory import host_bytes
+from ductile.parallel.host_memory import host_like
 
 LEAST_BYTES = 1024
 """Smallest tensor that is offloaded: a smaller one takes longer to copy than it is worth."""
 CLASSES = 8
 """Sizes of pooled buffers between a power of two and the next: at most an eighth of a buffer is left over."""
-
-
-def apply(model: Transformer, config: ActivationOffloading, device: torch.device) -> "ActivationOffload":
-    """Have every layer of the model offload what it saves. Names of parameters stay."""
-    offload = ActivationOffload(config.max_inflight_activations, host_copies(device), device)
-    for layer in model.layers.values():
-        vars(layer)["forward"] = partial(offload.run, layer, layer.forward)
-    return offload
 
 
 @dataclass(slots=True)
@@ -67,6 +59,16 @@ class ActivationOffload:
         self._saved: WeakValueDictionary[_Place, _Activation] = WeakValueDictionary()
         """Activations by their place on the device: one that several operators save leaves once."""
         self._latest: ref[_Activation] | None = None
+
+    @classmethod
+    def of(cls, config: ActivationOffloading, device: torch.device) -> "ActivationOffload":
+        """Return the one of a model on this device."""
+        return cls(config.max_inflight_activations, host_copies(device), device)
+
+    def apply(self, model: Transformer) -> None:
+        """Have every layer of the model offload what it saves. Names of parameters stay."""
+        for layer in model.layers.values():
+            vars(layer)["forward"] = partial(self.run, layer, layer.forward)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], *inputs: Any) -> Any:
         """Run a layer's forward pass."""
@@ -190,14 +192,14 @@ class HostPool:
     """Buffers in host memory that are used again and again; sizes are rounded up to few classes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._byte = torch.empty(1, dtype=torch.uint8, device=device)
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, num_bytes: int) -> Tensor:
         """Return a buffer of at least so many bytes, uint8."""
         size = size_class(num_bytes)
         free = self._free.get(size)
-        return free.pop() if free else host_bytes(size, self._device)
+        return free.pop() if free else host_like(self._byte.expand(size))
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.setdefault(len(buffer), []).append(buffer)

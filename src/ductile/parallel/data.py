@@ -6,35 +6,47 @@ averaged: the loss is a sum as well, and is divided once, at the optimizer step.
 """
 
 from collections.abc import Iterable, MutableMapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ductile.core.layout.geometry.holdings import volume
 from ductile.model.transformer import Transformer
 from ductile.parallel.fsdp_collectives import DirectAllGather, DirectReduceScatter
+from ductile.parallel.host_memory import mark_host
 from ductile.parallel.parts import SlotParts
 
 
 def shard(
-    model: Transformer, mesh: DeviceMesh, compute: torch.dtype, reduce: torch.dtype, reshard_after_forward: bool
+    model: Transformer,
+    mesh: DeviceMesh,
+    compute: torch.dtype,
+    reduce: torch.dtype,
+    reshard_after_forward: bool,
+    cpu_offload: bool = False,
 ) -> None:
     """Wrap each layer, then what is left (embeddings, last norm, head): the units that are gathered at once.
 
     The model of one rank that computes in what it stores stays as it is: there is nothing to gather, and FSDP2 would
     copy every weight and every gradient.
+
+    With `cpu_offload` shards of parameters and gradients lie in host memory, and each unit is gathered from there.
     """
-    if mesh.size() == 1 and {compute, reduce} == {parameter.dtype for parameter in model.parameters()}:
+    is_plain = mesh.size() == 1 and {compute, reduce} == {parameter.dtype for parameter in model.parameters()}
+    if is_plain and not cpu_offload:
         return
     # Activations have the weights' dtype as it is; cos and sin stay fp32, as in the generator.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    wrap = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        wrap(layer, reshard_after_forward=reshard_after_forward)
     # The root's parameters are needed again as soon as the backward pass starts.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    wrap(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -42,6 +54,15 @@ def shard(
             if mesh.device_type == "cpu":
                 module.set_custom_all_gather(DirectAllGather())
                 module.set_custom_reduce_scatter(DirectReduceScatter())
+
+
+def mark_host_shards(model: nn.Module) -> None:
+    """Have this rank's parts of the parameters, and of gradients that are there, counted as host memory, also where the
+    device is a CPU."""
+    for parameter in model.parameters():
+        for tensor in (parameter.detach(), parameter.grad):
+            if tensor is not None:
+                mark_host(tensor)
 
 
 def reshard(model: nn.Module) -> None:

@@ -67,9 +67,9 @@ def full(tensor: Tensor) -> Tensor:
     mesh, local = tensor.device_mesh, local_shard(tensor)
     num_shards = mesh.size(mesh.ndim - 1)
     num_rows = -(-len(tensor) // num_shards)  # of a slot that has as many as one can have
-    chunk = local.contiguous()
+    chunk = local.contiguous().to(mesh.device_type)
     if len(local) < num_rows:
-        chunk = local.new_zeros((num_rows, *tensor.shape[1:]))
+        chunk = chunk.new_zeros((num_rows, *tensor.shape[1:]))
         chunk[: len(local)] = local
     whole = chunk.new_empty((num_shards * num_rows, *tensor.shape[1:]))
     dist.all_gather_into_tensor(whole, chunk, group=mesh.get_group(mesh.ndim - 1))

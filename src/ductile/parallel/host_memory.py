@@ -70,4 +70,5 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     names, _ = tensor.__tensor_flatten__()
     for name in names:
-        yield from plain_tensors(getattr(tensor, name))
+        if isinstance(inner := getattr(tensor, name), Tensor):  # a DTensor names its mesh, too
+            yield from plain_tensors(inner)

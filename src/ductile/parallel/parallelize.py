@@ -6,11 +6,12 @@
 3. tp: keep this slot's part of each weight, and modules that compute with it (`parallel.tensor_parallel`)
 4. cp: nothing; attention crosses the parts of a micro-batch (`parallel.context_parallel`)
 5. checkpointing: layers that compute again what they do not keep (`parallel.activation_checkpointing`)
-6. FSDP: shard what that leaves over the ranks, around all of the above (`parallel.data`)
-7. give memory to this rank's shards alone
-8. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
+6. offloading: what layers keep waits in host memory (`parallel.activation_offloading`)
+7. FSDP: shard what that leaves over the ranks, around all of the above (`parallel.data`)
+8. give memory to this rank's shards alone
+9. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
-Where the caller has the shards already, 7 and 8 are theirs: `build_over`; where it brings values later, 8 is:
+Where the caller has the shards already, 8 and 9 are theirs: `build_over`; where it brings values later, 9 is:
 `build_empty`.
 """
 
@@ -27,6 +28,7 @@ from ductile.core.layout.model.peak import compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel import activation_checkpointing, data, pipeline, tensor_parallel
+from ductile.parallel.activation_offloading import ActivationOffload
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
 
@@ -59,11 +61,25 @@ class ParallelizeOptions:
     reshard_after_forward: bool = True
     checkpointing: ActivationCheckpointing | None = None
     """Layers that compute their activations again; None: none does."""
+    offload: ActivationOffload | None = None
+    """Has activations of layers wait in host memory; None: they stay."""
+    cpu_offload: bool = False
+    """Parameters and gradients lie in host memory, and are gathered on the device."""
 
     @classmethod
     def of(cls, config: TrainerModelConfig, device: str | torch.device) -> "ParallelizeOptions":
         """Return the options of a trainer on such a device."""
-        return cls(Precision.of(config, device), config.reshard_after_forward, config.ac)
+        return cls(
+            Precision.of(config, device),
+            config.reshard_after_forward,
+            config.ac,
+            ActivationOffload.of(config.ac_offloading, torch.device(device)) if config.ac_offloading else None,
+            config.fsdp_cpu_offload,
+        )
+
+    def device_of_shards(self, device: str | torch.device) -> str | torch.device:
+        """Return the device that a rank's parts of the parameters lie on, where the model computes on `device`."""
+        return "cpu" if self.cpu_offload else device
 
 
 def build(
@@ -85,7 +101,10 @@ def build_empty(
     spec: ModelSpec, context: ParallelContext, device: str | torch.device, options: ParallelizeOptions
 ) -> Transformer:
     """Return the same for values that come later: until then they are whatever lay in that memory."""
-    return _describe(spec, context, options).to_empty(device=device)
+    model = _describe(spec, context, options).to_empty(device=options.device_of_shards(device))
+    if options.cpu_offload:
+        data.mark_host_shards(model)
+    return model
 
 
 def build_over(
@@ -98,6 +117,8 @@ def build_over(
     """
     model = _describe(spec, context, options)
     data.assign(model, shards)
+    if options.cpu_offload:
+        data.mark_host_shards(model)
     return model
 
 
@@ -110,9 +131,11 @@ def _describe(spec: ModelSpec, context: ParallelContext, options: ParallelizeOpt
         tensor_parallel.apply(model, context)
     if options.checkpointing is not None:
         activation_checkpointing.apply(model, options.checkpointing)
+    if options.offload is not None:
+        options.offload.apply(model)
     # All micro-batches of a pipeline's schedule need gathered parameters.
     reshard_after_forward = options.reshard_after_forward and len(layers) == spec.num_layers
-    data.shard(model, context.mesh, precision.compute, precision.reduce, reshard_after_forward)
+    data.shard(model, context.mesh, precision.compute, precision.reduce, reshard_after_forward, options.cpu_offload)
     return model
 
 

@@ -12,6 +12,7 @@ import queue
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from threading import Lock, Thread
@@ -45,7 +46,7 @@ from ductile.messages.workers import (
     Surveyed,
     TrainCommand,
 )
-from ductile.roles import Failure, OutOfMemory, Refused, RoleAssignment, SlotRole, StaleEpoch, StateKept
+from ductile.roles import Failure, Later, OutOfMemory, Refused, RoleAssignment, SlotRole, StaleEpoch, StateKept
 from ductile.slot.forkserver import Say
 from ductile.slot.link import Link
 from ductile.surrogates import ESCAPED, escaped
@@ -136,19 +137,25 @@ class Worker:
         assert isinstance(command, Command)
         name = type(command).__name__
         with nullcontext() if beside else self._link.busy(name):
-            try:
-                reply = self._execute(envelope.epoch, command, beside)
-            except Exception as error:
-                with suppress(OSError):  # the log may be on the disk that is full
-                    traceback.print_exc()
-                reply = Failed(f"{name} failed: {_sentence(error)}", escaped(traceback.format_exc()), _code(error))
+            reply = _outcome(name, partial(self._execute, envelope.epoch, command, beside))
         if isinstance(command, ReleaseRole):
             with self._changing_roles:
                 self._num_releases[command.role] -= 1
+        if isinstance(reply, Later):
+            Thread(
+                target=self._send_later, args=(envelope.seq, name, reply), name=f"waits: {name}", daemon=True
+            ).start()
+        else:
+            self._send(envelope.seq, name, reply)
+
+    def _send_later(self, seq: int, name: str, reply: Later) -> None:
+        self._send(seq, name, _outcome(name, reply.wait))
+
+    def _send(self, seq: int, name: str, reply: Reply) -> None:
         try:
-            self._link.send(envelope.seq, reply)
+            self._link.send(seq, reply)
         except BadFrame as error:
-            self._link.send(envelope.seq, Failed(f"{name} is done, but its reply cannot be sent: {error}"))
+            self._link.send(seq, Failed(f"{name} is done, but its reply cannot be sent: {error}"))
 
     def _work(self) -> None:
         for name, role in self._roles.items():
@@ -160,7 +167,7 @@ class Worker:
         for event in role.step():
             self._link.send(0, event)
 
-    def _execute(self, epoch: int, command: Command, beside: bool) -> Reply:
+    def _execute(self, epoch: int, command: Command, beside: bool) -> Reply | Later:
         if not beside:  # then `_start_beside` has looked, and what is of the epoch before may still wait
             if epoch < self._link.epoch:
                 raise StaleEpoch(f"the command is of epoch {epoch}, this slot is in epoch {self._link.epoch}")
@@ -254,6 +261,16 @@ class Worker:
             held = ", ".join(self._roles) or "none"
             raise ValueError(f"this slot does not hold the role {name!r} (it holds: {held})")
         return self._roles[name]
+
+
+def _outcome(name: str, work: Callable[[], Any]) -> Any:
+    """Return what a command's work returns, or the failure that it ends with."""
+    try:
+        return work()
+    except Exception as error:
+        with suppress(OSError):  # the log may be on the disk that is full
+            traceback.print_exc()
+        return Failed(f"{name} failed: {_sentence(error)}", escaped(traceback.format_exc()), _code(error))
 
 
 def survey(device: str, measure: Arithmetic | None) -> Surveyed:

@@ -37,7 +37,7 @@ from ductile.messages.workers import Failed, PreparationEnded, SlotPhase
 from ductile.observe import timed
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import OutOfMemory, Refused, RoleAssignment
-from ductile.trainer.state import StatePlans, named_state, parts_of
+from ductile.trainer.state import StatePlans, device_of, named_state, parts_of
 from ductile.trainer.trainer import Trainer
 
 _one_at_a_time = threading.Lock()
@@ -304,6 +304,8 @@ class Preparation:
         options, device = self._config.resize, torch.device(self._assignment.device).type
         # A slot that frees memory while it moves must know that it has been read.
         one_sided = options.carrier != "p2p" and options.memory == "shadow"
+        if device != "cpu" and device_of(self._config.model, "exp_avg/", device) == "cpu":
+            one_sided = False  # one carrier reads memory of GPUs, another that of processes: neither reads both
         carrier, reason = choose_reader(exchange, device, one_sided, self._check_wanted)
         if options.carrier == "peer_memory" and (carrier is None or carrier.name != options.carrier):
             raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
@@ -323,7 +325,8 @@ class Preparation:
         unchanged = plan.unchanged_buffers(slot)
         for name, (dtype, size) in plan.target.buffer_sizes(slot).items():
             if name not in unchanged:
-                room[name] = pages.zeros(size, getattr(torch, dtype), device)
+                where = device_of(self._config.model, name, device)
+                room[name] = pages.zeros(size, getattr(torch, dtype), where)
         trainer = Trainer(self._config, context, device, {**self._old, **room})
         for name, part in parts_of(named_state(trainer)).items():
             if name in unchanged and part.data_ptr() == self._old[name].data_ptr():

@@ -29,7 +29,7 @@ from ductile.observe import timed
 from ductile.records import TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerPart, fingerprints
-from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, parts_of, set_gradient
+from ductile.trainer.state import GRADIENT, StatePlans, device_of, named_gradient, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
 
 
@@ -130,7 +130,9 @@ class Resize:
                 self._slot,
                 state,
                 connected.carrier,
-                lambda _, dtype, size: torch.zeros(size, dtype=getattr(torch, dtype), device=device),
+                lambda name, dtype, size: torch.zeros(
+                    size, dtype=getattr(torch, dtype), device=device_of(self._config.model, name, device)
+                ),
                 fingerprints(self._config),
             )
         with timed(seconds, "rebuild"):

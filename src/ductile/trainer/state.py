@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.optimizer_state import optimizer_state, supported
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.layout import Layout
@@ -38,7 +39,7 @@ def named_state(trainer: Trainer) -> dict[str, Tensor]:
         named[MODEL + name] = parameter.detach()
         for kept in trainer.optimizer_state[name]:
             if kept.layout == "parameter":
-                named[f"{kept.name}/{name}"] = trainer.optimizer.state[parameter][kept.name]
+                named[f"{kept.name}/{name}"] = trainer.optimizer.state[name][kept.name]
     return named
 
 
@@ -52,6 +53,12 @@ def set_gradient(trainer: Trainer, parts: Mapping[str, Tensor]) -> None:
     """Make this memory the accumulated gradient: this rank's parts, flat."""
     for name, parameter in trainer.model.named_parameters():
         parameter.grad = like(parameter, parts[GRADIENT + name])
+
+
+def device_of(model: TrainerModelConfig, name: str, device: str) -> str:
+    """Return the device of a buffer of the state, by its name, on a slot that computes on `device`."""
+    is_offloaded = model.optim_cpu_offload and not name.startswith((MODEL, GRADIENT))
+    return "cpu" if model.fsdp_cpu_offload or is_offloaded else device
 
 
 def parts_of(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ResizeOrder
 from ductile.error_text import error_text
 from ductile.fabric.groups import Groups
+from ductile.kernels.device import Stopwatch
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun, UpdateSent
 from ductile.messages.updates import Offer, WeightUpdate
 from ductile.messages.workers import (
@@ -39,7 +39,7 @@ from ductile.parallel.distributed_checkpoint import StateError
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.pipeline import check_schedule
 from ductile.records import Manifest
-from ductile.roles import RoleAssignment, StateKept
+from ductile.roles import Later, RoleAssignment, StateKept
 from ductile.trainer import checkpoint
 from ductile.trainer.export import FolderNotWritten, export_model
 from ductile.trainer.joint_publisher import JointPublisher, NotPublished
@@ -69,7 +69,7 @@ class TrainRole:
         `joining`."""
         self._assignment = assignment
         self._config = TrainerConfig.model_validate(settings)
-        check_schedule(self._config.model.pp_schedule)
+        check_schedule(self._config.model)
         self._publisher = JointPublisher()
         # A slot that is through waits for the others in a collective, which must not come to its own deadline.
         self._outgoing = OutgoingWeights(
@@ -93,10 +93,12 @@ class TrainRole:
     def handle(self, command: Any) -> Any:
         match command:
             case ForwardBackward(micro_batches=micro_batches):
-                start = perf_counter()
+                watch = Stopwatch(self._assignment.device)
                 with self._in_step():
                     num_tokens = self._live.forward_backward(micro_batches)
-                return ForwardBackwardDone(num_tokens, perf_counter() - start)
+                watch.stop()
+                reply = Later(lambda: ForwardBackwardDone(num_tokens, watch.seconds()))
+                return reply if watch.is_pending else reply.wait()
             case OptimStep(loss_denominator=loss_denominator):
                 self._outgoing.fence("OptimStep")
                 with self._in_step():

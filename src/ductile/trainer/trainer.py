@@ -25,6 +25,7 @@ from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel import data, parallelize
+from ductile.parallel.activation_offloading import OffloadCounters
 from ductile.parallel.gathered import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
@@ -35,7 +36,7 @@ from ductile.records import MicroBatch, Sample, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
 from ductile.trainer.lr_schedule import learning_rate
-from ductile.trainer.optimizer import make_optimizer, set_num_updates
+from ductile.trainer.optimizer import Optimizer
 
 
 class LossFailed(Exception):
@@ -93,14 +94,20 @@ class Trainer:
         if context.layout.dims.pp > 1:
             schedule, compute = config.model.pp_schedule, self.precision.compute
             self._pipeline = Pipeline(self.model, context, schedule, compute, self.device)
-        self._parameters = dict(self.model.named_parameters())
-        """Parameters as the optimizer has them: this rank's shards."""
+        named = dict(self.model.named_parameters())
         dtype = config.model.optimization_dtype
-        self.optimizer_state = {name: optimizer_state(self._optim, name, dtype) for name in self._parameters}
-        self.optimizer = make_optimizer(self._optim, self.optimizer_state, self._parameters, buffers)
+        self.optimizer_state = {
+            name: optimizer_state(self._optim, name, dtype, config.model.optim_cpu_offload) for name in named
+        }
+        self.optimizer = Optimizer(self._optim, self.optimizer_state, named, buffers)
         self._loss = make_loss(config.loss)
         self._required = required_fields(config.loss)
         self._sums: dict[str, Tensor] = {}
+
+    @property
+    def offload_counters(self) -> OffloadCounters | None:
+        """Counts of activations that have been offloaded; None where none are (`trainer.model.ac_offloading`)."""
+        return self._options.offload and self._options.offload.counters
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Add to the accumulated gradient; returns this rank's trained tokens.
@@ -125,9 +132,8 @@ class Trainer:
         else:
             self._run_stages(self._pipeline, batches, failures)
         self._reduction.end()
-        if self.device.type == "cuda":
-            # The kernels are only queued: timing a micro-step, or freezing the trainer after it, needs their end.
-            torch.cuda.synchronize(self.device)
+        if self._options.cpu_offload:
+            data.mark_host_shards(self.model)  # the gradients are new
         if failures:
             raise LossFailed(f"trainer.loss failed: {failures[0]}")
         return sum(batch.num_trained for batch in batches)
@@ -161,9 +167,7 @@ class Trainer:
             clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
             for gradient in gradients.values():
                 data.local_shard(gradient).mul_(clip / loss_denominator)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            self.optimizer.step(lr)
             self.num_updates += 1
         self.forget_gradient()
         self.step += 1
@@ -215,8 +219,8 @@ class Trainer:
     def go_on_at(self, step: int, num_updates: int) -> None:
         """Take up a loaded state: its counts are the trainer's, and there is no gradient."""
         self.forget_gradient()
-        self.step = step
-        self._set_num_updates(num_updates)
+        self.step, self.num_updates = step, num_updates
+        self.optimizer.set_num_updates(num_updates)
 
     def progress(self) -> TrainProgress:
         """What there is besides tensors, with this rank's sums."""
@@ -225,8 +229,8 @@ class Trainer:
 
     def go_on_from(self, progress: TrainProgress) -> None:
         """Take over what there is besides tensors. `progress.sums` are of all ranks: the first one keeps them."""
-        self.step = progress.step
-        self._set_num_updates(progress.num_updates)
+        self.step, self.num_updates = progress.step, progress.num_updates
+        self.optimizer.set_num_updates(progress.num_updates)
         share = 1.0 if self.context.is_first else 0.0
         self._sums = {
             name: torch.tensor(total * share, dtype=torch.float64, device=self.device)
@@ -246,10 +250,6 @@ class Trainer:
         ours = [name for name in buffers if name.startswith(prefix)]
         shards = {name.removeprefix(prefix): buffers.pop(name) for name in ours}
         return parallelize.build_over(self.spec, shards, self.context, self._options)
-
-    def _set_num_updates(self, num_updates: int) -> None:
-        self.num_updates = num_updates
-        set_num_updates(self.optimizer, self.optimizer_state, self._parameters, num_updates)
 
     def _lr_at(self, step: int) -> float:
         return learning_rate(self.config.scheduler, self._optim.lr, step, self.config.max_steps)

@@ -114,9 +114,9 @@ class TrainerModelConfig(ModelConfig):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass; false keeps them until the backward pass. With `pp` they are
     kept while a stage has micro-batches to run."""
-    fsdp_cpu_offload: Annotated[bool, NotBuilt("FSDP CPU offload")] = False
+    fsdp_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
-    optim_cpu_offload: Annotated[bool, NotBuilt("optimizer offload")] = False
+    optim_cpu_offload: bool = False
     """Keep optimizer state in host memory."""
     full_offload: Annotated[FullOffloadConfig | None, NotBuilt("an optimizer on the CPU")] = None
     """Keep optimizer state in host memory and update there, while the backward pass runs."""
@@ -151,7 +151,7 @@ class TrainerModelConfig(ModelConfig):
     freeze_moe_router: Annotated[bool, NotBuilt("mixture of experts")] = False
     ac: ActivationCheckpointing | None = None
     """Layers compute their activations again in the backward pass, instead of keeping them."""
-    ac_offloading: Annotated[ActivationOffloading | None, NotBuilt("activation offloading")] = None
+    ac_offloading: ActivationOffloading | None = None
     compile: Annotated[CompileConfig | None, NotBuilt("torch.compile")] = None
     fp8: Annotated[bool, NotBuilt("8-bit training")] = False
     quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
@@ -166,6 +166,17 @@ class TrainerModelConfig(ModelConfig):
         """`fused_lm_head_token_chunk_size` as a number of tokens; None lets the head choose it."""
         size = self.fused_lm_head_token_chunk_size
         return {"auto": None, "disabled": sys.maxsize}[size] if isinstance(size, str) else size
+
+
+def why_not_selective(model: TrainerModelConfig) -> str:
+    """Return why activations cannot be checkpointed selectively, as a sentence that begins with a key of the model;
+    "" where they can, or need not."""
+    if model.ac is None or model.ac.mode == "full" or model.pp_schedule != "zero_bubble":
+        return ""
+    return (
+        'ac.mode = "selective" cannot be with pp_schedule = "zero_bubble", whose backward pass runs a layer twice: '
+        'what is kept is there once. Write ac.mode = "full", or pp_schedule = "1f1b"'
+    )
 
 
 class SFTModelConfig(ChatModelConfig, TrainerModelConfig):

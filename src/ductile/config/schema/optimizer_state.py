@@ -22,6 +22,8 @@ class OptimizerTensor:
     layout: Literal["parameter", "scalar"] = "parameter"
     """`parameter`: it has the parameter's shape and lies as the parameter does. `scalar`: it is one number, the count
     of updates, which is set on every slot and so neither saved nor moved."""
+    is_offloaded: bool = False
+    """It lies in host memory, and comes to the device for a step (`trainer.model.optim_cpu_offload`)."""
 
 
 def supported(config: OptimConfig) -> Supported:
@@ -31,9 +33,11 @@ def supported(config: OptimConfig) -> Supported:
     raise ValueError(f"trainer.optim.type = {config.type!r} is not built yet; use adamw or sgd")
 
 
-def optimizer_state(config: Supported, parameter: str, dtype: str) -> tuple[OptimizerTensor, ...]:
+def optimizer_state(
+    config: Supported, parameter: str, dtype: str, is_offloaded: bool = False
+) -> tuple[OptimizerTensor, ...]:
     """Return what the optimizer keeps for the parameter of this name and dtype."""
     if isinstance(config, AdamWConfig):
-        moments = OptimizerTensor("exp_avg", dtype), OptimizerTensor("exp_avg_sq", dtype)
+        moments = (OptimizerTensor(name, dtype, is_offloaded=is_offloaded) for name in ("exp_avg", "exp_avg_sq"))
         return *moments, OptimizerTensor("step", "float32", "scalar")
-    return (OptimizerTensor("momentum_buffer", dtype),) if config.momentum else ()
+    return (OptimizerTensor("momentum_buffer", dtype, is_offloaded=is_offloaded),) if config.momentum else ()

@@ -1,0 +1,132 @@
+"""Activations that layers save wait in host memory, and no more of them than asked for are in flight."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ductile.parallel.activation_offloading import CLASSES, LEAST_BYTES, ActivationOffload, size_class
+from ductile.parallel.host_copies import Copy, HostCopies, host_copies
+from ductile.parallel.host_memory import is_host
+
+CPU = torch.device("cpu")
+WIDTH = 64
+
+
+class LateCopy:
+    def __init__(self, copies: "LateCopies") -> None:
+        self._copies, self._number = copies, len(copies.begun)
+
+    def wait(self) -> None:
+        self._copies.run(self._number + 1)
+
+    finish = wait
+
+
+class LateCopies:
+    """Copies that are made as late as a stream may make them: when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Tensor, Tensor]] = []
+        self._num_done = 0
+
+    def start(self, source: Tensor, target: Tensor) -> Copy:
+        copy = LateCopy(self)
+        self.begun.append((source, target))
+        return copy
+
+    def run(self, until: int) -> None:
+        for source, target in self.begun[self._num_done : until]:
+            target.copy_(source)
+        self._num_done = max(self._num_done, until)
+
+
+@pytest.fixture(params=["immediate", "late"])
+def copies(request: pytest.FixtureRequest) -> HostCopies:
+    return host_copies(CPU) if request.param == "immediate" else LateCopies()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        return x + self.down(torch.sin(self.up(x * shared)))
+
+
+def run(blocks: nn.ModuleList, offload: ActivationOffload | None) -> list[Tensor]:
+    """Return the output of the blocks, and the gradients of the input and of all weights."""
+    x = torch.linspace(-1, 1, 32 * WIDTH).view(32, WIDTH).requires_grad_()
+    shared = torch.linspace(0, 1, 32 * WIDTH).view(32, WIDTH)
+    hidden = x
+    for block in blocks:
+        hidden = offload.run(block, block, hidden, shared) if offload else block(hidden, shared)
+    blocks.zero_grad()
+    hidden.square().sum().backward()
+    return [hidden.detach(), *(parameter.grad.clone() for parameter in (x, *blocks.parameters()))]  # pyright: ignore
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 5, 100])
+def test_gradients_keep_every_bit_and_no_more_are_in_flight(copies: HostCopies, in_flight: int) -> None:
+    torch.manual_seed(1)
+    blocks = nn.ModuleList(Block() for _ in range(4))
+    plain = run(blocks, None)
+    offload = ActivationOffload(in_flight, copies, CPU)
+    for _ in range(2):
+        for ours, theirs in zip(run(blocks, offload), plain, strict=True):
+            assert torch.equal(ours, theirs)
+    per_block = (
+        3  # x * shared, what goes into sin and what comes out of it; x, as shared wants no gradient, is not kept
+    )
+    counters = offload.counters
+    assert counters.num_offloaded == 2 * 4 * per_block
+    assert counters.most_in_flight == min(in_flight, 4 * per_block)
+    assert counters.num_returned == max(0, counters.num_offloaded - 2 * in_flight)
+
+
+def test_what_is_small_or_shared_or_a_weight_stays() -> None:
+    offload = ActivationOffload(1, host_copies(CPU), CPU)
+    block = nn.Linear(WIDTH, WIDTH)
+    few = torch.zeros(LEAST_BYTES // 4 // WIDTH - 1, WIDTH, requires_grad=True)
+    offload.run(block, block, few).sum().backward()
+    assert offload.counters.num_offloaded == 0
+    many = torch.zeros(32, WIDTH, requires_grad=True)
+    offload.run(block, lambda x, shared: block(x) * shared, many, torch.ones(32, WIDTH)).sum().backward()
+    assert offload.counters.num_offloaded == 1, "the input of the product; neither its weight nor `shared`"
+
+
+def test_buffers_are_host_memory_and_used_again() -> None:
+    offload = ActivationOffload(1, copies := LateCopies(), CPU)
+    block = Block()
+    for _ in range(3):
+        run(nn.ModuleList([block]), offload)
+    hosts = [target for source, target in copies.begun if is_host(target)]
+    assert len(hosts) == offload.counters.num_offloaded
+    assert len({host.untyped_storage().data_ptr() for host in hosts}) == len(hosts) / 3
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_it_held() -> None:
+    """A tensor that has left, and another one at its address, are two activations."""
+    offload = ActivationOffload(1, host_copies(CPU), CPU)
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = torch.sin(x)  # saves its input, whose memory is free once it has left
+        return x
+
+    x = torch.linspace(0, 3, 4096).requires_grad_()
+    offload.run(nn.Identity(), forward, x).sum().backward()
+    ours, x.grad = x.grad, None
+    forward(x).sum().backward()
+    assert ours is not None
+    assert x.grad is not None
+    assert torch.equal(ours, x.grad)
+
+
+@given(st.integers(1, 1 << 40))
+def test_classes_leave_at_most_an_eighth_over(num_bytes: int) -> None:
+    size = size_class(num_bytes)
+    assert num_bytes <= size <= num_bytes + num_bytes / CLASSES + 1
+    assert size_class(size) == size
