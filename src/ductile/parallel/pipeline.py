@@ -48,7 +48,7 @@ def check_schedule(model: TrainerModelConfig) -> None:
     passes twice that can be run once. Also while nothing is a pipeline: a resize may make one."""
     schedule = model.pp_schedule
     if why := why_not_selective(model):
-        raise ValueError(f"trainer.model.{why}")
+        raise ValueError(f'trainer.model.ac.mode = "selective" {why}')
     if schedule == "zero_bubble" and not HAS_ZERO_BUBBLE:
         raise ValueError(
             f'trainer.model.pp_schedule = "zero_bubble" needs torch 2.13 (this is {torch.__version__}): "1f1b" and '
