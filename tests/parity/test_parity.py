@@ -1,4 +1,5 @@
-"""A part of what `make parity`, `make resize-parity` and `make knobs-parity` show, always the same one; and what is wrong is found."""
+"""A part of what `make parity`, `make resize-parity` and `make knobs-parity` show, always the same one; and what is
+wrong is found."""
 
 from collections.abc import Iterator
 
