@@ -1,5 +1,5 @@
-"""What keeps a slot from the attention kernel that its config names. The kernels of other packages run on GPUs alone, and
-only the choice among them is tested here."""
+"""What keeps a slot from the attention kernel that its config names. The kernels of other packages run on GPUs alone;
+here the choice among them is tested."""
 
 import pytest
 import torch
