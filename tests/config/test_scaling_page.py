@@ -173,6 +173,7 @@ def test_what_a_block_names_instead(block: str, flags: str, capsys: pytest.Captu
         "--trainer.model.optim-cpu-offload",
         "--trainer.model.ac",
         "--trainer.model.ac.mode selective",
+        "--trainer.model.ac.mode selective --trainer.model.pp-schedule zero_bubble",
         "--trainer.model.ac-offloading",
         "--trainer.model.ac-offloading.max-inflight-activations 5",
         "--trainer.model.impl auto",
@@ -234,6 +235,16 @@ EXCLUDED = (
         "--trainer.model.ac.mode selective --trainer.model.ac.targets norm routed_experts",
         "--trainer.model.ac.targets.1",
         'does not fit: --{}model.ac.targets must be a list of one or more of "norm", "attn_proj", "mlp"',
+    ),
+    (
+        "--trainer.model.ac.mode selective --trainer.model.pp-schedule zero_bubble --trainer.model.pp auto",
+        "--trainer.model.ac.mode",
+        'cannot be with pp_schedule = "zero_bubble", whose backward pass runs a layer twice',
+    ),
+    (
+        "--trainer.model.ac.mode selective --trainer.model.pp-schedule zero_bubble --trainer.resize.layouts pp=2",
+        "--trainer.model.ac.mode",
+        'cannot be with pp_schedule = "zero_bubble", whose backward pass runs a layer twice',
     ),
     (
         "--trainer.model.attn fa3 --cluster.device cpu",

@@ -49,10 +49,9 @@ class ActivationOffload:
     """Activations of one model: in flight, in host memory, and on their way back."""
 
     def __init__(self, max_in_flight: int, copies: HostCopies, device: torch.device, pin_memory: bool = True) -> None:
-        """pin_memory: host memory is pinned, where the device is a GPU."""
         self.counters = OffloadCounters()
         self._max_in_flight, self._copies, self._device = max_in_flight, copies, device
-        self._pool = HostPool(device if pin_memory else torch.device("cpu"))
+        self._pool = HostPool(device, pin_memory)
         self._leaving: deque[_Activation] = deque()
         """Activations whose copies to host memory are in flight, oldest first."""
         self._coming: deque[ref[_Activation]] = deque()
@@ -192,8 +191,8 @@ class _Saved:
 class HostPool:
     """Buffers in host memory that are used again and again; sizes are rounded up to few classes."""
 
-    def __init__(self, device: torch.device) -> None:
-        """device: what they are copied from and to; for a GPU they are pinned."""
+    def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
+        self._pin_memory = pin_memory
         self._byte = torch.empty(1, dtype=torch.uint8, device=device)
         self._free: dict[int, list[Tensor]] = {}
 
@@ -201,7 +200,7 @@ class HostPool:
         """Return a buffer of at least so many bytes, uint8."""
         size = size_class(num_bytes)
         free = self._free.get(size)
-        return free.pop() if free else host_like(self._byte.expand(size))
+        return free.pop() if free else host_like(self._byte.expand(size), pin_memory=self._pin_memory)
 
     def put(self, buffer: Tensor) -> None:
         self._free.setdefault(len(buffer), []).append(buffer)

@@ -69,7 +69,7 @@ class TrainRole:
         `joining`."""
         self._assignment = assignment
         self._config = TrainerConfig.model_validate(settings)
-        check_schedule(self._config.model)
+        check_schedule(self._config.model.pp_schedule)
         self._publisher = JointPublisher()
         # A slot that is through waits for the others in a collective, which must not come to its own deadline.
         self._outgoing = OutgoingWeights(

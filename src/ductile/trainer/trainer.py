@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ductile.columns import Floats
 from ductile.config.checks.weight_headers import ModelFolderError
+from ductile.config.schema.model import why_not_selective
 from ductile.config.schema.optimizer_state import optimizer_state, supported
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.context_parallel import CpStyle, chosen_style, style_violation
@@ -93,7 +94,9 @@ class Trainer:
         self.model = self._load() if buffers is None else self._build_over(buffers)
         self._reduction = GradientReduction(self.model, context, config.model.reduce_every == "step")
         self._pipeline = None
-        if context.layout.dims.pp > 1:
+        if dims.pp > 1:
+            if why := why_not_selective(config.model):
+                raise ValueError(f'trainer.model.ac.mode = "selective" {why}')
             schedule, compute = config.model.pp_schedule, self.precision.compute
             self._pipeline = Pipeline(self.model, context, schedule, compute, self.device)
         named = dict(self.model.named_parameters())

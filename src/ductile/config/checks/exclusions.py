@@ -8,6 +8,7 @@ from ductile.config.finding import Finding
 from ductile.config.schema.model import TrainerModelConfig, why_not_selective
 from ductile.config.schema.run import RLConfig, SFTConfig
 from ductile.config.schema.trainer import MuonConfig, OptimConfig
+from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
 
 ON_GPU_ALONE = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4")
 """Values of `attn` whose kernels run on GPUs, and on numbers of 16 bits."""
@@ -18,9 +19,10 @@ def exclusion_findings(config: TrainingConfig) -> Iterator[Finding]:
     trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
     runs = 1 if isinstance(trainer, SFTConfig) else trainer.max_concurrent_runs
     yield from _offloads(trainer.model, trainer.optim, runs, root)
-    if why := why_not_selective(trainer.model):
-        yield Finding((f"{root}model.ac.mode", f"{root}model.pp_schedule"), why)
     yield from _kernels(trainer.model, config.cluster.device, root)
+    has_stages = trainer.model.pp != 1 or any(map(_has_stages, trainer.resize.layouts))
+    if has_stages and (why := why_not_selective(trainer.model)):
+        yield Finding((f"{root}model.ac.mode", f"{root}model.pp_schedule"), why)
 
 
 def exclusion_warnings(config: TrainingConfig) -> Iterator[str]:
@@ -65,3 +67,11 @@ def _kernels(model: TrainerModelConfig, device: str, root: str) -> Iterator[Find
     if model.compute_dtype == "float32":
         what = f'computes in numbers of 16 bits, and {root}model.compute_dtype is "float32". Write "auto"'
         yield Finding((key, f"{root}model.compute_dtype"), what)
+
+
+def _has_stages(layout: str) -> bool:
+    """Whether a listed layout has a pipeline."""
+    try:
+        return parse_sizes(layout).get("pp", 1) > 1
+    except LayoutTextError:
+        return False  # told by who reads the layouts
