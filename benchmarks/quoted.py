@@ -282,8 +282,8 @@ DOCS: Mapping[str, tuple[Callable[[Any], Iterator[Row]], Sequence[str]]] = {
     "publish": (
         publish,
         (
-            "1 GiB of bf16", "shared memory, s", "of memcpy's speed", "point to point, s", "of loopback's speed", "HTTP, s",
-            "disk, s", "`torch.save` and `load` through tmpfs, s", "gloo broadcast, s",
+            "1 GiB of bf16", "shared memory, s", "of memcpy's speed", "point to point, s", "of loopback's speed",
+            "HTTP, s", "disk, s", "`torch.save` and `load` through tmpfs, s", "gloo broadcast, s",
         ),
     ),
     "elastic": (elastic, ("", "of the best split's time", "tokens/s", "idle, %", "changes", "in `switch`, %")),
