@@ -329,7 +329,7 @@ class RemoteTrainer:
 
     @property
     def publishers(self) -> frozenset[int]:
-        """Slots that keep a version which is not withdrawn yet. A slot that has left the trainer may be among them."""
+        """Slots that keep a snapshot which is not withdrawn yet. One that has left the trainer may be among them."""
         return self._kept.slots
 
     def needs(self, slot: int) -> bool:
@@ -376,13 +376,13 @@ class RemoteTrainer:
     async def _keep(self, version: int) -> Manifest:
         if manifest := self._kept.use(version):
             return manifest
-        first, manifest = self.layout.first, Manifest(version, "none", "", 0, 0, ())
-        if self._receivers != "servers":
-            published = (await self._all(Publish(version), Published))[first].manifest
-            if published is None:
-                raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
-            manifest = published
-        return self._kept.keep(version, first, manifest)
+        if self._receivers == "servers":
+            return self._kept.keep(version, Manifest(version, "none", "", 0, 0, ()), slot=None)
+        first = self.layout.first
+        manifest = (await self._all(Publish(version), Published))[first].manifest
+        if manifest is None:
+            raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
+        return self._kept.keep(version, manifest, slot=first)
 
     async def _micro_steps(self, steps: deque[MicroStep], given: PendingSamples) -> None:
         """Run `steps` from the left, and take them out, until none is left, a change is due or training is held."""
