@@ -437,7 +437,7 @@ class ElasticFleet:
                 and server.status != "draining"
                 and self._discovery.why_not(address, server.incarnation)
             ):
-                self._shared.judge(
+                self._shared.apply(
                     server.instance, lambda each: each.moved("drain", "it says that it is leaving", self._clock())
                 )
 
