@@ -198,7 +198,7 @@ class WeightSender:
                 self._failed |= audience.close(f"no process group can be made: {error_text(error)}")
 
     def _go_on(self) -> None:
-        """Raises `SendingEnded`."""
+        """Raise `SendingEnded` when the update was aborted, is late, or has no receiver left."""
         if self._aborted.is_set():
             raise SendingEnded("the update was aborted")
         if time.monotonic() > self._deadline:

@@ -42,7 +42,7 @@ class HttpGenerators:
         self._pool = RemoteGenerators(None, (), capacity, 0, Deadlines(timeout_s, timeout_s, PATIENCE_S, timeout_s))
 
     async def __aenter__(self) -> "HttpGenerators":
-        """Raises SlotLost or Late when a server does not respond, Refused when it is no such server."""
+        """Open all servers. Raises SlotLost or Late when one does not respond, Refused when it is no such server."""
         try:
             await gather_all(*(port.open() for port in self._ports))
             for port in self._ports:
@@ -62,11 +62,12 @@ class HttpGenerators:
         return self._pool.capacity
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Raises SlotLost, Late, Refused or Interrupted. Cancelling the call aborts the request."""
+        """Have a server generate. Raises SlotLost, Late, Refused or Interrupted. Cancelling the call aborts the
+        request."""
         return await self._pool.generate(request)
 
     async def receive(self, manifest: Manifest) -> NoReturn:
-        """Raises Refused."""
+        """Refuse the version: these servers keep their own weights."""
         raise Refused(
             f"{', '.join(port.url for port in self._ports)}: servers of their own weights cannot receive version "
             f"{manifest.version}"

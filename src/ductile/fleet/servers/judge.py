@@ -54,13 +54,13 @@ class Judge:
         self._requirements, self._own_digests = requirements, own_digests
 
     def rule_renewed(self, at: float) -> None:
-        """We have ruled at this time."""
+        """Note that our rule was renewed at this time."""
         self._ruled_at = at
 
     # -- Probes -----------------------------------------------------------------------------------------------------
 
     def probed(self, address: str, outcome: ProbeOutcome) -> None:
-        """A probe of the address has found this."""
+        """Note what a probe of the address has found, and take out whoever is to blame."""
         now, server = self._state.clock(), self._state.now.at(address)
         if outcome.kind == "answered" and outcome.state is not None:
             unmet = self._requirements.unmet(address, outcome.state)
@@ -113,7 +113,7 @@ class Judge:
             self._state.change(lambda state: state.above(reply.epoch).joined(address, reply, now))
 
     def _leaves(self, address: str, incarnation: str, now: float) -> None:
-        """The process there says that it is leaving."""
+        """Drain the server at the address, whose process says that it is leaving."""
         found = self._state.now.at(address)
         if found is not None and found.incarnation == incarnation and found.status != "draining":
             self._state.apply(found.instance, lambda each: each.moved("drain", "it says that it is leaving", now))
@@ -153,8 +153,8 @@ class Judge:
     # -- Requests ---------------------------------------------------------------------------------------------------
 
     def request_ended(self, server: InstanceId, failure: Failure | None, began_at: float) -> None:
-        """A request that the server has had since `began_at` has ended there. A server that refuses one is kept out:
-        it would refuse the next one as well."""
+        """Note how a request has ended that the server has had since `began_at`. A server that refuses one is kept
+        out: it would refuse the next one as well."""
         now = self._state.clock()
         if failure is None:
             self._state.apply(server, lambda each: each.generated(now, self.rules))
@@ -173,14 +173,14 @@ class Judge:
                 self.lost(server, f"it has refused a request: {failure}")
 
     def lost(self, server: InstanceId, why: str) -> None:
-        """There is no doubt that it cannot be used any more."""
+        """Take out a server of which it is certain that it cannot be used any more."""
         self._state.apply(server, lambda each: each.moved("die", why, self._state.clock()))
 
     # -- Updates ----------------------------------------------------------------------------------------------------
 
     def update_began(self, version: int, receivers: Iterable[InstanceId]) -> tuple[TopologyMember, ...]:
-        """The receivers are sent a version. Returns those that are still there. Raises TransitionRefused for a version
-        that is older than what one of them has."""
+        """Note that the receivers are sent a version, and return those that are still there. Raises TransitionRefused
+        for a version that is older than what one of them has."""
         wanted, now = [*receivers], self._state.clock()
 
         def send(state: FleetState) -> FleetState:
@@ -206,7 +206,7 @@ class Judge:
                     self._state.apply(id, lambda server, why=why: server.update_failed(why, now, keeps_old=False))
 
     def update_aborted(self, receivers: Iterable[InstanceId], why: str) -> None:
-        """An update has ended before any of the receivers changed over: they serve what they had."""
+        """Note that an update has ended before any receiver changed over: they serve what they had."""
         why = f"the version that it was sent was aborted: {why}"
         for each in receivers:
             self._state.apply(each, lambda server: server.update_failed(why, self._state.clock(), keeps_old=True))

@@ -26,7 +26,7 @@ class WaitNotes:
         self._said_at: float | None = None
 
     def look(self, awaited: str) -> None:
-        """awaited: "" when nothing is waited for."""
+        """Say what is awaited, where it is time for that. awaited: "" when nothing is."""
         now = self._clock()
         if not awaited:
             self._said_at = None

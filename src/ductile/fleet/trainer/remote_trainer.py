@@ -132,7 +132,7 @@ class RemoteTrainer:
         self._changed.notify_all()
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
-        """Raises Late when it is held for too long."""
+        """Accumulate the samples' gradient, in micro-steps. Raises Late when training is held for too long."""
         packed_for: ParallelLayout | None = None
         left: Sequence[Sample] = samples
         steps: deque[MicroStep] = deque()
@@ -349,7 +349,7 @@ class RemoteTrainer:
             raise Refused(f"the trainer has gone on from version {version}, and cannot offer it")
 
     def check(self) -> None:
-        """Raises TrainerLost where there is no trainer any more."""
+        """Raise TrainerLost where there is no trainer any more."""
         if self._end is not None:
             raise self._end
 

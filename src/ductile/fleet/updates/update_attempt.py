@@ -102,8 +102,8 @@ class UpdateAttempt:
         return state.incarnation if state else self._servers[name].incarnation
 
     def fail(self, name: InstanceId, error: Failure | Shortfall | str) -> None:
-        """A server is out. Nothing happens when it is none, is out already or has committed; that one is gone is worth
-        more than that something there was not done."""
+        """Take a server out of the attempt. Nothing happens when it has no part in it, is out already or has committed;
+        but that it is gone is noted also where it is out because something was not done there."""
         why = error if isinstance(error, Shortfall) else shortfall(error)
         is_news = name not in self.short or (self.short[name].fault, why.fault) == ("undone", "gone")
         if name in self._servers and is_news and name not in self.committed:
@@ -323,8 +323,8 @@ class UpdateAttempt:
             self.pause_s = max(self.pause_s, self._clock() - began_s)
 
     async def _what_came_of(self, update: WeightUpdate, name: InstanceId, lost: Failure) -> UpdateProgress:
-        """The reply to a commit was lost: the server's state says whether it was done. Only when it says that it was
-        not is the commit sent once more. Raises a Failure."""
+        """Find out by the server's state what became of a commit whose reply was lost, and return the outcome. Only
+        where the state says that it was not done is the commit sent once more. Raises a Failure."""
         control, state = self._servers[name].control, None
         for _ in range(NUM_ASKED):
             state = await _outcome(control.state())

@@ -209,6 +209,7 @@ class WeightUpdates:
         )
 
     def _note(self, result: UpdateResult) -> None:
-        """One more update to the same version, which reached nobody or came from a server, says nothing new of it."""
+        """Note the version that was brought. One more update to the same one, which reached nobody or came from a
+        server, says nothing new of it."""
         if result.version != self.version or (result.digest and not self.digest):
             self.known = KnownWeights(result.version, result.digest, result.tensors)

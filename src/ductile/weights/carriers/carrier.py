@@ -62,7 +62,7 @@ def checksum_of(content: Tensor) -> str:
 
 
 def refuse_damaged(sender: str, bucket: Bucket, content: Tensor, expected: str) -> None:
-    """Raises `UpdateFailed` where a bucket's bytes are not those that were sent. expected: their `checksum_of`; "":
+    """Raise `UpdateFailed` where a bucket's bytes are not those that were sent. expected: their `checksum_of`; "":
     none was sent."""
     if content.numel() != bucket.num_bytes:
         raise UpdateFailed(
