@@ -8,7 +8,8 @@ from secrets import token_hex
 import torch
 from torch import Tensor
 
-from ductile.fabric.segment import Segment, SegmentUnavailable, aligned, borrowed, map_segment
+from ductile.fabric.alignment import aligned
+from ductile.fabric.segment import Segment, SegmentUnavailable, borrowed, map_segment
 from ductile.messages.updates import total_of
 from ductile.records import Manifest, TensorEntry
 from ductile.weights.buckets import OwnedTensor, dtype_name

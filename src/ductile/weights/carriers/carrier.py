@@ -1,6 +1,5 @@
 """Parts that all carriers of buckets have in common."""
 
-import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -72,7 +71,3 @@ def refuse_damaged(sender: str, bucket: Bucket, content: Tensor, expected: str) 
         raise UpdateFailed(
             f"bucket {bucket.index} of {sender} is damaged: its checksum is {found}, and {expected[:16]} was sent"
         )
-
-
-def aligned(num_bytes: int, alignment_bytes: int = 4096) -> int:
-    return math.ceil(num_bytes / alignment_bytes) * alignment_bytes
