@@ -1,9 +1,11 @@
 """What the ranks of a trainer send, between them: whole versions, which no optimizer step tears."""
 
+import os
 import queue
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -261,6 +263,37 @@ def test_a_rank_that_cannot_begin_leaves_all_in_step(folder: str) -> None:
     assert first[1] == second[1], "the same collectives in the same order"
     assert first[1]
     assert first[2] == second[2]
+
+
+def test_a_sender_that_is_stuck_keeps_nothing_else_of_the_role_from_being_freed(folder: str) -> None:
+    def story(role: TrainRole, told: "queue.Queue[Any]", place: RoleAssignment) -> None:
+        instance, memory = role._instance, role._outgoing._memory
+        assert instance is not None
+        role.handle(Publish(1))
+        role.handle(BeginUpdate(update(1)))
+        told.get(timeout=20)
+        memory.keep(memory.take(2, 10_000))
+        assert segments() == {"ductile-buckets", "ductile-weights-1"}
+        stuck = patch.object(MemorySender, "finish", side_effect=TimeoutError("the sender is still at work"))
+        with (
+            stuck,
+            patch.object(instance.groups, "destroy", wraps=instance.groups.destroy) as destroyed,
+            pytest.raises(TimeoutError, match="the sender is still at work"),
+        ):
+            role.close()
+        assert segments() == set()
+        assert (role._instance, instance.trainer, destroyed.call_count) == (None, None, 1)
+
+    _with_role(story, RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu"), settings_of(folder))
+
+
+def segments() -> set[str]:
+    """Names of the memory of ductile's that this process has open, without what makes them unlike any other."""
+    links: list[str] = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return {match[1] for link in links if (match := re.match(r"/memfd:(ductile-[a-z]+(-[0-9]+)?)", link))}
 
 
 def in_memory(role: TrainRole, hold: str) -> None:

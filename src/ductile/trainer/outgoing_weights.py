@@ -9,6 +9,7 @@ rank waits for another here, and none decides anything: all get the same command
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Event, Lock
 from time import monotonic
@@ -190,10 +191,12 @@ class OutgoingWeights:
             self._end("the update was aborted" if aborted else "the update was finished")
 
     def close(self) -> None:
-        self.fence("the role's end")
-        with self._lock:
-            self._end("the role ended")
-            self._memory.close()
+        """Raises TimeoutError for a sender that is stuck; it has nothing then that the next role needs."""
+        with ExitStack() as ending:
+            ending.callback(self._memory.close)
+            self.fence("the role's end")
+            with self._lock:
+                self._end("the role ended")
 
     def _end(self, reason: str) -> None:
         sending = self._sending

@@ -1,7 +1,7 @@
 """The train role of one slot: commands in, replies out."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 
@@ -155,15 +155,22 @@ class TrainRole:
         return []
 
     def close(self) -> None:
-        self._outgoing.close()
+        with ExitStack() as ending:  # from the last line to the first, whatever one of them raises
+            if self._assignment.device.startswith("cuda"):
+                ending.callback(torch.cuda.empty_cache)
+            ending.callback(self._leave)
+            ending.callback(self._publisher.close)
+            ending.callback(self._take_back)
+            ending.callback(self._outgoing.close)
+
+    def _take_back(self) -> None:
         if self._resize is not None:
             self._roll_back(self._resize.order.epoch)
-        self._publisher.close()
-        if self._instance is not None:
-            self._instance.destroy()
-        self._instance = None
-        if self._assignment.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+
+    def _leave(self) -> None:
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            instance.destroy()
 
     def _prepare(self, change: ResizeOrder) -> None:
         """The main thread may be in the middle of a micro-step meanwhile."""
