@@ -24,6 +24,7 @@ import pytest
 from ductile.fabric import rendezvous
 from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, SendReport, WeightCarrier, WeightUpdate
 from ductile.transport.sockets import LOOPBACK
+from ductile.weights.carriers import disk
 from ductile.weights.carriers.carrier import UpdateFailed
 from ductile.weights.carriers.disk import DiskSender, folder_of
 from ductile.weights.carriers.http import receive as take_lease
@@ -309,7 +310,7 @@ def test_the_death_of_a_sender_fails_its_receivers_at_once(
         assert server.until("failed").startswith("rank-0 ")
     if carrier == "disk":
         sender.process.wait()
-        DiskSender(update, "rank-1", ["a"]).remove()  # the next one finds what was left, and removes it
+        DiskSender(update, "rank-1", ["a"]).remove(WAIT_S)  # the next one finds what was left, and removes it
 
 
 @pytest.mark.parametrize("carrier", ACKNOWLEDGED)
@@ -492,6 +493,61 @@ def test_a_full_disk_fails_its_carrier_and_no_other(fleet: Callable[[WeightCarri
         assert "No space left on device" in failed[1]
         assert "gave the update up" in made.servers["by-disk"].until("failed")
         assert os.listdir(disk) == []
+
+
+class Hanging:
+    """A folder that takes no bucket from a number on, as a mount whose server is gone, until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, what: str) -> None:
+        self.let_go = threading.Event()
+        real = getattr(disk, what)
+
+        def write(file: Path, *content: Any) -> None:
+            if file.name in (f"bucket-{at}", "disk"):
+                assert self.let_go.wait(WAIT_S)
+            real(file, *content)
+
+        monkeypatch.setattr(disk, what, write)
+
+
+@pytest.mark.parametrize(("what", "at"), [("_write", 0), ("_write", 3), ("_sweep", -1)])
+def test_a_disk_that_hangs_fails_its_carrier_and_no_other(
+    fleet: Callable[[WeightCarrier], Fleet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, at: int
+) -> None:
+    hanging, folder = Hanging(monkeypatch, at, what), tmp_path / "disk"
+    folder.mkdir()
+    made = fleet("disk")
+    made.receiver("by-disk")
+    made.receiver("by-memory", "shared_memory")
+    made.receiver("by-group", "point_to_point")
+    update = msgspec.structs.replace(made.update(bucket_timeout_s=2.0), folder=str(folder))
+    made.prepare(update, made.send(update, SIZES))
+    for name in ("by-memory", "by-group"):
+        assert made.servers[name].until("staged") == expected(SIZES)
+    (failed,) = made.report().failed.items()
+    assert failed[0] == "by-disk"
+    assert f"did not take bucket {max(at, 0)} within 2 s" in failed[1]
+    made.senders[0].finish(WAIT_S)
+    hanging.let_go.set()
+
+
+@pytest.mark.parametrize("ends", ["abort", "total_timeout_s"])
+def test_an_update_that_ends_waits_for_no_disk(
+    fleet: Callable[[WeightCarrier], Fleet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    hanging, folder = Hanging(monkeypatch, 1, "_write"), tmp_path / "disk"
+    folder.mkdir()
+    made = fleet("disk")
+    made.receivers.append(Receiver("by-disk", "disk"))
+    more = {} if ends == "abort" else {ends: 0.5}
+    update = msgspec.structs.replace(made.update(bucket_timeout_s=60.0, **more), folder=str(folder))
+    made.send(update, SIZES)
+    if ends == "abort":
+        made.senders[0].abort()
+    why = "the update was aborted" if ends == "abort" else "the update took more than 0.5 s"
+    assert made.report().failed == {"by-disk": f"by-disk was left out: {why}"}
+    made.senders[0].finish(WAIT_S)
+    hanging.let_go.set()
 
 
 def test_a_folder_of_another_sender_is_not_loaded(fleet: Callable[[WeightCarrier], Fleet]) -> None:

@@ -126,3 +126,22 @@ def test_the_trace_says_when_each_stage_had_a_bucket() -> None:
     for name in NAMES:
         first, second = (span for span in pipeline.trace if span.stage == name)
         assert before <= first.begin <= first.end <= second.begin <= second.end <= after
+
+
+@pytest.mark.parametrize("num_items", [1, 6])
+def test_who_waits_looks_and_may_end_the_wait(num_items: int) -> None:
+    """For a buffer, and for the last bucket."""
+    let_go, loaded = threading.Event(), list[int]()
+
+    def load(item: int, _buffer: int) -> None:
+        assert let_go.wait(5)
+        loaded.append(item)
+
+    def look() -> None:
+        let_go.set()
+        raise ValueError("it has been ended")
+
+    stages = [Stage("fill", lambda _item, _buffer: None), Stage("load", load, finishes=True)]
+    with pytest.raises(ValueError, match="it has been ended"):
+        BucketPipeline(stages, 2, look).run(range(num_items))
+    assert loaded == list(range(min(num_items, 3))), "what was begun has been waited for"

@@ -11,15 +11,17 @@
    began: all that was begun comes to its end. Then the first error is raised.
 
 Whatever happens, no thread is left and no buffer is in use when `run` returns. A stage that waits needs a deadline of
-its own.
+its own; `look` may end its wait.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from queue import LifoQueue, SimpleQueue
+from queue import Empty, LifoQueue, SimpleQueue
 from threading import Thread
 from typing import Generic, NamedTuple, TypeVar
 
+LOOK_S = 0.1
+"""Time after which one that waits for a buffer, or for the last bucket, looks whether it is to go on."""
 Item = TypeVar("Item")
 
 
@@ -48,10 +50,12 @@ class _UnderWay(NamedTuple, Generic[Item]):
 
 
 class BucketPipeline(Generic[Item]):
-    def __init__(self, stages: Sequence[Stage[Item]], num_slots: int) -> None:
+    def __init__(self, stages: Sequence[Stage[Item]], num_slots: int, look: Callable[[], None] = lambda: None) -> None:
+        """look: called again and again by the caller's thread of `run` while it waits for the others'. Where it raises,
+        no bucket goes any further."""
         if num_slots < 1:
             raise ValueError(f"a pipeline has at least one slot, not {num_slots}")
-        self._stages = stages
+        self._stages, self._look = stages, look
         self.num_buffers = num_slots + 1
         self.trace: list[StageSpan] = []
         """Times of all stages, each stage's in the order of the buckets."""
@@ -74,7 +78,7 @@ class BucketPipeline(Generic[Item]):
             thread.start()
         try:
             for item in items:
-                buffer = self._free.get()
+                buffer = self._free_buffer()
                 if self._error is not None:
                     break
                 self._step(0, _UnderWay(item, buffer))
@@ -84,13 +88,29 @@ class BucketPipeline(Generic[Item]):
             if threads:
                 self._queues[1].put(None)
             for thread in threads:
-                thread.join()
+                self._join(thread)
         error, self._error = self._error, None
         try:
             if error is not None:
                 raise error
         finally:
             del error  # else its traceback, and so all that the stages worked with, would live in a circle
+
+    def _free_buffer(self) -> int:
+        while True:
+            try:
+                return self._free.get(timeout=LOOK_S)
+            except Empty:
+                self._look()
+
+    def _join(self, thread: Thread) -> None:
+        while thread.is_alive():
+            thread.join(LOOK_S)
+            try:
+                if thread.is_alive() and self._error is None:
+                    self._look()
+            except BaseException as error:
+                self._fail(error)
 
     def _serve(self, index: int) -> None:
         while (under_way := self._queues[index].get()) is not None:

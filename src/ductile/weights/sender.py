@@ -88,11 +88,12 @@ class WeightSender:
 
     def finish(self, timeout_s: float) -> None:
         """Wait until the thread has ended and free what the update still has. Raises `TimeoutError` after so long."""
+        deadline = time.monotonic() + timeout_s
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the thread that sends update {self._update.update_id} is still at work")
         if self._disk:
-            self._disk.remove()
+            self._disk.remove(deadline - time.monotonic())
 
     # -- In the thread ----------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class WeightSender:
 
         # Sending only begins in the first: a stage of its own would be one more thread to wake for each bucket.
         stages = [Stage("fill", fill), Stage("load", load, finishes=True)]
-        pipeline = BucketPipeline(stages, self._num_slots)
+        pipeline = BucketPipeline(stages, self._num_slots, self._look)
         self.trace = pipeline.trace
         pipeline.run(self._offer.buckets)
         self._meet(ring)  # without a bucket it has not
@@ -195,6 +196,16 @@ class WeightSender:
                 self._carriers.append(PointToPointSender(audience, update, self._offer.sender, host))
             except (RuntimeError, ValueError) as error:
                 self._failed |= audience.close(f"no process group can be made: {error_text(error)}")
+
+    def _look(self) -> None:
+        """Have nobody wait any longer, in a carrier either, when the update has been ended. Raises `SendingEnded`."""
+        try:
+            self._go_on()
+        except SendingEnded as ended:
+            for receiver in self._update.receivers:
+                self._left_out.setdefault(receiver.instance, str(ended))
+                self.leave_out(receiver.instance, self._left_out[receiver.instance])
+            raise
 
     def _go_on(self) -> None:
         """Raise `SendingEnded` when the update was aborted, is late, or has no receiver left."""

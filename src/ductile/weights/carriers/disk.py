@@ -6,8 +6,9 @@
         bucket-0, ...   each under another name while it is written
         manifest.json   their checksums; written last, so what lacks it is half written, and is never loaded
 
-A full disk fails the receivers of this carrier and no others. The files go with the update; those of a sender that was
-killed go when the next one begins.
+A disk that is full, or hangs, fails the receivers of this carrier and no others: a thread of its own writes, which is
+waited for a bucket's time and no longer. The files go with the update; those of a sender that was killed go when the
+next one begins.
 """
 
 import fcntl
@@ -19,18 +20,22 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
+from queue import SimpleQueue
+from threading import Event, Thread
 
 import msgspec
 import torch
 from torch import Tensor
 
 from ductile.disk import named
+from ductile.error_text import error_text
 from ductile.messages.updates import Bucket, Offer, WeightUpdate
 from ductile.weights.carriers.carrier import UpdateFailed, checksum_of
 from ductile.weights.carriers.control import TICK_S
 
 PREFIX = "ductile-update-"
+REMOVE_S = 1.0
+"""Seconds that a folder has to be removed before others go on: a thread goes on with it."""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 
 
@@ -49,70 +54,120 @@ def folder_of(update: WeightUpdate, sender: str) -> Path:
 
 
 class DiskSender:
+    """What is done in the folder is done by one thread, in order."""
+
     def __init__(self, update: WeightUpdate, sender: str, instances: Sequence[str]) -> None:
-        self._folder = folder_of(update, sender)
+        """Raises ValueError for names that may lead elsewhere."""
+        self._folder, self._timeout_s = folder_of(update, sender), update.bucket_timeout_s
+        self._nonce = _nonce(update, sender)
         self._instances = list(instances)
         self._failed: dict[str, str] = {}
+        self._left_out: set[str] = set()
         self._checksums: list[str] = []
-        self._to_write: dict[int, tuple[Tensor, str]] = {}
+        self._written: dict[int, Event] = {}
+        self._removed: Event | None = None
+        self._error = ""
+        """Why the thread could not go on."""
         self._lock = -1
-        try:
-            _sweep(self._folder.parent.parent)
-            self._folder.mkdir(mode=0o700, parents=True)
-            self._lock = _held_lock(self._folder / "lock")
-            _write(self._folder / "nonce", _nonce(update, sender))
-        except OSError as error:
-            self._drop_all(error)
+        self._steps: SimpleQueue[tuple[Callable[[], None], Event] | None] = SimpleQueue()
+        # No pool's: the end of the process does not wait for a daemon, which may hang for ever.
+        Thread(target=self._work, name=f"weights to {self._folder}", daemon=True).start()
+        self._begin(self._prepare)
 
     @property
     def live(self) -> bool:
         return len(self._failed) < len(self._instances)
 
     def send(self, bucket: Bucket, slot: int, content: Tensor, checksum: str) -> None:
-        self._to_write[bucket.index] = content, checksum
+        if self.live:
+            self._written[bucket.index] = self._begin(lambda: self._write(bucket, content, checksum))
 
     def wait(self, bucket: Bucket) -> None:
-        """Write the bucket. Nobody is waited for: receivers acknowledge nothing, and the orchestrator asks them, as it
-        verifies the version."""
-        content, checksum = self._to_write.pop(bucket.index)
-        if not self.live:
-            return
-        self._checksums.append(checksum or checksum_of(content))
-        try:
-            _write(self._folder / f"bucket-{bucket.index}", content.numpy().data)
-        except OSError as error:
-            self._drop_all(error)
+        """Return once the bucket has been written, or the carrier is dropped. No receiver is waited for: they
+        acknowledge nothing, and the orchestrator asks them, as it verifies the version."""
+        if written := self._written.pop(bucket.index, None):
+            self._settle(written, f"bucket {bucket.index}")
 
     def leave_out(self, instance: str) -> None:
-        """Do nothing: nobody is waited for."""
+        """Have `wait` return soon where no other receiver is left."""
+        self._left_out.add(instance)
 
     def close(self, reason: str = "") -> dict[str, str]:
         """Write the manifest, unless something failed. What has been written stays until `remove`."""
         if not reason and self.live:
-            try:
-                _write(self._folder / "manifest.json", msgspec.json.encode(FolderManifest(tuple(self._checksums))))
-            except OSError as error:
-                self._drop_all(error)
+            self._settle(self._begin(self._finish), "the manifest")
         if reason:
-            self._fail(f"has not got everything: {reason}")
+            self._drop(f"has not got everything: {reason}")
             self.remove()
         return self._failed
 
-    def remove(self) -> None:
+    def remove(self, timeout_s: float = REMOVE_S) -> None:
+        """Remove what has been written, and end the thread. Where the folder hangs it does both later: it is waited for
+        at most so long."""
+        self._begin_removal().wait(max(0.0, timeout_s))
+
+    def _settle(self, step: Event, what: str) -> None:
+        """Wait until a step has been done, and drop the carrier where it fails, or is not done in time."""
+        until = time.monotonic() + self._timeout_s
+        while self.live and not step.wait(TICK_S):
+            if self._left_out.issuperset(self._instances):
+                self._drop("was left out")
+            elif time.monotonic() > until:
+                self._drop(f"gets nothing by disk: {self._folder} did not take {what} within {self._timeout_s:g} s")
+        if self._error:
+            self._drop(f"gets nothing by disk: {self._error}")
+
+    def _drop(self, reason: str) -> None:
+        for instance in self._instances:
+            self._failed.setdefault(instance, f"{instance} {reason}")
+        self._begin_removal()
+
+    def _begin(self, step: Callable[[], None]) -> Event:
+        done = Event()
+        self._steps.put((step, done))
+        return done
+
+    def _begin_removal(self) -> Event:
+        if self._removed is None:
+            self._removed = self._begin(self._remove)
+            self._steps.put(None)
+        return self._removed
+
+    # -- In the thread ----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while begun := self._steps.get():
+            step, done = begun
+            try:
+                step()
+            except Exception as error:
+                self._error = str(named(error, self._folder)) if isinstance(error, OSError) else error_text(error)
+                self._remove()
+            done.set()
+            del begun, step  # else the last bucket's memory would be held until the next step
+
+    def _prepare(self) -> None:
+        _sweep(self._folder.parent.parent)
+        self._folder.mkdir(mode=0o700, parents=True)
+        self._lock = _held_lock(self._folder / "lock")
+        _write(self._folder / "nonce", self._nonce)
+
+    def _write(self, bucket: Bucket, content: Tensor, checksum: str) -> None:
+        if self.live and not self._error:
+            self._checksums.append(checksum or checksum_of(content))
+            _write(self._folder / f"bucket-{bucket.index}", content.numpy().data)
+
+    def _finish(self) -> None:
+        if not self._error:
+            _write(self._folder / "manifest.json", msgspec.json.encode(FolderManifest(tuple(self._checksums))))
+
+    def _remove(self) -> None:
         if self._lock >= 0:
             shutil.rmtree(self._folder, ignore_errors=True)
             with suppress(OSError):
                 self._folder.parent.rmdir()  # the last sender succeeds
             os.close(self._lock)
             self._lock = -1
-
-    def _drop_all(self, error: OSError) -> None:
-        self._fail(f"gets nothing by disk: {named(error, self._folder)}")
-        self.remove()
-
-    def _fail(self, reason: str) -> None:
-        for instance in self._instances:
-            self._failed.setdefault(instance, f"{instance} {reason}")
 
 
 def receive(update: WeightUpdate, offer: Offer, load: Callable[[Bucket, Tensor, str], None], stopped: Event) -> None:
