@@ -35,7 +35,8 @@ from ductile.weights.carriers.shared_memory import RingMemory
 from ductile.weights.sender import WeightSender
 
 FINISH_S = 5.0
-"""Seconds that a sender which is through, or was told to end, has to free what it holds."""
+"""Seconds that a sender which is through, or was told to end, has to free what it holds, beside the one bucket timeout
+that it may still wait: no call to gloo that makes a group ends before it."""
 
 BoxKey = tuple[str, tuple[int, ...]]
 """Name and start of a box: in one offer no two have the same."""
@@ -205,7 +206,7 @@ class OutgoingWeights:
         if not sending.through.is_set():
             sending.stop(reason)
         self._sending = None  # not before: a fence that finds none lets the weights change
-        sending.sender.finish(FINISH_S)
+        sending.sender.finish(FINISH_S + sending.update.bucket_timeout_s)
 
     def _prepared(self, update: WeightUpdate, trainer: Trainer, state: Mapping[str, Tensor]) -> _Sending:
         weights = OwnWeights.of(trainer, state)
