@@ -199,3 +199,27 @@ def test_it_dies_with_its_owner_however_that_ends() -> None:
         process.wait(10)
         assert process.stdout is not None
         process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(5000, 5001)], [(4096, 905)]),
+        ([(0, 16384)], [(0, 8192), (8192, 8192)]),
+        ([(4100, 12300), (20480, 20490)], [(4096, 8192), (12288, 12), (20480, 10)]),
+        ([(9, 9)], [(0, 9)]),
+    ],
+)
+def test_pages_are_got_in_small_pieces(
+    spans: list[tuple[int, int]], expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps all other threads of the process waiting."""
+    pieces: list[tuple[int, int]] = []
+
+    class Mapping:
+        def madvise(self, advice: int, first: int, num_bytes: int) -> None:
+            pieces.append((first, num_bytes))
+
+    monkeypatch.setattr(segment_module, "POPULATED_BYTES", 8192)
+    segment_module._populate(Mapping(), spans)  # pyright: ignore[reportArgumentType]
+    assert pieces == expected

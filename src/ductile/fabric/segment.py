@@ -123,6 +123,9 @@ for writing, so this keeps it as it is, like F_SEAL_WRITE. That one fails with E
 its pages, as the kernel does to move it."""
 MADV_POPULATE_WRITE = 23
 """The value in linux/mman.h, which `mmap` does not have."""
+POPULATED_BYTES = 1 << 24
+"""Memory that is got at once. `mmap.madvise` keeps all other threads of the process waiting: half a second and more for
+a GiB."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -175,8 +178,8 @@ def _populate(mapping: mmap.mmap, spans: Iterable[tuple[int, int]]) -> None:
     """Get pages before they are written to. Writing to new memory takes a quarter less time then."""
     try:
         for begin, end in spans:
-            first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-            mapping.madvise(MADV_POPULATE_WRITE, first, end - first)
+            for first in range(begin // mmap.PAGESIZE * mmap.PAGESIZE, end, POPULATED_BYTES):
+                mapping.madvise(MADV_POPULATE_WRITE, first, min(POPULATED_BYTES, end - first))
     except OSError as error:
         if error.errno != errno.EINVAL:  # Linux before 5.14
             raise
