@@ -145,3 +145,19 @@ class Histories(RuleBasedStateMachine):
 
 Histories.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestHistories = Histories.TestCase
+
+
+def test_the_time_of_the_last_change_of_those_that_serve_never_goes_back() -> None:
+    """One that is lost in the middle of an update is lost later than the update, by its own clock, has ended."""
+    state = FleetState()
+    for at in ADDRESSES[:2]:
+        state = state.joined(at, ProbeReply(f"process {at}", 0), 1.0)
+    first, second = state.servers
+    state = state.changed(state.of(first).sent(1, 2.0))
+    state = state.changed(state.of(first).committed(1, "digest", 2.0))
+    state = state.changed(state.of(second).sent(1, 3.0))
+    state = state.changed(state.of(first).moved("die", "it was killed", 10.5))
+    assert (state.membership, state.membership_since) == (2, 10.5)
+    state = state.changed(state.of(second).committed(1, "digest", 10.0))
+    assert (state.membership, state.membership_since) == (3, 10.5)
+    assert state.of(second).since == 10.0

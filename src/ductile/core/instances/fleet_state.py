@@ -92,7 +92,8 @@ class FleetState:
             self,
             epoch=epoch,
             membership=self.membership if epoch == self.epoch else epoch,
-            membership_since=self.membership_since if epoch == self.epoch else server.since,
+            # Some changes of one moment are told the time that it began, others the time that they were made.
+            membership_since=max(self.membership_since, server.since if epoch > self.epoch else 0.0),
             version=max(versions, default=None),
             servers={**self.servers, server.instance: server},
         )
