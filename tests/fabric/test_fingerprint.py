@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ductile.fabric import fingerprint as module
+from ductile.fabric.digest import ROW_BYTES, fingerprint_of_bytes
 from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.memory import Memory
 from tests.core.transfer.twin import Recipe
@@ -119,3 +120,32 @@ def test_it_does_not_matter_how_a_box_lies(shape: tuple[int, ...], start: tuple[
     for order in permutations(range(len(shape))):
         laid = box.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
         assert (module.weighted_sum(laid, start) - module.plain_weighted_sum(box, start)) % MODULUS == 0
+
+
+def test_weights_of_a_long_dim_are_the_same_and_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's block has room for one: what were kept of each length would fill its memory."""
+    box = torch.arange(5 * module.KEPT_ITEMS, dtype=torch.int64).to(torch.uint8)
+    true = module.plain_weighted_sum(box, (3,)) % MODULUS
+    kept = module._kept.cache_info()
+    monkeypatch.setattr(module, "BLOCK_ITEMS", box.numel())
+    for length in range(box.numel() - 70, box.numel()):
+        module.plain_weighted_sum(box[:length], (3,))
+    assert module.plain_weighted_sum(box, (3,)) % MODULUS == true
+    assert module._kept.cache_info() == kept, "none was asked for"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 1, 3 * ROW_BYTES + 77])
+def test_no_byte_of_a_segment_changes_or_moves_without_its_fingerprint(num_bytes: int) -> None:
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
+    true = fingerprint_of_bytes(data)
+    assert len(true) == 16
+    found = {true}
+    changed = {0, num_bytes // 2, max(0, num_bytes - 1), min(ROW_BYTES, max(0, num_bytes - 1))} if num_bytes else set()
+    for at in changed:
+        other = data.clone()
+        other[at] ^= 1
+        found.add(fingerprint_of_bytes(other))
+    if num_bytes > 2 * ROW_BYTES:
+        found.add(fingerprint_of_bytes(data.roll(ROW_BYTES)))
+        found.add(fingerprint_of_bytes(data.roll(1)))
+    assert len(found) == 1 + len(changed) + 2 * (num_bytes > 2 * ROW_BYTES)

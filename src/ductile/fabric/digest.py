@@ -1,13 +1,16 @@
 """A running 64-bit fingerprint of bytes as they pass, by peer: what one slot sent must be what the other received.
 
 It is xxh3, which keeps up with memory. What lies on a GPU is reduced to eight bytes there before
-(`ductile.fabric.fingerprint`). It guards against accidents, not against an attacker who wants two inputs to collide.
+(`ductile.fabric.fingerprint`), and to eight more what is left behind its last row. It guards against accidents, not against an attacker who wants two inputs to collide.
 """
 
 import torch
 import xxhash
 
 from ductile.fabric.fingerprint import box_fingerprint
+
+ROW_BYTES = 1 << 12
+"""Bytes that are fingerprinted as a row of a matrix: a dim as long as a segment would need as many weights."""
 
 
 class Digests:
@@ -31,4 +34,10 @@ class Digests:
 def _content(data: torch.Tensor | bytes) -> bytes | memoryview:
     if isinstance(data, bytes):
         return data
-    return data.numpy().data if data.device.type == "cpu" else box_fingerprint(data)
+    return data.numpy().data if data.device.type == "cpu" else fingerprint_of_bytes(data)
+
+
+def fingerprint_of_bytes(data: torch.Tensor) -> bytes:
+    """Return 16 bytes that stand for flat bytes, taken where they lie, on any device."""
+    end = data.numel() // ROW_BYTES * ROW_BYTES
+    return box_fingerprint(data[:end].view(-1, ROW_BYTES)) + box_fingerprint(data[end:])

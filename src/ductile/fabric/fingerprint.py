@@ -21,6 +21,9 @@ UPPER_HALF = 0xD1B54A32D192ED03 - (1 << 64)
 BLOCK_ITEMS = 1 << 17
 """Items that are contracted at once: as 64-bit integers they stay in a core's second cache."""
 GPU_BLOCK_ITEMS = 1 << 24
+KEPT_ITEMS = 1 << 17
+"""Most weights that are kept for the next box: 1 MiB, of which there are 64 at most. No dim of a matrix has many more;
+those of a block's own size would take 128 MiB on a GPU, for each length that there is."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """The dtype as which an item's bits are read, by its bytes."""
 _GOLDEN, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -97,13 +100,19 @@ def _unsigned(block: torch.Tensor) -> torch.Tensor:
     return value & 0xFFFF
 
 
-@lru_cache(maxsize=64)
 def _weights(level: int, first: int, stop: int, device: torch.device) -> torch.Tensor:
     """Weights of the indices first:stop of a dim, [stop - first]; dims are counted from the last one, which is 1."""
+    return (_kept if stop - first <= KEPT_ITEMS else _computed)(level, first, stop, device)
+
+
+def _computed(level: int, first: int, stop: int, device: torch.device) -> torch.Tensor:
     value = (torch.arange(first, stop, device=device) + (level << 40)) * _GOLDEN
     for shift, factor in ((30, _FIRST), (27, _SECOND)):  # the finaliser of splitmix64
         value = (value ^ _shifted(value, shift)) * factor
     return (value ^ _shifted(value, 31)) | 1
+
+
+_kept = lru_cache(maxsize=64)(_computed)
 
 
 def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
