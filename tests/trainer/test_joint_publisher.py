@@ -3,11 +3,13 @@
 import errno
 import os
 import resource
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer import owners
 from ductile.fabric import segment as segment_module
 from ductile.fabric.groups import Groups
+from ductile.fabric.segment import Segment
 from ductile.messages.workers import Publish, Withdraw
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
@@ -37,7 +40,7 @@ from ductile.weights.shared_memory import SharedMemory
 from tests.nightly import mostly_nightly
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
-from tests.trainer.fleet import Fleet
+from tests.trainer.fleet import Fleet, SlotFailed, SlotGone
 from tests.trainer.naive import make_samples
 
 SAMPLES = make_samples((9, 14, 5))
@@ -204,8 +207,10 @@ def cannot_be_mapped() -> Any:
 
 
 def cannot_be_sealed(function: str) -> Any:
-    """The seal is refused, or what is sealed cannot be read."""
+    """The seal is refused, or what is sealed cannot be read, or there is no memory to read it into."""
     failure = OSError(errno.ENOMEM, "Cannot allocate memory")
+    if function == "bytearray":
+        return patch.object(Segment, "_read_fingerprint", side_effect=MemoryError("Cannot allocate memory"))
     if function == "fcntl":
         return patch.object(segment_module.fcntl, "fcntl", side_effect=failure)
     return patch.object(segment_module.os, "preadv", side_effect=failure)
@@ -297,12 +302,13 @@ def test_where_a_rank_fails_nothing_is_published_and_all_go_on(
         fleet.release((0, 1))
 
 
-@pytest.mark.parametrize("function", ["fcntl", "preadv"])
+@pytest.mark.parametrize("function", ["fcntl", "preadv", "bytearray"])
 def test_where_the_first_rank_cannot_seal_the_version_it_alone_says_so(folders: dict[str, str], function: str) -> None:
     with Fleet(settings_of(folders["qwen3"]), slots=range(2)) as fleet:
         fleet.assign((0, 1))
         first, second = publish_on_all(fleet, 1, {0: partial(cannot_be_sealed, function)})
-        assert first.error.startswith("NotPublished: version 1 is not published: OSError: [Errno 12] Cannot allocate")
+        cause = "MemoryError: " if function == "bytearray" else "OSError: [Errno 12] "
+        assert first.error.startswith(f"NotPublished: version 1 is not published: {cause}Cannot allocate memory")
         assert (first.manifest, first.collectives, first.num_left) == (None, JOINT, 0)
         assert second == Outcome(None, "", "", JOINT, 0)
         assert not any(outcome.error for outcome in publish_on_all(fleet, 1)), "all are asked again"
@@ -354,14 +360,93 @@ def test_where_a_rank_cannot_open_the_segment_the_weights_are_gathered(folders: 
         fleet.release((0, 1))
 
 
-def test_the_gathering_rank_that_fails_leaves_all_in_step(folders: dict[str, str]) -> None:
+def no_memory(error: type[Exception]) -> Any:
+    """As Python says it, and as torch does."""
+    return patch.object(Segment, "append", side_effect=error("can't allocate memory: you tried to allocate 8 bytes"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (no_room, "OSError: [Errno 27] File too large"),
+        (partial(no_memory, MemoryError), "MemoryError: can't allocate memory"),
+        (partial(no_memory, RuntimeError), "RuntimeError: can't allocate memory"),
+    ],
+)
+def test_the_gathering_rank_that_fails_leaves_all_in_step(folders: dict[str, str], fault: Fault, text: str) -> None:
     far: dict[int, Fault] = {1: is_elsewhere}
     with Fleet(settings_of(folders["qwen3"]), slots=range(2)) as fleet:
         fleet.assign((0, 1))
         publish_on_all(fleet, 1, far)
-        first, second = publish_on_all(fleet, 2, {**far, 0: no_room})
-        assert "version 2 is not published: OSError: [Errno 27] File too large" in first.error
+        first, second = publish_on_all(fleet, 2, {**far, 0: fault})
+        assert f"NotPublished: version 2 is not published: {text}" in first.error
         assert first.num_left == 0
         assert second == Outcome(None, "", "", first.collectives, 0)
+        fleet.forward_backward(SAMPLES)
         assert not any(outcome.error for outcome in publish_on_all(fleet, 2, far))
         fleet.release((0, 1))
+
+
+def gathering_fails() -> Any:
+    """In what all ranks do in step, on one of them."""
+    return patch.object(Trainer, "publish_weights", lambda trainer: fail_in_step())
+
+
+def fail_in_step() -> Iterator[tuple[str, Tensor]]:
+    raise RuntimeError("a collective has failed")
+    yield
+
+
+def test_a_rank_that_fails_in_the_gathering_itself_has_lost_its_trainer(folders: dict[str, str]) -> None:
+    with Fleet(settings_of(folders["qwen3"]), slots=range(2)) as fleet:
+        fleet.assign((0, 1))
+        publish_on_all(fleet, 1, {1: is_elsewhere})
+        fleet.post(0, "call", publish, (2, {0: gathering_fails}, 0))
+        with pytest.raises(SlotFailed, match="RuntimeError: a collective has failed"):
+            fleet.answer(0)
+        fleet.release((0, 1))
+
+
+def dies_in_the_middle(role: TrainRole, version: int, slot: int, victim: int) -> tuple[str, bool, list[str]]:
+    """Why a slot's version is not published; whether it has its trainer; memory of the version that is left there. The
+    victim ends with its third box, and says nothing."""
+    num_copied, copy = 0, OwnWeights.copy
+
+    def copy_and_die(weights: OwnWeights, *arguments: Any) -> int:
+        nonlocal num_copied
+        num_copied += 1
+        if num_copied == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return copy(weights, *arguments)
+
+    error = ""
+    with patch.object(OwnWeights, "copy", copy_and_die if slot == victim else copy):
+        try:
+            role.handle(Publish(version))
+        except Exception as failed:
+            error = f"{type(failed).__name__}: {failed}"
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    left = [each for each in (*mapped, *opened) if "ductile-weights" in each]
+    return error, role._instance is not None and role._instance.trainer is not None, left
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_in_the_middle_ends_the_version_on_all(folders: dict[str, str], victim: int) -> None:
+    with Fleet(settings_of(folders["qwen3"]), slots=range(3)) as fleet:
+        fleet.assign((0, 1, 2))
+        for slot in range(3):
+            fleet.post(slot, "call", dies_in_the_middle, (1, slot, victim))
+        with pytest.raises(SlotGone, match=f"slot {victim} ended with -9"):
+            fleet.answer(victim)
+        others = [slot for slot in range(3) if slot != victim]
+        for slot in others:
+            error, has_trainer, left = fleet.answer(slot)
+            assert error
+            assert (has_trainer, left) == (False, []), "the trainer is lost, and no memory with it"
+        fleet.release(others)
+        fleet.assign(others)
+        first, second = publish_on_all(fleet, 1)
+        assert digest_received(first)
+        assert second == Outcome(None, "", "", JOINT, 0)
+        fleet.release(others)

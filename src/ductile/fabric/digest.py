@@ -38,6 +38,7 @@ def _content(data: torch.Tensor | bytes) -> bytes | memoryview:
 
 
 def fingerprint_of_bytes(data: torch.Tensor) -> bytes:
-    """Return 16 bytes that stand for flat bytes, taken where they lie, on any device."""
+    """Return 16 bytes that stand for flat bytes, taken where they lie, on any device: eight for all whole rows, and
+    eight for what is left behind them."""
     end = data.numel() // ROW_BYTES * ROW_BYTES
     return box_fingerprint(data[:end].view(-1, ROW_BYTES)) + box_fingerprint(data[end:])
