@@ -401,9 +401,12 @@ def test_a_rank_that_fails_in_the_gathering_itself_has_lost_its_trainer(folders:
     with Fleet(settings_of(folders["qwen3"]), slots=range(2)) as fleet:
         fleet.assign((0, 1))
         publish_on_all(fleet, 1, {1: is_elsewhere})
-        fleet.post(0, "call", publish, (2, {0: gathering_fails}, 0))
+        for slot in range(2):
+            fleet.post(slot, "call", publish, (2, {0: gathering_fails, 1: is_elsewhere}, slot))
         with pytest.raises(SlotFailed, match="RuntimeError: a collective has failed"):
             fleet.answer(0)
+        with pytest.raises(SlotFailed):
+            fleet.answer(1)
         fleet.release((0, 1))
 
 

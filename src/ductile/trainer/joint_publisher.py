@@ -9,7 +9,7 @@ the segment, as on another host, the tensors are gathered for the first rank ins
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -133,20 +133,42 @@ class JointPublisher:
     def _sealed(self, version: int, segment: Segment | None, entries: Sequence[TensorEntry]) -> Manifest | None:
         try:
             return None if segment is None else self._memory.finish(version, segment, entries)
-        except OSError as error:
+        except Exception as error:
             raise NotPublished(f"version {version} is not published: {error_text(error)}") from error
 
     def _gather(self, version: int, trainer: Trainer) -> Manifest | None:
         """Have the first slot copy whole tensors, which all slots gather one by one. Where that fails half way, it
         still gathers the rest: the others are spared its failure."""
-        tensors = trainer.publish_weights()
+        tensors = _Gathering(trainer.publish_weights())
         try:
             return self._memory.publish(version, tensors) if trainer.context.is_first else None
-        except (OSError, ValueError) as error:  # all else is of the slots' common work
+        except Exception as error:
+            if tensors.has_failed:
+                raise
             raise NotPublished(f"version {version} is not published: {error_text(error)}") from error
         finally:
             for _ in tensors:
                 pass
+
+
+class _Gathering:
+    """Tensors that all slots gather in step, one by one. What fails in that is no slot's own failure."""
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+        self.has_failed = False
+
+    def __iter__(self) -> "_Gathering":
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        try:
+            return next(self._tensors)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.has_failed = True
+            raise
 
 
 def _span(entry: TensorEntry, item_bytes: int, box: Box) -> tuple[int, int]:
