@@ -1,7 +1,7 @@
 """A running 64-bit fingerprint of bytes as they pass, by peer: what one slot sent must be what the other received.
 
-It is xxh3, which keeps up with memory. What lies on a GPU is reduced to eight bytes there before
-(`ductile.fabric.fingerprint`), and to eight more what is left behind its last row. It guards against accidents, not against an attacker who wants two inputs to collide.
+It is xxh3, which keeps up with memory. What lies on a GPU is reduced to sixteen bytes there before
+(`ductile.fabric.fingerprint`). It guards against accidents, not against an attacker who wants two inputs to collide.
 """
 
 import torch

@@ -218,9 +218,8 @@ class TrainRole:
         return self._outgoing.begin(update, trainer, self._instance.state)
 
     def _publish(self, version: int) -> Manifest | None:
-        trainer = self._live
-        with self._in_step() as instance:
-            return self._publisher.publish(version, trainer, instance.state)
+        with self._in_step() as instance:  # no local here has the trainer: with it the sockets of a failure would stay
+            return self._publisher.publish(version, self._live, instance.state)
 
     @property
     def _live(self) -> Trainer:
