@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -593,3 +594,38 @@ def test_a_sender_keeps_its_memory_for_updates_of_the_same_size() -> None:
     memory.close()
     assert memory.num_bytes == 0
     assert _open_files() == before
+
+
+def test_what_comes_after_the_end_of_a_senders_memory_is_not_kept() -> None:
+    """As from a thread that was still at work."""
+    memory, before = RingMemory(), _open_files()
+    late = memory.take(3, 10_000)
+    memory.close()
+    memory.keep(late)
+    assert memory.num_bytes == 0
+    memory.keep(memory.take(1, 10))
+    assert _open_files() == before
+
+
+class SlowToLetGo(RingMemory):
+    """Between a look at what it keeps and the change of it there is time for other threads."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name == "_kept":
+            time.sleep(0.05)
+        return found
+
+
+def test_two_that_take_at_once_never_get_the_same_memory() -> None:
+    memory = SlowToLetGo()
+    memory.keep(memory.take(1, 10))
+    taken: list[SlotRing] = []
+    threads = [threading.Thread(target=lambda: taken.append(memory.take(1, 10))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(ring) for ring in taken}) == 3
+    for ring in taken:
+        ring.close()

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
+from threading import Lock
 
 import numpy as np
 import torch
@@ -77,18 +78,21 @@ def _slot(content: Tensor, index: int, slot_bytes: int, num_bytes: int) -> Tenso
 
 class RingMemory:
     """The ring that a sender keeps from one update to the next: the kernel takes longer to make fresh pages than it
-    takes to fill them."""
+    takes to fill them. From any thread."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._kept: SlotRing | None = None
+        self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
-        return self._kept.num_slots * self._kept.slot_bytes if self._kept else 0
+        kept = self._kept
+        return kept.num_slots * kept.slot_bytes if kept else 0
 
     def take(self, num_slots: int, slot_bytes: int) -> SlotRing:
         """Return a ring that nobody else has, until it is kept again or closed."""
-        kept, self._kept = self._kept, None
+        kept = self._exchange(None)
         if kept is not None and (kept.num_slots, kept.slot_bytes) == (num_slots, SlotRing.size_of(slot_bytes)):
             return kept
         if kept is not None:
@@ -96,13 +100,25 @@ class RingMemory:
         return SlotRing("ductile-buckets", num_slots, slot_bytes)
 
     def keep(self, ring: SlotRing) -> None:
-        self.close()
-        self._kept = ring
+        """Keep a ring, in place of the one before it; once this has been closed, close it."""
+        before = self._exchange(ring)
+        if before is not None:
+            before.close()
 
     def close(self) -> None:
-        kept, self._kept = self._kept, None
+        """Free what is kept, and whatever comes later."""
+        kept = self._exchange(None, closes=True)
         if kept is not None:
             kept.close()
+
+    def _exchange(self, ring: SlotRing | None, closes: bool = False) -> SlotRing | None:
+        """Return what was kept, which is the caller's now, or the ring itself where nothing is kept any more."""
+        with self._lock:
+            self._is_closed = self._is_closed or closes
+            if self._is_closed and ring is not None:
+                return ring
+            kept, self._kept = self._kept, ring
+        return kept
 
 
 class SharedMemorySender:
