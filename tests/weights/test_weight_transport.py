@@ -82,10 +82,27 @@ def test_a_number_that_serves_another_version_is_refused(transport: WeightTransp
         receive(old)
 
 
-def test_publishing_a_version_twice_is_refused(transport: WeightTransport):
-    transport.publish(0, [])
-    with pytest.raises(ValueError, match="version 0 is published already"):
-        transport.publish(0, [])
+def test_a_version_that_is_published_again_takes_the_place_of_the_one_before(transport: WeightTransport):
+    """The reply to the first may never have come."""
+    num_fds = len(os.listdir("/proc/self/fd"))
+    old = transport.publish(0, TENSORS.items())
+    held = receive(old)
+    new = transport.publish(0, [("embed", TENSORS["embed"] + 1)])
+    assert transport.offer(0, []) == new
+    assert torch.equal(receive(new)["embed"], TENSORS["embed"] + 1)
+    assert torch.equal(held["embed"], TENSORS["embed"]), "who has received it keeps it"
+    with pytest.raises(WeightsUnavailable):
+        receive(old)
+    del held
+    transport.withdraw(0)
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+def test_a_version_that_cannot_be_published_again_stays_as_it_was(transport: WeightTransport):
+    old = transport.publish(0, TENSORS.items())
+    with pytest.raises(ZeroDivisionError):
+        transport.publish(0, ((name, tensor / (1 // 0)) for name, tensor in TENSORS.items()))
+    assert torch.equal(receive(old)["embed"], TENSORS["embed"])
 
 
 def test_a_failing_source_leaves_nothing_open(transport: WeightTransport):

@@ -37,14 +37,13 @@ class SharedMemory:
 
     def begin(self, version: int, num_bytes: int = 0) -> Segment:
         """Return a segment to fill with a version's tensors, as `laid_out` has them, and to close where nothing comes
-        of it. Raises ValueError for a version that is published, and OSError."""
-        if version in self._offers:
-            raise ValueError(f"version {version} is published already; withdraw it first")
+        of it. Raises OSError."""
         # On every host and in every run the name is another one: who writes into the segment knows it by that.
         return Segment(f"ductile-weights-{version}-{token_hex(8)}", num_bytes)
 
     def finish(self, version: int, segment: Segment, entries: Iterable[TensorEntry]) -> Manifest:
-        """Offer a filled segment, until the version is withdrawn."""
+        """Offer a filled segment, until the version is withdrawn, or published again: who asked for it may never have
+        heard of this one. Its readers keep what they have received."""
         segment.seal()
         tensors = tuple(entries)
         manifest = Manifest(
@@ -56,7 +55,10 @@ class SharedMemory:
             tensors,
             total_of(entry.digest for entry in tensors),
         )
+        before = self._offers.get(version)
         self._offers[version] = manifest, segment
+        if before is not None:
+            before[1].close()
         return manifest
 
     def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
