@@ -580,6 +580,30 @@ def test_the_memory_of_a_sender_can_only_be_read() -> None:
         ring.close()
 
 
+def test_memory_of_a_slot_is_got_before_it_is_filled_and_not_sooner() -> None:
+    ring = SlotRing("test", 3, 100_000)
+    got_bytes = [os.stat(ring.location).st_blocks * 512]
+    for slot, num_bytes in ((1, 0), (1, 5000), (1, 4999), (0, 100_000), (1, 100_000)):
+        ring.slot(slot, num_bytes)
+        got_bytes.append(os.stat(ring.location).st_blocks * 512)
+    ring.close()
+    assert got_bytes == [0, 0, 8192, 8192, 8192 + 102_400, 2 * 102_400]
+
+
+def test_a_sender_that_gets_no_memory_says_so(
+    fleet: Callable[[WeightCarrier], Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", none)
+    made = fleet("shared_memory")
+    made.receivers.append(Receiver("a", "shared_memory"))
+    made.send(made.update(), SIZES)
+    why = "rank-0 could not go on: OSError: [Errno 28] No space left on device"
+    assert made.report().failed == {"a": f"a has not got everything: {why}"}
+
+
 def test_a_sender_keeps_its_memory_for_updates_of_the_same_size() -> None:
     memory, before = RingMemory(), _open_files()
     first = memory.take(3, 10_000)

@@ -24,7 +24,7 @@ class WeightTransport(Protocol):
         """Offer a version's tensors (full, any device, any dtype) until it is withdrawn.
 
         The iterable is consumed one tensor at a time, so it may gather each only when asked for it. When it raises,
-        nothing is offered. Raises ValueError for a version that is offered already.
+        nothing changes. A version that is offered already is replaced; who has received it keeps it.
         """
         ...
 

@@ -36,6 +36,8 @@ class SlotRing:
 
     def __init__(self, name: str, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, self.size_of(slot_bytes)
+        self._got_bytes = [0] * num_slots
+        """Bytes of each slot, from its beginning, whose memory is there."""
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, self.num_slots * self.slot_bytes)
@@ -64,6 +66,11 @@ class SlotRing:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def slot(self, index: int, num_bytes: int) -> Tensor:
+        """Return a slot's bytes, to be filled. Raises OSError where their memory cannot be had: writing to a mapping
+        would end the process then. To get it in one call takes a tenth less time than page by page."""
+        if num_bytes > self._got_bytes[index]:
+            os.posix_fallocate(self._fd, index * self.slot_bytes, aligned(num_bytes))
+            self._got_bytes[index] = aligned(num_bytes)
         return _slot(self._content, index, self.slot_bytes, num_bytes)
 
     def close(self) -> None:
