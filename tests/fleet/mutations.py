@@ -5,16 +5,19 @@
 
 A defect is an edit of a copy of the sources, and the name of the tests that are to notice. The edit's text must be
 found in the sources exactly once, so a defect that no longer applies is told, and counts as one that survived. Tests
-that cannot be collected do not catch anything: they must have run, and failed.
+that cannot be collected do not catch anything: they must have run, and failed. Where pytest itself was ended, or ran no
+test, the defect was neither caught nor did it survive: it is "not run", and the whole is no success.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -275,15 +278,34 @@ def put_back(defect: Defect, sources: Path) -> None:
         file.write_text(text.replace(edit.old, edit.new))
 
 
-def notices(defect: Defect) -> tuple[bool, str]:
-    """Return whether the tests fail, and the first line of how they do."""
+class Verdict(StrEnum):
+    CAUGHT = "caught"
+    SURVIVED = "SURVIVED"
+    NOT_RUN = "not run"
+
+
+def verdict_of(returncode: int, stdout: str, stderr: str) -> tuple[Verdict, str]:
+    """What a run of pytest says of a defect, and the line that shows it."""
+    lines = stdout.splitlines()
+    # An error of a test's own fixture names the test: the run could not even begin.
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR ")) and "::" in line]
+    if returncode == 1 and failed:
+        return Verdict.CAUGHT, failed[0].split(maxsplit=1)[1]
+    passed = [line for line in lines if re.search(r"\b[1-9]\d* passed\b", line)]
+    if returncode == 0 and passed:
+        return Verdict.SURVIVED, passed[-1]
+    return Verdict.NOT_RUN, f"pytest ended with {returncode}: {lines[-1] if lines else stderr[-300:]}"
+
+
+def judged(defect: Defect) -> tuple[Verdict, str]:
+    """Return what the tests say of a defect, and how."""
     with tempfile.TemporaryDirectory(prefix="defect-") as folder:
         sources = Path(folder, "src")
         shutil.copytree(ROOT / "src", sources, ignore=shutil.ignore_patterns("__pycache__"))
         try:
             put_back(defect, sources)
         except (ValueError, OSError) as error:
-            return False, str(error)
+            return Verdict.SURVIVED, str(error)
         command = [
             sys.executable,
             "-m",
@@ -291,7 +313,6 @@ def notices(defect: Defect) -> tuple[bool, str]:
             *defect.tests.split(),
             "-m",
             "",
-            "-q",
             "-x",
             "-p",
             "no:cacheprovider",
@@ -307,30 +328,25 @@ def notices(defect: Defect) -> tuple[bool, str]:
                 timeout=TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
-            return True, f"the tests did not end within {TIMEOUT_S:g} s"
-    lines = ended.stdout.splitlines()
-    # An error of a test's own fixture names the test: the run could not even begin.
-    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR ")) and "::" in line]
-    if ended.returncode == 1 and failed:
-        return True, failed[0].split(maxsplit=1)[1]
-    return False, lines[-1] if lines else ended.stderr[-300:]
+            return Verdict.CAUGHT, f"the tests did not end within {TIMEOUT_S:g} s"
+    return verdict_of(ended.returncode, ended.stdout, ended.stderr)
 
 
 def main(numbers: list[int]) -> int:
-    caught = survived = 0
+    counts = dict.fromkeys(Verdict, 0)
     for defect in DEFECTS:
         if numbers and defect.number not in numbers:
             continue
         began_s = time.monotonic()
-        noticed, how = notices(defect)
-        caught, survived = caught + noticed, survived + (not noticed)
-        verdict = "caught" if noticed else "SURVIVED"
+        verdict, how = judged(defect)
+        counts[verdict] += 1
         print(
             f"{defect.number:2}  {verdict:8}  {time.monotonic() - began_s:4.0f} s  {defect.what}\n      {how}",
             flush=True,
         )
-    print(f"{caught} caught, {survived} survived")
-    return 0 if survived == 0 and caught else 1
+    caught, survived, not_run = counts.values()
+    print(f"{caught} caught, {survived} survived{f', {not_run} not run' if not_run else ''}")
+    return 0 if caught == sum(counts.values()) and caught else 1
 
 
 if __name__ == "__main__":
