@@ -139,7 +139,7 @@ class JointPublisher:
     def _gather(self, version: int, trainer: Trainer) -> Manifest | None:
         """Have the first slot copy whole tensors, which all slots gather one by one. Where that fails half way, it
         still gathers the rest: the others are spared its failure."""
-        tensors = _Gathering(trainer.publish_weights())
+        tensors = _CommonTensors(trainer.publish_weights())
         try:
             return self._memory.publish(version, tensors) if trainer.context.is_first else None
         except Exception as error:
@@ -151,14 +151,14 @@ class JointPublisher:
                 pass
 
 
-class _Gathering:
+class _CommonTensors:
     """Tensors that all slots gather in step, one by one. What fails in that is no slot's own failure."""
 
     def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._tensors = tensors
         self.has_failed = False
 
-    def __iter__(self) -> "_Gathering":
+    def __iter__(self) -> "_CommonTensors":
         return self
 
     def __next__(self) -> tuple[str, Tensor]:

@@ -160,10 +160,10 @@ class TrainRole:
                 ending.callback(torch.cuda.empty_cache)
             ending.callback(self._leave)
             ending.callback(self._publisher.close)
-            ending.callback(self._take_back)
+            ending.callback(self._end_resize)
             ending.callback(self._outgoing.close)
 
-    def _take_back(self) -> None:
+    def _end_resize(self) -> None:
         if self._resize is not None:
             self._roll_back(self._resize.order.epoch)
 

@@ -86,7 +86,7 @@ class DiskSender:
         """Return once the bucket has been written, or the carrier is dropped. No receiver is waited for: they
         acknowledge nothing, and the orchestrator asks them, as it verifies the version."""
         if written := self._written.pop(bucket.index, None):
-            self._settle(written, f"bucket {bucket.index}")
+            self._await_step(written, f"bucket {bucket.index}")
 
     def leave_out(self, instance: str) -> None:
         """Have `wait` return soon where no other receiver is left."""
@@ -95,7 +95,7 @@ class DiskSender:
     def close(self, reason: str = "") -> dict[str, str]:
         """Write the manifest, unless something failed. What has been written stays until `remove`."""
         if not reason and self.live:
-            self._settle(self._begin(self._finish), "the manifest")
+            self._await_step(self._begin(self._finish), "the manifest")
         if reason:
             self._drop(f"has not got everything: {reason}")
             self.remove()
@@ -106,7 +106,7 @@ class DiskSender:
         at most so long."""
         self._begin_removal().wait(max(0.0, timeout_s))
 
-    def _settle(self, step: Event, what: str) -> None:
+    def _await_step(self, step: Event, what: str) -> None:
         """Wait until a step has been done, and drop the carrier where it fails, or is not done in time."""
         until = time.monotonic() + self._timeout_s
         while self.live and not step.wait(TICK_S):
