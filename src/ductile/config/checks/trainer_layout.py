@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.on_disk import read_spec
@@ -56,13 +57,19 @@ def memory_options(config: TrainingConfig) -> MemoryOptions:
     """What the memory of a slot of the trainer depends on, besides model and layout. The optimizer has been found to be
     a supported one."""
     cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
-    model, device = trainer.model, "cpu" if cluster.device == "cpu" else "cuda"
-    dtype, ac, offloading = DTYPE_BYTES[model.optimization_dtype], model.ac, model.ac_offloading
-    generator = 0
+    options = trainer_memory(trainer, "cpu" if cluster.device == "cpu" else "cuda")
     if isinstance(config, RLConfig) and placement_of(config).shares:  # a generator is on the same slot
         share = config.inference.gpu_memory_utilization or 0.0
-        generator = int((cluster.device_memory_gib or 0.0) * GIB * share)
-    asked = asked_layout(model)
+        options = replace(options, generator_bytes=int((cluster.device_memory_gib or 0.0) * GIB * share))
+    return options
+
+
+def trainer_memory(
+    trainer: TrainerConfig | SFTConfig | TrainerRunConfig, device: Literal["cpu", "cuda"]
+) -> MemoryOptions:
+    """The same for a slot on such a device that only trains."""
+    model, asked = trainer.model, asked_layout(trainer.model)
+    dtype, ac, offloading = DTYPE_BYTES[model.optimization_dtype], model.ac, model.ac_offloading
     return MemoryOptions(
         parameter_bytes=dtype,
         compute_bytes=DTYPE_BYTES[compute_dtype(model.compute_dtype, device)],
@@ -77,7 +84,6 @@ def memory_options(config: TrainingConfig) -> MemoryOptions:
         head_chunk_tokens=model.head_chunk_tokens,
         device=device,
         context_bytes=CONTEXT_BYTES[device],
-        generator_bytes=generator,
         cp_style=asked.cp_style,
         pp_schedule=asked.pp_schedule,
         num_runs=asked.num_runs,

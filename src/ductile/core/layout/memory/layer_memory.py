@@ -19,6 +19,7 @@ read. What each saves:
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ductile.core.layout.memory.options import Checkpointing
 from ductile.core.layout.memory.slot_shapes import SlotShapes
@@ -78,6 +79,7 @@ class LayerMemory:
         return sum(self.kept) + self.cached
 
 
+@lru_cache(maxsize=4096)
 def layer_memory(shapes: SlotShapes, checkpointing: Checkpointing | None) -> LayerMemory:
     """Return what a layer takes that does as `checkpointing` says."""
     return walk(operations_of(shapes), checkpointing)
@@ -257,10 +259,8 @@ def _backward_peaks(
         operation = operations[number]
         region = next((region for region in regions if number == region.stop - 1), None)
         if region is not None:
-            again = {name for each in region for name in operations[each].saves}
-            live |= {name: sizes[name] for name in again}
-            peaks = [max(peak, sum(live.values()) + sum(gradients.values()) + results + extra)
-                     for peak, extra in zip(peaks, (0, made_weights, 0), strict=True)]  # fmt: skip
+            live |= {name: sizes[name] for each in region for name in operations[each].saves}
+            # A cached result is the tensor that is saved again, or goes, but for the last one, which nothing asks for.
             results -= sum(cached.get(each, 0) for each in region if each != region.stop - 1)
         new = {name: operation.gradients.get(name, sizes[name]) for name in operation.reads}
         now = sum(live.values()) + sum(gradients.values()) + results + sum(new.values()) + operation.backward_extra

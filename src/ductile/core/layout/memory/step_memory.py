@@ -158,9 +158,10 @@ class _StageStep:
         return Moment(name, parts.named())
 
     def _forward(self) -> Iterator[Moment]:
+        """With pp weights are gathered once, while the slot keeps nothing for other micro-batches yet."""
         for place in self._looked_at:
             now = {"activations": self._kept(place) + self._forward_of(self._layers[place])}
-            flat = {"communication": self._flat(self._unit)}
+            flat = {"communication": self._flat(self._unit) * (self._in_flight == 1)}
             yield self._at(f"forward pass of layer {place}", now, self._gathered_until(place, forward=True), flat)
         if self._has_embed and self._is_wrapped:
             yield self._at("gathering of the embeddings", self._being_gathered(self._root))
