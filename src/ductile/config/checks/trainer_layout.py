@@ -40,7 +40,7 @@ def layout_rules(config: TrainingConfig) -> LayoutRules:
     """The rules of a run. A listed layout that is no text of one counts as absent: `layout_findings` refuses it."""
     model, resize, _ = _trainer(config)
     listed = tuple(text for text in resize.layouts if not _unreadable(text))
-    rules = LayoutRules(_spec(model), asked_layout(model), listed, _num_samples(config), slot_memory(config))
+    rules = LayoutRules(_spec(model), asked_layout(model), listed, num_samples(config), slot_memory(config))
     return rules.beginning_on(len(placement_of(config).train))
 
 
@@ -186,9 +186,13 @@ def _relief(rules: LayoutRules, planned: PlannedLayout, root: str) -> str:
     if rules.spec is None or rules.memory is None or planned.layout is None:
         return ""
     memory = replace(rules.memory, least_bytes=0)
-    built = [name for name, key in keys(TrainerModelConfig).items() if key.not_built is None]
-    found = relief(rules.spec, rules.asked, planned.layout.dims, memory, built)
+    found = relief(rules.spec, rules.asked, planned.layout.dims, memory, built_keys())
     return relief_in_words(found, memory, f"{root}model.")
+
+
+def built_keys() -> frozenset[str]:
+    """Keys of `trainer.model` that do something."""
+    return frozenset(name for name, key in keys(TrainerModelConfig).items() if key.not_built is None)
 
 
 def unbuilt(sizes: Mapping[str, object]) -> list[str]:
@@ -257,8 +261,13 @@ def _spec(model: TrainerModelConfig) -> ModelSpec | None:
     return spec if spec is None or num_layers is None else replace(spec, num_layers=min(num_layers, spec.num_layers))
 
 
-def _num_samples(config: TrainingConfig) -> int | None:
-    """Samples of an optimizer step."""
+def model_spec(config: TrainingConfig) -> ModelSpec | None:
+    """The model that a config trains; None where it names none that can be read."""
+    return _spec((config.trainer if isinstance(config, RLConfig) else config).model)
+
+
+def num_samples(config: TrainingConfig) -> int | None:
+    """Samples of an optimizer step; None where the config does not say how many."""
     if isinstance(config, RLConfig):
         return max(1, config.orchestrator.batch_size // config.orchestrator.n_minibatches)
     if isinstance(config, SFTConfig):

@@ -11,11 +11,12 @@
 | `ac_offloading` | activations cross to host memory and back |
 | `reshard_after_forward` | every layer's weights are gathered once more |
 | larger `tp`, `cp`, `pp` | messages in every layer, or stages that wait |
-| `fsdp_cpu_offload` | weights and gradients cross to the device and back in every micro-batch, the optimizer runs on a CPU |
+| `fsdp_cpu_offload` | weights and gradients cross in every micro-batch, and the optimizer runs on a CPU |
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
@@ -113,10 +114,12 @@ def in_words(found: list[Relief], memory: SlotMemory, root: str) -> str:
     return f"{said}, which is the least: take more slots" if short else said
 
 
-def spelled(value: Setting) -> str:
-    """A value as TOML has it."""
+def spelled(value: object) -> str:
+    """A value as TOML has it: true, 5, "full", ["norm", "mlp"]."""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(spelled(each) for each in cast(list[object], value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

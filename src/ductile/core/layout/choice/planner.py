@@ -209,7 +209,8 @@ class _Try:
 
     @property
     def _needs(self) -> str:
-        assert self._memory is not None and self.use is not None, "bytes are missing"
+        assert self._memory is not None, "bytes are missing"
+        assert self.use is not None, "bytes are missing"
         needed, room_bytes = self.use.device, self._memory.room_bytes
         return f"a slot would need about {gib(needed.total)} GiB ({needed.in_words()}) and has {gib(room_bytes)} GiB"
 

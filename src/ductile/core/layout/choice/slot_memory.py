@@ -17,6 +17,7 @@ from ductile.core.layout.model.spec import ModelSpec
 
 USABLE = 0.9
 """Share of a device's memory that its roles may take; the rest goes to fragmentation and an allocator's rounding."""
+DEFAULT_OPTIONS = MemoryOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class SlotMemory:
 
     room_bytes: int
     """Memory of a slot."""
-    options: MemoryOptions = MemoryOptions()
+    options: MemoryOptions = DEFAULT_OPTIONS
     least_bytes: int = 0
     """Bytes that a slot is taken to have in any case: those that the layouts need in which the run begins, and that
     were asked for by hand."""

@@ -74,6 +74,10 @@ class LayerMemory:
     backward_with_one_weight: int
     """The same where each weight's gradient is added to another one as soon as it is made."""
 
+    for_weights: int
+    """Bytes of what products read, and of the gradients of what they make: what a schedule that makes gradients of
+    weights later keeps until then."""
+
     @property
     def kept_bytes(self) -> int:
         return sum(self.kept) + self.cached
@@ -133,8 +137,17 @@ def _attention(shapes: SlotShapes, q: int, k: int, v: int) -> tuple[list[Operati
         if shapes.cp > 1:  # every block's output is one of its own, and sums are in fp32
             cached = q * (2 * shapes.cp + 1) // 2
             extra = (q // c * 4 + 3 * (k + v), 2 * (q + k + v) // c * 4 + 3 * (k + v))
-        run = Operation("attention", ("turned", "v"), {"out": q, "lse": lse}, ("turned", "qkv", "out", "lse"), {"v": v},
-                        target="attn_proj", forward_extra=extra[0], backward_extra=extra[1], cached=cached + lse)
+        run = Operation(
+            "attention",
+            ("turned", "v"),
+            {"out": q, "lse": lse},
+            ("turned", "qkv", "out", "lse"),
+            {"v": v},
+            target="attn_proj",
+            forward_extra=extra[0],
+            backward_extra=extra[1],
+            cached=cached + lse,
+        )
         return [run], "out"  # fmt: skip
     shared = shapes.exchanged_keys / shapes.heads[1]
     exchanged = q + int((k + v) * shared)
@@ -192,6 +205,12 @@ def walk(operations: Sequence[Operation], checkpointing: Checkpointing | None) -
         weight_gradients=sum(operation.weight for operation in operations),
         backward_with_weights=with_weights,
         backward_with_one_weight=with_one,
+        for_weights=sum(
+            sizes[name]
+            for operation in operations
+            if operation.is_product
+            for name in (*operation.reads, *operation.makes)
+        ),
     )
 
 

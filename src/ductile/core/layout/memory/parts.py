@@ -1,7 +1,7 @@
 """What a slot's memory is taken by: `MemoryParts`, `SlotUse`."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 GIB = 2**30
 
@@ -47,9 +47,6 @@ class MemoryParts:
         return ", ".join(f"{name} {gib(size)}" for name, size in there)
 
 
-PARTS = tuple(field.name for field in fields(MemoryParts))
-
-
 @dataclass(frozen=True, slots=True)
 class SlotUse:
     """The most that a slot's memory is taken by during a step."""
@@ -64,13 +61,13 @@ class SlotUse:
     """Stage of pp whose slots need most."""
 
 
-def parts_of(sizes: Mapping[str, int], *others: Mapping[str, int]) -> MemoryParts:
-    """Return the sums of bytes by part. Raises TypeError for a part that there is not."""
-    return MemoryParts(**{name: sum(each.get(name, 0) for each in (sizes, *others)) for name in _names(sizes, *others)})
-
-
-def _names(*several: Mapping[str, int]) -> Iterable[str]:
-    return dict.fromkeys(name for each in several for name in each)
+def sums_of(*several: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums of bytes by part."""
+    total: dict[str, int] = {}
+    for each in several:
+        for name, size in each.items():
+            total[name] = total.get(name, 0) + size
+    return total
 
 
 def gib(number_bytes: int) -> str:

@@ -21,7 +21,7 @@ from ductile.core.layout.memory.head_memory import HeadMemory, head_memory
 from ductile.core.layout.memory.layer_memory import LayerMemory, layer_memory
 from ductile.core.layout.memory.offloaded import host_bytes, window
 from ductile.core.layout.memory.options import MemoryOptions
-from ductile.core.layout.memory.parts import MemoryParts, SlotUse, parts_of
+from ductile.core.layout.memory.parts import MemoryParts, SlotUse, sums_of
 from ductile.core.layout.memory.slot_shapes import Rows, SlotShapes, num_elements, num_of_shard, slot_shapes
 from ductile.core.layout.model.spec import ModelSpec
 
@@ -55,7 +55,7 @@ def slot_use(spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage:
     """Return what a slot of this stage takes at its worst moment."""
     step = _StageStep(spec, dims, options, stage)
     worst = max(step.moments(), key=lambda moment: sum(moment.device.values()))
-    return SlotUse(parts_of(worst.device), step.host(), worst.name, stage)
+    return SlotUse(MemoryParts(**worst.device), step.host(), worst.name, stage)
 
 
 class _StageStep:
@@ -135,7 +135,7 @@ class _StageStep:
         sums = state and not options.reduce_every_step
         kept = 0
         if options.offloaded_in_flight is not None:
-            kept = sum(host_bytes(layer) for layer in self._layers) * self._in_flight
+            kept = int(sum(host_bytes(layer) for layer in self._layers) * self._in_flight)
         return MemoryParts(
             parameters=self._num_shard * options.parameter_bytes * state,
             gradients=self._num_shard * options.parameter_bytes * sums,
@@ -154,8 +154,7 @@ class _StageStep:
         yield self._optimizer_step()
 
     def _at(self, name: str, *several: Sizes) -> Moment:
-        parts = parts_of(self._resident(), *several)
-        return Moment(name, parts.named())
+        return Moment(name, sums_of(self._resident(), *several))
 
     def _forward(self) -> Iterator[Moment]:
         """With pp weights are gathered once, while the slot keeps nothing for other micro-batches yet."""
@@ -189,7 +188,7 @@ class _StageStep:
             summing = options.reduce_bytes * self._unit.whole if self._sums(place < last) else 0
             ahead = self._flat(self._unit) if place and not self._keeps_gathered else 0
             around = [
-                {"activations": self._kept(place)},
+                {"activations": self._kept(place) + self._for_weights},
                 {"communication": summing + ahead},
                 {"gradients": self._waiting_gradient + self._sums_of_later(place)},
             ]
@@ -228,12 +227,10 @@ class _StageStep:
         if not self._sums_at_end:
             others = {"gradients": self._sums_of_later(-1)}
         elif not self._has_gradient:
-            others = {"gradients": self._num_whole * self._options.reduce_bytes - self._root_gradient}
+            others = {"gradients": self._num_whole * self._options.reduce_bytes}
         if self._dims.pp > 1:
             others = {**others, "gathered": self._gathered(self._unit) * len(self._layers)}
-        yield from (
-            self._at("sum of the embeddings' gradients", others, sums) for sums in self._summing(self._root, 0)
-        )
+        yield from (self._at("sum of the embeddings' gradients", others, sums) for sums in self._summing(self._root, 0))
 
     def _optimizer_step(self) -> Moment:
         options = self._options
@@ -261,23 +258,33 @@ class _StageStep:
         return sorted({*places[: near + 1], *places[-near - 1 :]})
 
     @property
-    def _in_flight(self) -> int:
-        """Micro-batches whose activations the slot keeps, the one that runs among them."""
+    def _in_flight(self) -> float:
+        """Micro-batches whose activations the slot keeps, the one that runs among them; a part of one where it keeps
+        those of some of its runs of layers."""
         pp, runs, stage = self._dims.pp, self._options.num_runs, self._stage
         if pp == 1:
             return 1
         most = self._options.num_micro_batches or PipelineShape(pp, runs).full_message
-        if self._options.pp_schedule == "1f1b" and runs == 1:
+        if self._options.pp_schedule != "zero_bubble" and runs == 1:
             return min(pp - stage, most)
         # Warm-up of interleaved 1F1B, in runs of layers: Narayanan et al. 2021, section 2.2.
-        runs_ahead = (runs - 1) * pp + 2 * (pp - 1 - stage) + 1
-        return min(most, -(-runs_ahead // runs))
+        return min(most, max(1, ((runs - 1) * pp + 2 * (pp - 1 - stage) + 1) / runs))
+
+    @property
+    def _for_weights(self) -> int:
+        """Bytes that wait for gradients of weights, which `zero_bubble` makes after those of inputs: as many runs of
+        layers later as there are stages before this one."""
+        if self._dims.pp == 1 or self._options.pp_schedule != "zero_bubble":
+            return 0
+        of_run = sum(layer.for_weights for layer in self._layers) / self._options.num_runs
+        return int(of_run * max(1, self._stage))
 
     def _kept(self, until: int) -> int:
         """Bytes that the layers before this place keep, and all layers for other micro-batches of pp."""
         own = self._kept_of(self._layers[:until])
-        boundary = 2 * self._shapes.hidden_bytes if self._dims.pp > 1 else 0
-        return own + boundary + (self._in_flight - 1) * (self._kept_of(self._layers) + boundary)
+        # Of each run of layers what has come and what has gone on.
+        boundary = 2 * self._shapes.hidden_bytes * self._options.num_runs if self._dims.pp > 1 else 0
+        return own + boundary + int((self._in_flight - 1) * (self._kept_of(self._layers) + boundary))
 
     def _kept_of(self, layers: Sequence[LayerMemory]) -> int:
         in_flight = self._options.offloaded_in_flight
@@ -341,11 +348,7 @@ class _StageStep:
         if self._num_shards == 1:
             addends = buffer
         yield {"gradients": 0 if self._sums_at_end else made, "communication": buffer + others}
-        yield {"communication": buffer + part + addends + others, "gradients": -self._root_gradient}
-
-    @property
-    def _root_gradient(self) -> int:
-        return 0
+        yield {"communication": buffer + part + addends + others}
 
     @property
     def _waiting_gradient(self) -> int:

@@ -102,14 +102,13 @@ def layout_time(
     micro_batches = -(-num_samples // dims.num_data_parallel)
     compute_s = _compute_s(spec, dims, options, micro_batches, speed)
     collectives_s = _collectives_s(spec, dims, options, micro_batches, speed)
-    copied_s, optimizer_s = _copies_s(spec, dims, options, micro_batches, speed), _optimizer_s(spec, dims, options, speed)
-    beside_s = collectives_s + copied_s
-    if speed.overlaps:
-        longest_s = max(compute_s, collectives_s, copied_s)
-        step_s = longest_s + (1 - HIDDEN) * (compute_s + beside_s - longest_s) + optimizer_s
-    else:
-        step_s = compute_s + beside_s + optimizer_s
-    return LayoutTime(step_s, compute_s, collectives_s, copied_s, optimizer_s)
+    copies_s = _copies_s(spec, dims, options, micro_batches, speed)
+    state_s = _state_copies_s(spec, dims, options, micro_batches, speed)
+    optimizer_s = _optimizer_s(spec, dims, options, speed)
+    beside = [compute_s, collectives_s, copies_s]
+    hidden_s = HIDDEN * (sum(beside) - max(beside)) if speed.overlaps else 0.0
+    step_s = sum(beside) - hidden_s + state_s + optimizer_s
+    return LayoutTime(step_s, compute_s, collectives_s, copies_s + state_s, optimizer_s)
 
 
 def recomputed_share(spec: ModelSpec, options: MemoryOptions) -> float:
@@ -168,23 +167,34 @@ def _collectives_s(
 def _copies_s(
     spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, micro_batches: int, speed: SlotSpeed
 ) -> float:
-    """Seconds of copies to host memory and back."""
-    shard = spec.num_parameters / (dims.pp * dims.tp * dims.dp_shard * dims.cp)
-    moved = 0.0
+    """Seconds of copies of activations to host memory and back, which run beside computing."""
+    if options.offloaded_in_flight is None:
+        return 0.0
+    layer = layer_memory(slot_shapes(spec, dims, options), options.checkpointing)
+    moved = 2 * micro_batches * host_bytes(layer) * spec.num_layers / dims.pp
+    return moved / speed.machine.copy_bytes_per_s
+
+
+def _state_copies_s(
+    spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, micro_batches: int, speed: SlotSpeed
+) -> float:
+    """Seconds of copies of parameters, gradients and the optimizer's state, for which computing waits."""
+    shard, moved = _num_shard(spec, dims), 0.0
     if options.optim_cpu_offload:
-        moved += 2 * shard * options.optimizer_bytes
+        moved += shard * options.optimizer_bytes  # one bucket comes while another one goes back
     if options.fsdp_cpu_offload:
         gathers = 2 if options.reshard_after_forward else 1
         moved += micro_batches * shard * options.parameter_bytes * (gathers + 1)
-    if options.offloaded_in_flight is not None:
-        layer = layer_memory(slot_shapes(spec, dims, options), options.checkpointing)
-        moved += 2 * micro_batches * host_bytes(layer) * spec.num_layers / dims.pp
     return moved / speed.machine.copy_bytes_per_s
 
 
 def _optimizer_s(spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, speed: SlotSpeed) -> float:
     """Seconds in which an optimizer step reads and writes a shard's state; gradients are read twice, for their norm."""
-    shard = spec.num_parameters / (dims.pp * dims.tp * dims.dp_shard * dims.cp)
-    moved = shard * (4 * options.parameter_bytes + 2 * options.optimizer_bytes)
+    moved = _num_shard(spec, dims) * (4 * options.parameter_bytes + 2 * options.optimizer_bytes)
     machine = speed.machine
     return moved / (machine.host_memory_bytes_per_s if options.fsdp_cpu_offload else machine.memory_bytes_per_s)
+
+
+def _num_shard(spec: ModelSpec, dims: ParallelDims) -> float:
+    """Parameters of a slot's shard."""
+    return spec.num_parameters / (dims.pp * dims.tp * dims.dp_shard * dims.cp)
