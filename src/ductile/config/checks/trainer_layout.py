@@ -261,9 +261,15 @@ def _spec(model: TrainerModelConfig) -> ModelSpec | None:
     return spec if spec is None or num_layers is None else replace(spec, num_layers=min(num_layers, spec.num_layers))
 
 
+def model_section(config: TrainingConfig) -> tuple[TrainerModelConfig, str]:
+    """The section of the trained model, and what stands before "model" in its keys."""
+    model, _, root = _trainer(config)
+    return model, root
+
+
 def model_spec(config: TrainingConfig) -> ModelSpec | None:
     """The model that a config trains; None where it names none that can be read."""
-    return _spec((config.trainer if isinstance(config, RLConfig) else config).model)
+    return _spec(_trainer(config)[0])
 
 
 def num_samples(config: TrainingConfig) -> int | None:

@@ -34,9 +34,10 @@ class SlotMemory:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> "SlotMemory":
         """The inverse of `dataclasses.asdict`. It reads what runs wrote before there were options, too."""
-        own = dict(fields)
+        own: dict[str, Any] = dict(fields)
         if "options" in own:
-            return SlotMemory(**(own | {"options": MemoryOptions.from_fields(own["options"])}))
+            own["options"] = MemoryOptions.from_fields(own["options"])
+            return SlotMemory(**own)
         parameter_bytes = 4 if own["state_bytes"] >= 12 else 2
         options = MemoryOptions(
             parameter_bytes=parameter_bytes,

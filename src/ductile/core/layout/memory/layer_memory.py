@@ -102,28 +102,27 @@ def operations_of(shapes: SlotShapes) -> list[Operation]:
     """Whether tokens are gathered before products, and sums are dealt out behind them."""
     normed, normed2 = ("normed_all", "normed2_all") if is_cut else ("normed", "normed2")
     attended, mlp = ("attended_all", "mlp_all") if is_cut else ("attended", "mlp")
-    product = {"is_product": True}
     return [
         Operation("attention_norm", ("x",), {"residual": 0, "normed": hidden, "scale": rows}, ("x", "scale"),
                   {"x": hidden}),
         *_gather(shapes, "normed", "attn_proj"),
         Operation("qkv_proj", (normed,), {"qkv": q + k + v}, (normed,), weight=shapes.qkv_weight * c,
-                  target="attn_proj", **product),
+                  target="attn_proj", is_product=True),
         Operation("split_heads", ("qkv",), {"turned": q + k, "v": 0, "scales": num_turned * ROW_BYTES},
                   ("qkv", "scales"), target="attn_proj", forward_extra=4 * widened, backward_extra=5 * widened),
         *attention,
         Operation("o_proj", (joined,), {attended: shapes.summed_bytes}, (joined,), weight=shapes.o_weight * c,
-                  target="attn_proj", **product),
+                  target="attn_proj", is_product=True),
         *_reduce_scatter(shapes, "attended", "attn_proj"),
         Operation("mlp_norm", ("residual", "attended"), {"total": hidden, "normed2": hidden, "scale2": rows},
                   ("total", "scale2"), {"residual": hidden, "attended": 0}),
         *_gather(shapes, "normed2", "mlp"),
         Operation("gate_up_proj", (normed2,), {"gate_up": 2 * gate}, (normed2,), weight=shapes.gate_up_weight * c,
-                  target="mlp", **product),
+                  target="mlp", is_product=True),
         Operation("swiglu", ("gate_up",), {"gated": gate}, ("gate_up",), target="mlp",
                   backward_extra=gate if shapes.device == "cuda" else 0),
         Operation("down_proj", ("gated",), {mlp: shapes.summed_bytes}, ("gated",), weight=shapes.down_weight * c,
-                  target="mlp", **product),
+                  target="mlp", is_product=True),
         *_reduce_scatter(shapes, "mlp", "mlp"),
         Operation(ADD, ("total", "mlp"), {"y": hidden}, (), {"total": 0, "mlp": 0}),
     ]  # fmt: skip
