@@ -22,6 +22,8 @@ MOST_TP = 8
 """Largest tp that is looked at: slots of one machine."""
 IN_FLIGHT = 5
 
+FULL = {"mode": "full"}
+
 Settings = Mapping[str, object]
 """Values of `trainer.model` by key; a table is a mapping."""
 
@@ -47,7 +49,7 @@ KNOBS: tuple[tuple[str, tuple[tuple[Settings, Mapping[str, object]], ...]], ...]
                 {"ac": {"mode": "selective", "targets": ["norm", "mlp"]}},
                 {"checkpointing": Checkpointing("selective", targets=("norm", "mlp"))},
             ),
-            ({"ac": {"mode": "full"}}, {"checkpointing": Checkpointing("full")}),
+            ({"ac": FULL}, {"checkpointing": Checkpointing("full")}),
         ),
     ),
     (
@@ -123,6 +125,9 @@ def _ways(
         if "optim_cpu_offload" in settings and "fsdp_cpu_offload" in settings:
             continue
         if "reshard_after_forward" in settings and not is_sharded:
+            continue
+        checkpointing = settings.get("ac")
+        if options.pp_schedule == "zero_bubble" and checkpointing and checkpointing != FULL:
             continue
         changes = {name: value for _, of_options in chosen for name, value in of_options.items()}
         yield settings, replace(options, **changes)  # pyright: ignore

@@ -134,7 +134,7 @@ def _head_chunk(state: _State, spec: ModelSpec) -> Iterator[_State]:
 
 
 def _selective(state: _State, spec: ModelSpec) -> Iterator[_State]:
-    if state.options.checkpointing is None:
+    if state.options.checkpointing is None and state.options.pp_schedule != "zero_bubble":
         yield state.changed("ac.mode", "selective", checkpointing=Checkpointing("selective"))
 
 

@@ -9,15 +9,21 @@ CLASSES = 8
 """Sizes of pooled buffers between a power of two and the next: `parallel.activation_offloading.CLASSES`."""
 
 
-def window(sizes: Sequence[int], number: int) -> int:
-    """The most bytes that so many tensors have that are saved one after the other."""
-    most = max(1, min(number, len(sizes)))
-    return max((sum(sizes[start : start + most]) for start in range(len(sizes) - most + 1)), default=0)
+LEAST_BYTES = 1024
+"""Smallest tensor that is offloaded: `parallel.activation_offloading.LEAST_BYTES`."""
+
+
+def last_saved(layers: Sequence[LayerMemory], number: int) -> int:
+    """Bytes of so many tensors that these layers have saved last."""
+    if not number:
+        return 0
+    sizes = [size for layer in layers for size in layer.kept]
+    return sum(sizes[-number:])
 
 
 def host_bytes(layer: LayerMemory) -> int:
     """Bytes of host memory for what a layer keeps."""
-    return sum(map(size_class, layer.kept))
+    return sum(size_class(size) for size in layer.kept if size >= LEAST_BYTES)
 
 
 def size_class(num_bytes: int) -> int:

@@ -19,7 +19,7 @@ from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.core.layout.geometry.stages import Stages, balanced_stages
 from ductile.core.layout.memory.head_memory import HeadMemory, head_memory
 from ductile.core.layout.memory.layer_memory import LayerMemory, layer_memory
-from ductile.core.layout.memory.offloaded import host_bytes, window
+from ductile.core.layout.memory.offloaded import host_bytes, last_saved
 from ductile.core.layout.memory.options import MemoryOptions
 from ductile.core.layout.memory.parts import MemoryParts, SlotUse, sums_of
 from ductile.core.layout.memory.slot_shapes import Rows, SlotShapes, num_elements, num_of_shard, slot_shapes
@@ -159,7 +159,7 @@ class _StageStep:
     def _forward(self) -> Iterator[Moment]:
         """With pp weights are gathered once, while the slot keeps nothing for other micro-batches yet."""
         for place in self._looked_at:
-            now = {"activations": self._kept(place) + self._forward_of(self._layers[place])}
+            now = {"activations": self._beside(place, passes=1) + self._layers[place].forward}
             flat = {"communication": self._flat(self._unit) * (self._in_flight == 1)}
             yield self._at(f"forward pass of layer {place}", now, self._gathered_until(place, forward=True), flat)
         if self._has_embed and self._is_wrapped:
@@ -188,7 +188,7 @@ class _StageStep:
             summing = options.reduce_bytes * self._unit.whole if self._sums(place < last) else 0
             ahead = self._flat(self._unit) if place and not self._keeps_gathered else 0
             around = [
-                {"activations": self._kept(place) + self._for_weights},
+                {"activations": self._beside(place) + self._for_weights},
                 {"communication": summing + ahead},
                 {"gradients": self._waiting_gradient + self._sums_of_later(place)},
             ]
@@ -247,7 +247,7 @@ class _StageStep:
     def _layer(self, number: int) -> LayerMemory:
         checkpointing = self._options.checkpointing
         does = checkpointing is not None and number % checkpointing.freq == 0
-        return layer_memory(self._shapes, checkpointing if does else None)
+        return layer_memory(self._shapes, checkpointing if does else None, self._options.offloaded_in_flight)
 
     @property
     def _looked_at(self) -> list[int]:
@@ -287,20 +287,25 @@ class _StageStep:
         return own + boundary + int((self._in_flight - 1) * (self._kept_of(self._layers) + boundary))
 
     def _kept_of(self, layers: Sequence[LayerMemory]) -> int:
-        in_flight = self._options.offloaded_in_flight
+        in_flight, cached = self._options.offloaded_in_flight, sum(layer.cached for layer in layers)
         if in_flight is None:
             return sum(layer.kept_bytes for layer in layers)
-        return window([size for layer in layers for size in layer.kept], in_flight) + sum(
-            layer.cached for layer in layers
-        )
+        return cached + last_saved(layers, in_flight)
 
-    def _forward_of(self, layer: LayerMemory) -> int:
-        return layer.forward
+    def _beside(self, place: int, passes: int = 2) -> int:
+        """Bytes that layers keep on the device beside the one at this place, while it runs: of offloaded ones those in
+        flight that are not its own. passes: 1 in a forward pass; 2 in a backward pass, where some leave and some
+        come."""
+        in_flight, layers = self._options.offloaded_in_flight, self._layers
+        if in_flight is None:
+            return self._kept(place)
+        others = max(0, passes * in_flight - 1 - len(layers[place].kept))
+        return self._kept(place) - last_saved(layers[:place], in_flight) + last_saved(layers[:place], others)
 
     def _backward_of(self, layer: LayerMemory) -> tuple[int, int]:
         """Bytes of activations and of weights' gradients, while they are most."""
         if self._is_wrapped or not self._has_gradient:
-            return layer.backward_with_weights - layer.weight_gradients, layer.weight_gradients
+            return layer.backward - layer.weight_gradients, layer.weight_gradients
         return layer.backward_with_one_weight, 0
 
     # Gathered parameters, and sums of gradients.
