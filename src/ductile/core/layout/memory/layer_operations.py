@@ -93,8 +93,17 @@ def _attention(shapes: SlotShapes, q: int, k: int, v: int) -> tuple[list[Operati
         if shapes.cp > 1:  # sums are in fp32, and what they are of is not kept by selective checkpointing
             kept_by_selective = 0
             extra = (q // c * 4 + 3 * (k + v), 2 * (q + k + v) // c * 4 + 3 * (k + v))
-        run = Operation("attention", ("turned", "v"), {"out": q, "lse": lse}, ("turned", "qkv", "out", "lse"), {"v": v},
-                        target="attn_proj", forward_extra=extra[0], backward_extra=extra[1], cached=kept_by_selective)
+        run = Operation(
+            "attention",
+            ("turned", "v"),
+            {"out": q, "lse": lse},
+            ("turned", "qkv", "out", "lse"),
+            {"v": v},
+            target="attn_proj",
+            forward_extra=extra[0],
+            backward_extra=extra[1],
+            cached=kept_by_selective,
+        )
         return [run], "out"  # fmt: skip
     shared = shapes.exchanged_keys / shapes.heads[1]
     exchanged = q + int((k + v) * shared)

@@ -367,14 +367,17 @@ class _StageStep:
 
     def _sums_of_later(self, place: int) -> int:
         """Bytes of gradients that the first micro-batch of a step has by the time that it comes to this layer."""
+        options, later = self._options, len(self._layers) - 1 - place
+        if options.fsdp_cpu_offload:  # on a CPU a gradient is the host's once its micro-batch is over
+            waits = options.device == "cpu" and not self._sums_at_end
+            return later * self._unit.shard * options.parameter_bytes * waits
         if self._has_gradient:
             return 0
-        later = len(self._layers) - 1 - place
         if not self._is_wrapped:
-            return later * self._unit.whole * self._options.parameter_bytes
+            return later * self._unit.whole * options.parameter_bytes
         if self._sums_at_end:
-            return later * self._unit.whole * self._options.reduce_bytes
-        return later * self._unit.shard * self._options.parameter_bytes * (not self._options.fsdp_cpu_offload)
+            return later * self._unit.whole * options.reduce_bytes
+        return later * self._unit.shard * options.parameter_bytes
 
 
 def _layers_of(spec: ModelSpec, dims: ParallelDims, num_runs: int, stage: int) -> list[int]:
