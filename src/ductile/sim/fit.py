@@ -26,7 +26,7 @@ from ductile.core.layout.choice.slot_memory import SlotMemory
 from ductile.core.layout.memory.parts import GIB, gib
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.scheduling.costs.layout_time import SlotSpeed
-from ductile.core.scheduling.layout_search import Fit, best_fits
+from ductile.core.scheduling.layout_search import TrainingFit, best_fits
 
 ASSUMED_SAMPLES = 64
 """Samples of an optimizer step where the config does not say how many."""
@@ -90,13 +90,13 @@ class FitRequest:
         return f"{self.spec.num_parameters / 1e9:.3g}B parameters on {gpus}: {steps}"
 
 
-def find_fits(request: FitRequest) -> list[Fit]:
+def find_fits(request: FitRequest) -> list[TrainingFit]:
     """Return the best way to train for each layout that fits, the fastest first."""
     spec, memory, speed = request.spec, request.memory, request.speed
     return best_fits(spec, request.gpus, request.asked, memory, request.num_samples, speed, built_keys())
 
 
-def table(fits: Sequence[Fit]) -> str:
+def table(fits: Sequence[TrainingFit]) -> str:
     """Lines for a person: predicted times and bytes."""
     rows = [f"{'':4}{'step':>10}{'GiB':>8}{'host':>8}  {'layout':36}parts of the memory"]
     for number, fit in enumerate(fits, 1):
@@ -108,7 +108,7 @@ def table(fits: Sequence[Fit]) -> str:
     return "\n".join(rows)
 
 
-def toml(fit: Fit, request: FitRequest) -> str:
+def toml(fit: TrainingFit, request: FitRequest) -> str:
     """What to lay over the config, so that it trains so."""
     _, root = model_section(request.config)
     section = f"{root}model"
@@ -139,7 +139,7 @@ def why_nothing_fits(request: FitRequest) -> str:
     )
 
 
-def as_json(fit: Fit, request: FitRequest) -> dict[str, Any]:
+def as_json(fit: TrainingFit, request: FitRequest) -> dict[str, Any]:
     """The fit as plain values."""
     return {
         "layout": asdict(fit.dims),

@@ -73,7 +73,7 @@ def test_what_is_asked_for_by_hand_comes_before_all_else_where_it_fits() -> None
 
 def test_numbers_of_slots_that_leave_too_little_memory_are_no_layout() -> None:
     """The state takes 9 GB; what layers keep of 8,192 tokens as much, which FSDP2 does not divide."""
-    few = SlotMemory(room_bytes=11 * 2**30)
+    few = SlotMemory(room_bytes=12 * 2**30)
     whole = LayoutRules(QWEN, AskedLayout(seq_len=1024), memory=few)
     assert [*dims_allowed(8, whole)] == [2, 3, 4, 5, 6, 7, 8]
     with pytest.raises(

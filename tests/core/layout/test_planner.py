@@ -118,8 +118,8 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         (
             AskedLayout(seq_len=262_144),
             {"memory": SlotMemory(24 * GIB)},
-            "tp = 1 is with dp_shard 48 probably too little memory: a slot would need about 322 GiB (activations 321) and "
-            "has 24 GiB",
+            "tp = 1 is with dp_shard 48 probably too little memory: a slot would need about 322 GiB (activations "
+            "321) and has 24 GiB",
         ),
     ],
 )  # fmt: skip

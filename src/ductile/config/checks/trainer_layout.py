@@ -20,7 +20,7 @@ from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, 
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
 from ductile.core.layout.choice.memory_levers import in_words as relief_in_words
 from ductile.core.layout.choice.memory_levers import relief
-from ductile.core.layout.choice.planner import LayoutFinding, PlannedLayout, plan_layout
+from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
@@ -151,7 +151,9 @@ def layout_warnings(config: TrainingConfig, num_slots: int) -> Iterator[str]:
         keys = " and ".join(f"{root}model.{axis} = {size}" for axis, size in unused.items())
         yield f"{keys}: not on {num_slots} slots, for which {root}resize.layouts has {chosen.listed!r}"
     for warning in chosen.planned.warnings:
-        advice = f": {_relief(rules, chosen.planned, root)}" if warning == chosen.planned.too_little else ""
+        layout = chosen.planned.layout
+        is_of_memory = layout is not None and warning == chosen.planned.too_little
+        advice = f": {_relief(rules, layout.dims, root)}" if layout and is_of_memory else ""
         yield f"{_sentence(warning, f'{root}model.')}{advice}"
     yield from _without_effect(rules, root)
     for place, listed in enumerate(rules.listed):
@@ -168,25 +170,23 @@ def _memory_findings(rules: LayoutRules, num_slots: int, root: str) -> Iterator[
         return
     spec, memory, asked = rules.spec, rules.memory, rules.asked
     layouts = possible_layouts(spec, num_slots, asked.cp_style, asked.num_runs)
-    uses = [memory.use(spec, dims, asked).device for dims in layouts]
-    least = min(uses, key=lambda use: use.total, default=None)
-    if least is None or least.total <= memory.room_bytes:
+    least = min(layouts, key=lambda dims: memory.use(spec, dims, asked).device.total, default=None)
+    if least is None or (use := memory.use(spec, least, asked).device).total <= memory.room_bytes:
         return
-    planned = plan_layout(num_slots, asked, spec, rules.num_samples, memory)
     slots = "the one train slot" if num_slots == 1 else f"the {num_slots} train slots"
     what = (
-        f"is too little: in whichever layout of {slots}, one needs at least {gib(least.total)} GiB "
-        f"({least.in_words()}) and has {gib(memory.room_bytes)} GiB: {_relief(rules, planned, root)}"
+        f"is too little: in whichever layout of {slots}, one needs at least {gib(use.total)} GiB ({use.in_words()}) "
+        f"and has {gib(memory.room_bytes)} GiB: {_relief(rules, least, root)}"
     )
     yield Finding(("cluster.device_memory_gib",), what)
 
 
-def _relief(rules: LayoutRules, planned: PlannedLayout, root: str) -> str:
+def _relief(rules: LayoutRules, dims: ParallelDims, root: str) -> str:
     """What to write so that training fits, the cheapest first."""
-    if rules.spec is None or rules.memory is None or planned.layout is None:
+    if rules.spec is None or rules.memory is None:
         return ""
     memory = replace(rules.memory, least_bytes=0)
-    found = relief(rules.spec, rules.asked, planned.layout.dims, memory, built_keys())
+    found = relief(rules.spec, rules.asked, dims, memory, built_keys())
     return relief_in_words(found, memory, f"{root}model.")
 
 

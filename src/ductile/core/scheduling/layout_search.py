@@ -29,7 +29,7 @@ Settings = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class TrainingFit:
     """A way to train that fits, and what is predicted of it."""
 
     dims: ParallelDims
@@ -76,7 +76,7 @@ def best_fits(
     num_samples: int,
     speed: SlotSpeed,
     built: Collection[str] | None = None,
-) -> list[Fit]:
+) -> list[TrainingFit]:
     """Return the best way to train for each layout that fits, the fastest first.
 
     Args:
@@ -85,7 +85,7 @@ def best_fits(
         num_samples: samples of an optimizer step, each of `seq_len` tokens.
         built: keys whose knobs may be used; None: all.
     """
-    found: list[Fit] = []
+    found: list[TrainingFit] = []
     for dims in possible_layouts(spec, num_slots, asked.cp_style, asked.num_runs, MOST_TP):
         sized = replace(memory.options_of(asked), num_micro_batches=-(-num_samples // dims.num_data_parallel))
         best = _best(spec, dims, sized, memory.room_bytes, num_samples, speed, built)
@@ -102,19 +102,19 @@ def _best(
     num_samples: int,
     speed: SlotSpeed,
     built: Collection[str] | None,
-) -> Fit | None:
+) -> TrainingFit | None:
     timed = [
         (layout_time(spec, dims, each, num_samples, speed), settings, each)
-        for settings, each in _ways(dims, options, built)
+        for settings, each in _knob_sets(dims, options, built)
     ]
-    for time, settings, each in sorted(timed, key=lambda way: (way[0].step_s, len(way[1]))):
+    for time, settings, each in sorted(timed, key=lambda each: (each[0].step_s, len(each[1]))):
         use = predict(spec, dims, each)
         if use.device.total <= room_bytes:
-            return Fit(dims, {**_axes(dims), **settings}, time, use)
+            return TrainingFit(dims, {**_axes(dims), **settings}, time, use)
     return None
 
 
-def _ways(
+def _knob_sets(
     dims: ParallelDims, options: MemoryOptions, built: Collection[str] | None
 ) -> Iterator[tuple[Settings, MemoryOptions]]:
     """Sets of knobs that may be used with each other."""

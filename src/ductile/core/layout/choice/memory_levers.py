@@ -36,14 +36,14 @@ MOST_ALONE = 3
 WORTH = 0.98
 """What is needed with a lever, as a share of what is needed without: a lever that saves less is not named."""
 
-Setting = bool | int | str
+TomlValue = bool | int | str
 
 
 @dataclass(frozen=True, slots=True)
 class Relief:
     """Settings that make training take less."""
 
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, TomlValue]
     """Values by key of `trainer.model`."""
     needed_bytes: int
     """Bytes that a slot needs with them."""
@@ -61,12 +61,12 @@ class _State:
 
     options: MemoryOptions
     dims: ParallelDims
-    settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    settings: Mapping[str, TomlValue] = field(default_factory=dict[str, TomlValue])
 
     def needed(self, spec: ModelSpec) -> int:
         return predict(spec, self.dims, self.options).device.total
 
-    def changed(self, key: str, value: Setting, **options: object) -> "_State":
+    def changed(self, key: str, value: TomlValue, **options: object) -> "_State":
         return _State(replace(self.options, **options), self.dims, {**self.settings, key: value})  # pyright: ignore
 
     def laid_out(self, dims: ParallelDims, axis: str) -> "_State":
@@ -111,7 +111,7 @@ def in_words(found: list[Relief], memory: SlotMemory, root: str) -> str:
         return "no setting makes it less: take more slots, or a smaller model"
     said = ", or ".join(each.sentence(root) for each in found)
     short = memory.missing(min(each.needed_bytes for each in found))
-    return f"{said}, which is the least: take more slots" if short else said
+    return f"{said}, which is still too much: take more slots" if short else said
 
 
 def spelled(value: object) -> str:

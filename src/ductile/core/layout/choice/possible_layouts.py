@@ -26,9 +26,9 @@ def possible_layouts(
             for pp in factors(num_slots // (tp * cp)):
                 if pp > 1 and pp * num_runs > spec.num_layers:
                     continue
-                ranks = num_slots // (tp * cp * pp)
-                for copies in factors(ranks):
-                    yield ParallelDims(pp, copies, ranks // copies, cp, tp)
+                num_ranks = num_slots // (tp * cp * pp)
+                for copies in factors(num_ranks):
+                    yield ParallelDims(pp, copies, num_ranks // copies, cp, tp)
 
 
 def factors(number: int) -> list[int]:

@@ -157,7 +157,7 @@ class _StageStep:
         return Moment(name, sums_of(self._resident(), *several))
 
     def _forward(self) -> Iterator[Moment]:
-        """With pp weights are gathered once, while the slot keeps nothing for other micro-batches yet."""
+        """Weights are gathered once with pp, while the slot keeps nothing for other micro-batches yet."""
         for place in self._looked_at:
             now = {"activations": self._beside(place, passes=1) + self._layers[place].forward}
             flat = {"communication": self._flat(self._unit) * (self._in_flight == 1)}
