@@ -368,8 +368,8 @@ class _StageStep:
     def _sums_of_later(self, place: int) -> int:
         """Bytes of gradients that the first micro-batch of a step has by the time that it comes to this layer."""
         options, later = self._options, len(self._layers) - 1 - place
-        if options.fsdp_cpu_offload:  # on a CPU a gradient is the host's once its micro-batch is over
-            waits = options.device == "cpu" and not self._sums_at_end
+        if options.fsdp_cpu_offload:  # of a slot that is alone a gradient is the host's once its micro-batch is over
+            waits = options.device == "cpu" and self._num_shards == 1 and not self._sums_at_end
             return later * self._unit.shard * options.parameter_bytes * waits
         if self._has_gradient:
             return 0
