@@ -168,6 +168,48 @@ def test_three_steps_of_the_trainer_are_those_of_torch_on_a_cpu(folder: Path) ->
     assert peak is None or peak > 1e12
 
 
+KNOBS: dict[str, dict[str, Any]] = {
+    "ac": {"ac": {}},
+    "selective ac": {"ac": {"mode": "selective", "targets": ["norm", "attn_proj", "mlp"]}},
+    "one activation in flight": {"ac_offloading": {"max_inflight_activations": 1}},
+    "five in flight, with ac": {"ac": {}, "ac_offloading": {}},
+    "pageable host memory": {"ac_offloading": {"pin_memory": False}},
+    "optim_cpu_offload": {"optim_cpu_offload": True},
+    "fsdp_cpu_offload": {"fsdp_cpu_offload": True},
+}
+
+
+@pytest.mark.parametrize("knob", KNOBS)
+def test_a_knob_of_memory_changes_nothing_that_is_computed(folder: Path, knob: str) -> None:
+    """Attention's gradients are summed in no fixed order on a GPU, so not every bit is the same."""
+    plain = fp32(folder, loss=SFTLoss(), optim=AdamWConfig(lr=1e-2)).model_dump()
+    losses, tensors, _, _ = run_alone(three_steps, plain)
+    with_knob = {**plain, "model": plain["model"] | KNOBS[knob]}
+    ours, our_tensors, _, _ = run_alone(three_steps, with_knob)
+    assert ours == pytest.approx(losses, rel=1e-4)
+    for name, expected in tensors.items():
+        torch.testing.assert_close(torch.tensor(our_tensors[name]), torch.tensor(expected), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("knob", ["optim_cpu_offload", "fsdp_cpu_offload"])
+def test_a_state_in_host_memory_goes_to_other_slots_of_the_device(folder: Path, knob: str) -> None:
+    settings = fp32(folder, loss=SFTLoss(), optim=AdamWConfig(lr=1e-2)).model_dump()
+    settings["model"] |= KNOBS[knob]
+    with Fleet(settings, range(3), GPU) as fleet:
+        fleet.assign((0, 1))
+        fleet.forward_backward(make_samples((9, 14, 5), seed=1))
+        fleet.resize(ParallelLayout.of((2, 1)))
+        devices = fleet.call((2, 1), devices_of_moments)
+        assert {*devices.values()} == {"cpu"}
+        assert fleet.optim_step(20.0).step == 1
+
+
+def devices_of_moments(role: TrainRole) -> str:
+    assert role._instance is not None
+    (device,) = {tensor.device.type for name, tensor in role._instance.state.items() if not name.startswith("model/")}
+    return device
+
+
 def test_the_device_is_known_or_measured() -> None:
     peak = peak_of(GPU, "bfloat16", measure=True)
     assert peak is not None

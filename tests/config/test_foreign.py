@@ -45,6 +45,7 @@ SUGGESTED: list[tuple[type[Section], str, str]] = [
     (InferenceRunConfig, "--max_model_len", "--model.max-model-len"),
     (InferenceRunConfig, "--served_model_name", "--server.served-model-name"),
     (InferenceRunConfig, "--vllm_gpu_memory_utilization", "--gpu-memory-utilization"),
+    (RLConfig, "--gradient_checkpointing", "--trainer.model.ac"),
     (RLConfig, "--data.apply_chat_template_kwargs", "--model.chat-template-kwargs"),
 ]
 
@@ -66,7 +67,6 @@ def test_a_foreign_name_is_refused_with_ours(
     [
         (InferenceRunConfig, "--tensor_parallel_size", "--parallel.tp", "tensor-parallel generation"),
         (RLConfig, "--nnodes", "--cluster.num-nodes", ""),
-        (RLConfig, "--gradient_checkpointing", "--trainer.model.ac", "activation checkpointing"),
         (RLConfig, "--use_vllm", "--inference.engine", "engines of other systems"),
     ],
 )

@@ -34,7 +34,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 MEANS_ONE_THING = {
     "impl": "both values that are built mean the same",
-    "attn": "both values that are built mean the same",
     "engine": "there is one",
     "loss_impl": "there is one",
     "pack_function": "there is one",

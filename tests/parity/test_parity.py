@@ -1,4 +1,5 @@
-"""A part of what `make parity` and `make resize-parity` show, always the same one; and what is wrong is found."""
+"""A part of what `make parity`, `make resize-parity` and `make knobs-parity` show, always the same one; and what is
+wrong is found."""
 
 from collections.abc import Iterator
 
@@ -13,12 +14,17 @@ from tests.parity.checks import Check
 from tests.parity.harness import Harness
 from tests.parity.measured import BOUNDS, GRADIENT, STATE, differences, measure, run_chunk, train_on, whole_state
 from tests.parity.meshes import mesh
-from tests.parity.plan import checkpoint_checks, mesh_checks_of_the_suite, resize_checks, sampled
+from tests.parity.plan import checkpoint_checks, knob_checks, mesh_checks_of_the_suite, resize_checks, sampled
 from tests.trainer.fleet import SlotFailed
 
 pytestmark = pytest.mark.slow
 
-CHECKS = [*mesh_checks_of_the_suite(), *sampled(resize_checks(), 3), *sampled(checkpoint_checks(), 1)]
+CHECKS = [
+    *mesh_checks_of_the_suite(),
+    *sampled(resize_checks(), 3),
+    *sampled(checkpoint_checks(), 1),
+    *sampled(knob_checks(), 4),
+]
 NUDGED = "norm.weight"
 
 

@@ -251,6 +251,12 @@ def test_a_config_that_cannot_be_had(folder: Path, alone: ParallelContext, secti
         Trainer(config_for(folder, **sections), alone)
 
 
+@pytest.mark.parametrize("attn", ["flash_attention_2", "fa3", "fa4"])
+def test_attention_of_a_gpu_is_refused_on_a_cpu(folder: Path, alone: ParallelContext, attn: str) -> None:
+    with pytest.raises(ValueError, match=f'trainer.model.attn = "{attn}" cannot be had on this slot: .* for NVIDIA'):
+        Trainer(config_for(folder, model={"name": str(folder), "attn": attn}), alone)
+
+
 def test_a_model_is_needed(alone: ParallelContext) -> None:
     with pytest.raises(ModelFolderError, match=r"trainer\.model\.name is not set"):
         Trainer(TrainerConfig(), alone)

@@ -28,7 +28,7 @@ class PeakMemory:
     """Bytes of the GPU that torch's allocator held; None elsewhere."""
 
 
-class Stopwatch:
+class DeviceStopwatch:
     """Measures what a device does for what is queued between its making and `stop`. On a GPU it measures by events, and
     nothing waits for the device until somebody asks for the time."""
 

@@ -48,10 +48,10 @@ class OffloadCounters:
 class ActivationOffload:
     """Activations of one model: in flight, in host memory, and on their way back."""
 
-    def __init__(self, max_in_flight: int, copies: HostCopies, device: torch.device) -> None:
+    def __init__(self, max_in_flight: int, copies: HostCopies, device: torch.device, pin_memory: bool = True) -> None:
         self.counters = OffloadCounters()
         self._max_in_flight, self._copies, self._device = max_in_flight, copies, device
-        self._pool = HostPool(device)
+        self._pool = HostPool(device, pin_memory)
         self._leaving: deque[_Activation] = deque()
         """Activations whose copies to host memory are in flight, oldest first."""
         self._coming: deque[ref[_Activation]] = deque()
@@ -63,7 +63,7 @@ class ActivationOffload:
     @classmethod
     def of(cls, config: ActivationOffloading, device: torch.device) -> "ActivationOffload":
         """Return the one of a model on this device."""
-        return cls(config.max_inflight_activations, host_copies(device), device)
+        return cls(config.max_inflight_activations, host_copies(device), device, config.pin_memory)
 
     def apply(self, model: Transformer) -> None:
         """Have every layer of the model offload what it saves. Names of parameters stay."""
@@ -83,7 +83,7 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in stays or not self._leaves(tensor):
             return tensor
-        place = (storage.data_ptr(), tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version)
+        place = (storage.data_ptr(), int(tensor.storage_offset()), tensor.numel(), tensor.dtype, tensor._version)
         activation = self._saved.get(place) if tensor.is_contiguous() else None
         if activation is None or activation.storage.expired():
             activation = self._offload(tensor)
@@ -112,7 +112,7 @@ class ActivationOffload:
         activation = _Activation(
             content, on_device, self._copies.start(on_device, content), StorageWeakRef(tensor.untyped_storage())
         )
-        finalize(activation, self._pool.give_back, host)
+        finalize(activation, self._pool.put, host)
         activation.before, self._latest = self._latest, ref(activation)
         self._leaving.append(activation)
         self.counters.num_offloaded += 1
@@ -191,7 +191,8 @@ class _Saved:
 class HostPool:
     """Buffers in host memory that are used again and again; sizes are rounded up to few classes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
+        self._pin_memory = pin_memory
         self._byte = torch.empty(1, dtype=torch.uint8, device=device)
         self._free: dict[int, list[Tensor]] = {}
 
@@ -199,9 +200,9 @@ class HostPool:
         """Return a buffer of at least so many bytes, uint8."""
         size = size_class(num_bytes)
         free = self._free.get(size)
-        return free.pop() if free else host_like(self._byte.expand(size))
+        return free.pop() if free else host_like(self._byte.expand(size), pin_memory=self._pin_memory)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def put(self, buffer: Tensor) -> None:
         self._free.setdefault(len(buffer), []).append(buffer)
 
 

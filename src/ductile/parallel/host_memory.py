@@ -23,13 +23,13 @@ _allocating: ContextVar[bool] = ContextVar("allocating host memory", default=Fal
 _listeners: list["WeakMethod[Callable[[Tensor], None]]"] = []
 
 
-def host_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor of this shape in host memory, whose numbers are whatever lay there; pinned for a tensor on CUDA.
+def host_like(tensor: Tensor, dtype: torch.dtype | None = None, pin_memory: bool = True) -> Tensor:
+    """Return a tensor of this shape in host memory, whose numbers are whatever lay there; for a tensor on CUDA pinned.
     Of a DTensor it is this rank's part, as a plain tensor. It is contiguous, also where `tensor` is not."""
     (part,) = plain_tensors(tensor)
     before = _allocating.set(True)
     try:
-        made = torch.empty(part.shape, dtype=dtype or part.dtype, device="cpu", pin_memory=part.is_cuda)
+        made = torch.empty(part.shape, dtype=dtype or part.dtype, device="cpu", pin_memory=pin_memory and part.is_cuda)
     finally:
         _allocating.reset(before)
     mark_host(made)

@@ -18,7 +18,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from ductile.config.schema.model import TrainerModelConfig, why_not_selective
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule, num_to_run, runs_of_layers
 from ductile.core.layout.model.spec import ModelSpec
@@ -43,12 +42,9 @@ def _runs_of_slot(spec: ModelSpec, parallel: ParallelLayout, slot: int) -> dict[
     return {number: layers for number, layers in enumerate(runs) if number % pp == stage}
 
 
-def check_schedule(model: TrainerModelConfig) -> None:
-    """Raise ValueError where the schedule cannot be: this version of torch has not what it needs, or it runs backward
-    passes twice that can be run once. Also while nothing is a pipeline: a resize may make one."""
-    schedule = model.pp_schedule
-    if why := why_not_selective(model):
-        raise ValueError(f"trainer.model.{why}")
+def check_schedule(schedule: PipelineSchedule) -> None:
+    """Raise ValueError where this version of torch has not what the schedule needs, also while nothing is a pipeline: a
+    resize may make one."""
     if schedule == "zero_bubble" and not HAS_ZERO_BUBBLE:
         raise ValueError(
             f'trainer.model.pp_schedule = "zero_bubble" needs torch 2.13 (this is {torch.__version__}): "1f1b" and '

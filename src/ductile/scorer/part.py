@@ -13,6 +13,7 @@ from ductile.columns import Floats
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.config.schema.trainer import TrainerConfig, needs_reference
 from ductile.core.batch.packing import pack
+from ductile.kernels.flash_attention import use_kernel
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
@@ -29,7 +30,7 @@ class ScorerPart:
 
     def __init__(self, config: TrainerConfig, context: ParallelContext, device: str, has_weights: bool) -> None:
         """has_weights: false where the policy's are to come. Raises ModelFolderError, or ValueError where a slot would
-        have no part of something."""
+        have no part of something, or `attn` cannot be had."""
         if config.model.name is None:
             raise ModelFolderError("trainer.model.name is not set; it must be a model folder")
         self.context = context
@@ -39,6 +40,7 @@ class ScorerPart:
         # Nothing is updated: what forward passes see is all that is kept.
         self._options = ParallelizeOptions(Precision(rounded.compute, rounded.compute, rounded.compute))
         self._spec = read_spec(self._folder, config.model.debug.num_layers)
+        use_kernel(config.model.attn, self._compute, self._spec.head_dim, torch.device(device))
         self.parts = SlotParts.of(self._spec, context.layout, context.slot)
         self.policy = self._load() if has_weights else self._allocate()
         # The reference is loaded at once: what lies at model.name may be newer later.

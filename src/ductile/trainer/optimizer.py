@@ -59,7 +59,7 @@ class Optimizer:
             here, coming = coming, self._bring(following) if following is not None else coming
             here.wait()
             self._update(bucket, here, lr)
-            leaving.append(self._give_back(here))
+            leaving.append(self._return(here))
             for moving in leaving[:-1]:
                 moving.finish()  # the device has room for two buckets
             del leaving[:-1]
@@ -97,7 +97,7 @@ class Optimizer:
                 moving.copies.append(self._copies.start(host, target))
         return moving
 
-    def _give_back(self, here: "_Moving") -> "_Moving":
+    def _return(self, here: "_Moving") -> "_Moving":
         copies = [
             self._copies.start(tensor, self.state[name][kept])
             for name, on_device in here.on_device.items()

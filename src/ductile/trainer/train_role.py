@@ -11,7 +11,7 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ResizeOrder
 from ductile.error_text import error_text
 from ductile.fabric.groups import Groups
-from ductile.kernels.device import Stopwatch
+from ductile.kernels.device import DeviceStopwatch
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun, UpdateSent
 from ductile.messages.updates import Offer, WeightUpdate
 from ductile.messages.workers import (
@@ -69,7 +69,7 @@ class TrainRole:
         `joining`."""
         self._assignment = assignment
         self._config = TrainerConfig.model_validate(settings)
-        check_schedule(self._config.model)
+        check_schedule(self._config.model.pp_schedule)
         self._publisher = JointPublisher()
         # A slot that is through waits for the others in a collective, which must not come to its own deadline.
         self._outgoing = OutgoingWeights(
@@ -93,7 +93,7 @@ class TrainRole:
     def handle(self, command: Any) -> Any:
         match command:
             case ForwardBackward(micro_batches=micro_batches):
-                watch = Stopwatch(self._assignment.device)
+                watch = DeviceStopwatch(self._assignment.device)
                 with self._in_step():
                     num_tokens = self._live.forward_backward(micro_batches)
                 watch.stop()

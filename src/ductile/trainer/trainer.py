@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ductile.columns import Floats
 from ductile.config.checks.weight_headers import ModelFolderError
+from ductile.config.schema.model import why_not_selective
 from ductile.config.schema.optimizer_state import optimizer_state, supported
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.context_parallel import CpStyle, chosen_style, style_violation
@@ -21,6 +22,7 @@ from ductile.core.layout.model.peak import Arithmetic, arithmetic_of, compute_dt
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.error_text import error_with_place
 from ductile.kernels.device import peak_of
+from ductile.kernels.flash_attention import use_kernel
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
@@ -61,8 +63,8 @@ class Trainer:
         With `buffers` nothing is loaded: they are this rank's parts of parameters and moments, flat, by the names of
         `ductile.trainer.state`, and the trainer works on them. They are taken out of the mapping.
 
-        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule, cp_style) for what
-        the config asks for and cannot be had.
+        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule, attn, cp_style) for
+        what the config asks for and cannot be had.
         """
         self.config = config
         self.context = context
@@ -83,6 +85,7 @@ class Trainer:
             torch.set_float32_matmul_precision(config.matmul_precision)
 
         self.spec = spec_of(config)
+        use_kernel(config.model.attn, self.precision.compute, self.spec.head_dim, self.device)
         dims = context.layout.dims
         self._cp_style: CpStyle = chosen_style(config.model.cp_style, self.spec, dims.tp, dims.cp)[0]
         if violation := style_violation(self._cp_style, self.spec.num_heads, dims.cp, dims.tp):
@@ -91,7 +94,9 @@ class Trainer:
         self.model = self._load() if buffers is None else self._build_over(buffers)
         self._reduction = GradientReduction(self.model, context, config.model.reduce_every == "step")
         self._pipeline = None
-        if context.layout.dims.pp > 1:
+        if dims.pp > 1:
+            if why := why_not_selective(config.model):
+                raise ValueError(f'trainer.model.ac.mode = "selective" {why}')
             schedule, compute = config.model.pp_schedule, self.precision.compute
             self._pipeline = Pipeline(self.model, context, schedule, compute, self.device)
         named = dict(self.model.named_parameters())

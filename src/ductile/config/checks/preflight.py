@@ -13,6 +13,7 @@ from ductile.config.checks.asked_policy import scheduling_findings
 from ductile.config.checks.asked_servers import EXAMPLE
 from ductile.config.checks.asked_servers import server_findings as named_server_findings
 from ductile.config.checks.asked_servers import server_notes as named_server_notes
+from ductile.config.checks.exclusions import exclusion_findings, exclusion_warnings
 from ductile.config.checks.fleet_findings import fleet_findings, registry_findings, registry_key_findings
 from ductile.config.checks.generation import (
     generation_config_notes,
@@ -72,10 +73,11 @@ def preflight(config: Section) -> list[Finding]:
 def _of_command(config: Section) -> Iterator[Finding]:
     if isinstance(config, RLConfig):
         yield from [*_rl(config), *placement_findings(config), *scheduling_findings(config.cluster)]
+        yield from exclusion_findings(config)
     elif isinstance(config, SFTConfig):
-        yield from [*_sft(config), *placement_findings(config)]
+        yield from [*_sft(config), *placement_findings(config), *exclusion_findings(config)]
     elif isinstance(config, TrainerRunConfig):
-        yield from [*_trainer(config), *placement_findings(config)]
+        yield from [*_trainer(config), *placement_findings(config), *exclusion_findings(config)]
     elif isinstance(config, OrchestratorRunConfig):
         yield from _orchestrator_alone(config)
     elif isinstance(config, InferenceRunConfig):
@@ -88,6 +90,7 @@ def warnings(config: Section) -> list[str]:
     said = [*unread_notes(config), *_bench_notes(config)]
     if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
         said += [*layout_warnings(config, len(placement_of(config).train)), *numeric_traps(config)]
+        said += exclusion_warnings(config)
     if isinstance(config, RLConfig | SFTConfig):
         said += room_warnings(config)
     if isinstance(config, OrchestratorRunConfig):

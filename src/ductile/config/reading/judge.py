@@ -84,12 +84,13 @@ def _problem(root: type[Section], path: Path, missing: bool, values: dict[str, A
         what = f"is missing. {key.help}" if key.help else f"is missing: write {key.wants}"
         return Problem(what, flag(path), None, draft.origin(path[:-1]))
     value = _get(values, path)
+    near = did_you_mean(value, [str(choice) for choice in key.choices]) if isinstance(value, str) else ""
+    near = f".{near}" if near else ""
     if isinstance(path[-1], int):
-        return about(path, value, draft.origin(path), f"does not fit: {flag(at)} must be {key.wants}")
+        return about(path, value, draft.origin(path), f"does not fit: {flag(at)} must be {key.wants}{near}")
     if isinstance(value, float) and not math.isfinite(value):
         return about(path, value, draft.origin(path), f"must be {key.wants}, and finite")
-    near = did_you_mean(value, [str(choice) for choice in key.choices]) if isinstance(value, str) else ""
-    return about(path, value, draft.origin(path), f"must be {key.wants}" + (f".{near}" if near else ""))
+    return about(path, value, draft.origin(path), f"must be {key.wants}{near}")
 
 
 def _belongs(root: type[Section], path: Path, key: object, table: dict[str, Any]) -> bool:

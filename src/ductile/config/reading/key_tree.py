@@ -31,7 +31,7 @@ class Key:
     variants: tuple[type[Section], ...] = ()
     """The section that a table holds, or those that its `type` chooses from; empty for a key that is no table."""
     choices: tuple[object, ...] = ()
-    """Values that the key's `Literal` type lists; empty where it has none."""
+    """Values that the key's `Literal` type, or that of a list's items, lists; empty where it has none."""
     has_bool: bool = False
     is_text: bool = False
     on_disk: bool = False
@@ -99,6 +99,8 @@ def _key(name: str, info: FieldInfo) -> Key:
     options = [option for option in marks if option is not type(None)]
     optional = type(None) in marks
     sections = tuple(option for option in options if isinstance(option, type) and issubclass(option, Section))
+    items = [get_args(option)[0] for option in options if get_origin(option) is list]
+    literals = [option for option in [*options, *items] if get_origin(option) is Literal]
     not_built = [mark for own in marks.values() for mark in own if isinstance(mark, NotBuilt)]
     wants = "a table" if sections else " or ".join(_one(option, marks[option]) for option in options)
     return Key(
@@ -109,7 +111,7 @@ def _key(name: str, info: FieldInfo) -> Key:
         help=" ".join((info.description or "").split()),
         optional=optional,
         variants=sections,
-        choices=tuple(choice for option in options if get_origin(option) is Literal for choice in get_args(option)),
+        choices=tuple(choice for literal in literals for choice in get_args(literal)),
         has_bool=bool in options,
         is_text=str in options,
         on_disk=any(isinstance(mark, OnDisk) for option in marks for mark in [*marks[option], *_inner_marks(option)]),
@@ -153,12 +155,21 @@ def _one(option: Any, marks: Sequence[Any]) -> str:
     if origin is Literal:
         return ("one of " if len(inner) > 1 else "") + ", ".join(f'"{choice}"' for choice in inner)
     if origin is list:
-        items = [item for item, _ in _options(inner[0], ())]
-        return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}.get(items[0], "values")
+        return _list_of(next(item for item, _ in _options(inner[0], ())), marks)
     if origin is dict:
         return "a table of names and values"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return words.get(option, "a value") + (_bounds(marks) if option in (int, float) else "")
+
+
+def _list_of(item: Any, marks: Sequence[Any]) -> str:
+    """What a list takes, in words."""
+    needs_one = any(getattr(mark, "min_length", 0) for mark in marks)
+    if get_origin(item) is Literal:
+        choices = ", ".join(f'"{choice}"' for choice in get_args(item))
+        return f"a list of {'one or more' if needs_one else 'any'} of {choices}"
+    kind = {str: "texts", int: "whole numbers", float: "numbers"}.get(item, "values")
+    return f"a list of {kind}" + (", at least one" if needs_one else "")
 
 
 def _bounds(marks: Sequence[Any]) -> str:

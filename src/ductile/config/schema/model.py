@@ -48,7 +48,9 @@ class ActivationCheckpointing(Section):
 
 class ActivationOffloading(Section):
     pin_memory: bool = True
+    """Copies go through page-locked host memory, so that they run beside the arithmetic. Without effect on a CPU."""
     max_inflight_activations: int = Field(default=5, ge=1)
+    """Most activations on their way to or from host memory at a time; the device holds no more of them."""
 
 
 class FullOffloadConfig(Section):
@@ -89,15 +91,13 @@ class TrainerModelConfig(ModelConfig):
     """`auto` and `custom` are ductile's own models; there is no other implementation."""
     attn: Annotated[
         Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4"],
-        NotBuilt(
-            "attention kernels of other packages",
-            only=("eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4"),
-            instead='Write "sdpa".',
-        ),
+        NotBuilt("attention that holds all scores", only=("eager",), instead='Write "sdpa".'),
     ] = "auto"
     """`auto` and `sdpa` are the same. On a CPU attention is ductile's own; on a GPU it is torch's variable-length
     kernel, or torch's scaled_dot_product_attention, document by document, where the kernel does not take the device,
-    the dtype or the heads."""
+    the dtype or the heads. flash_attention_2: that kernel and no other. flash_attention_3 (fa3), flash_attention_4
+    (fa4): those of the packages flash_attn_interface and flash_attn.cute in its place, in the whole process of a slot.
+    A slot that lacks what the kernel needs refuses to start."""
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the sharded parameters, which the optimizer updates."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -115,9 +115,10 @@ class TrainerModelConfig(ModelConfig):
     """Free gathered parameters after the forward pass; false keeps them until the backward pass. With `pp` they are
     kept while a stage has micro-batches to run."""
     fsdp_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory."""
+    """Parameters, gradients and optimizer state lie in host memory, where the optimizer steps; the device holds the
+    parameters of a layer while it computes."""
     optim_cpu_offload: bool = False
-    """Keep optimizer state in host memory."""
+    """The optimizer's moments lie in host memory and come to the device a bucket at a time for the optimizer step."""
     full_offload: Annotated[FullOffloadConfig | None, NotBuilt("an optimizer on the CPU")] = None
     """Keep optimizer state in host memory and update there, while the backward pass runs."""
     tp: Annotated[int, Ge(1)] | Literal["auto"] = 1
@@ -152,6 +153,7 @@ class TrainerModelConfig(ModelConfig):
     ac: ActivationCheckpointing | None = None
     """Layers compute their activations again in the backward pass, instead of keeping them."""
     ac_offloading: ActivationOffloading | None = None
+    """What layers keep for the backward pass goes to host memory, and comes back before it is needed."""
     compile: Annotated[CompileConfig | None, NotBuilt("torch.compile")] = None
     fp8: Annotated[bool, NotBuilt("8-bit training")] = False
     quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
@@ -169,13 +171,13 @@ class TrainerModelConfig(ModelConfig):
 
 
 def why_not_selective(model: TrainerModelConfig) -> str:
-    """Return why activations cannot be checkpointed selectively, as a sentence that begins with a key of the model;
-    "" where they can, or need not."""
+    """Return why `ac.mode` cannot be "selective", as a sentence goes on after its subject; "" where it can, or is
+    not."""
     if model.ac is None or model.ac.mode == "full" or model.pp_schedule != "zero_bubble":
         return ""
     return (
-        'ac.mode = "selective" cannot be with pp_schedule = "zero_bubble", whose backward pass runs a layer twice: '
-        'what is kept is there once. Write ac.mode = "full", or pp_schedule = "1f1b"'
+        'cannot be with pp_schedule = "zero_bubble", whose backward pass runs a layer twice, as what is kept is there '
+        'once. Write ac.mode = "full", or pp_schedule = "1f1b"'
     )
 
 

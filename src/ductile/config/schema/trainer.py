@@ -322,4 +322,4 @@ class TrainerConfig(Section):
     metrics_server: Annotated[MetricsServerConfig | None, NotBuilt("a metrics server in the trainer")] = None
     enable_router_replay: Annotated[bool, NotBuilt("mixture of experts")] = False
     enable_token_export: Annotated[bool, NotBuilt("exporting trained tokens")] = False
-    max_concurrent_runs: Annotated[int, NotBuilt("several runs on one trainer")] = Field(default=1, ge=1)
+    max_concurrent_runs: Annotated[int, NotBuilt("several adapters in one run")] = Field(default=1, ge=1)

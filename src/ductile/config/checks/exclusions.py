@@ -1,0 +1,77 @@
+"""Keys of the trainer that exclude each other, each with the reason: where its state lies, and which kernel it runs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ductile.config.checks.trainer_layout import TrainingConfig
+from ductile.config.finding import Finding
+from ductile.config.schema.model import TrainerModelConfig, why_not_selective
+from ductile.config.schema.run import RLConfig, SFTConfig
+from ductile.config.schema.trainer import MuonConfig, OptimConfig
+from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
+
+ON_GPU_ALONE = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4")
+"""Values of `attn` whose kernels run on GPUs, and on numbers of 16 bits."""
+
+
+def exclusion_findings(config: TrainingConfig) -> Iterator[Finding]:
+    """Yield a finding for each pair that cannot be together, on whatever machine."""
+    trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
+    runs = 1 if isinstance(trainer, SFTConfig) else trainer.max_concurrent_runs
+    yield from _offloads(trainer.model, trainer.optim, runs, root)
+    yield from _kernels(trainer.model, config.cluster.device, root)
+    has_stages = trainer.model.pp != 1 or any(map(_has_stages, trainer.resize.layouts))
+    if has_stages and (why := why_not_selective(trainer.model)):
+        yield Finding((f"{root}model.ac.mode", f"{root}model.pp_schedule"), why)
+
+
+def exclusion_warnings(config: TrainingConfig) -> Iterator[str]:
+    """Yield a sentence for each key that is written and has no effect on this machine."""
+    model, root = (config.trainer.model, "trainer.") if isinstance(config, RLConfig) else (config.model, "")
+    offloading, device = model.ac_offloading, config.cluster.device
+    on_cpu = device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+    if offloading is not None and "pin_memory" in offloading.model_fields_set and offloading.pin_memory and on_cpu:
+        at = f"{root}model.ac_offloading.pin_memory"
+        yield f"{at} = true has no effect on a CPU: page-locked memory is for copies from and to a GPU"
+
+
+def _offloads(model: TrainerModelConfig, optim: OptimConfig, runs: int, root: str) -> Iterator[Finding]:
+    everything, moments = f"{root}model.fsdp_cpu_offload", f"{root}model.optim_cpu_offload"
+    if model.fsdp_cpu_offload and model.optim_cpu_offload:
+        what = (
+            "contradicts fsdp_cpu_offload, which keeps the optimizer's state in host memory already, and has the "
+            "optimizer step there. Leave one of them out"
+        )
+        yield Finding((moments, everything), what)
+    if model.fsdp_cpu_offload and isinstance(optim, MuonConfig):
+        what = (
+            'cannot be with optim.type = "muon": it orthogonalizes whole matrices on the device, and this leaves '
+            f"parameters and gradients in host memory. Write {moments}, which leaves them on the device"
+        )
+        yield Finding((everything, f"{root}optim.type"), what)
+    if model.optim_cpu_offload and runs > 1:
+        what = (
+            f"cannot be with max_concurrent_runs = {runs}: it moves the moments of one optimizer, and each of several "
+            "runs has an optimizer of its own. Leave one of them out"
+        )
+        yield Finding((moments, f"{root}max_concurrent_runs"), what)
+
+
+def _kernels(model: TrainerModelConfig, device: str, root: str) -> Iterator[Finding]:
+    key = f"{root}model.attn"
+    if model.attn not in ON_GPU_ALONE:
+        return
+    if device == "cpu":
+        what = 'is a kernel for GPUs, and cluster.device is "cpu". Write "auto"'
+        yield Finding((key, "cluster.device"), what)
+    if model.compute_dtype == "float32":
+        what = f'computes in numbers of 16 bits, and {root}model.compute_dtype is "float32". Write "auto"'
+        yield Finding((key, f"{root}model.compute_dtype"), what)
+
+
+def _has_stages(layout: str) -> bool:
+    """Whether a listed layout has a pipeline."""
+    try:
+        return parse_sizes(layout).get("pp", 1) > 1
+    except LayoutTextError:
+        return False  # told by who reads the layouts
