@@ -21,9 +21,16 @@ QWEN = ModelSpec("qwen3", 151_936, 2560, 9728, 36, 32, 8, 128, tie_embeddings=Tr
 """Qwen3-4B."""
 SMALL = ModelSpec("llama", 512, 64, 128, 4, 8, 4, 16)
 OPTIONS = MemoryOptions(seq_len=8192)
-H100 = SlotSpeed.of_device("NVIDIA H100 80GB HBM3")
 GIB = 2**30
-assert H100 is not None
+
+
+def known(device: str) -> SlotSpeed:
+    found = SlotSpeed.of_device(device)
+    assert found is not None
+    return found
+
+
+H100 = known("NVIDIA H100 80GB HBM3")
 
 
 def step_s(dims: ParallelDims, speed: SlotSpeed = H100, num_samples: int = 64, **options: object) -> float:
