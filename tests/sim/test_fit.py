@@ -78,6 +78,7 @@ def test_what_it_prints_is_a_config_that_fits(
         assert not planned.short
         assert each["layout"] == {axis: getattr(planned.layout.dims, axis) for axis in each["layout"]}
         assert sum(each["device_bytes"].values()) <= room.room_bytes
+        assert sum(each["host_bytes"].values()) <= 200 * 2**30
         assert "fsdp_cpu_offload" not in each["settings"] or "optim_cpu_offload" not in each["settings"]
 
 

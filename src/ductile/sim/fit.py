@@ -42,6 +42,8 @@ class FitRequest:
     """Bytes of each."""
     gpu: str
     """Name whose peak is reckoned with."""
+    host_memory: int
+    """Bytes of host memory for each."""
     tokens_per_s: float | None = None
     """Tokens that one slot alone trains on per second; None: as the peak says."""
 
@@ -93,7 +95,8 @@ class FitRequest:
 def find_fits(request: FitRequest) -> list[TrainingFit]:
     """Return the best way to train for each layout that fits, the fastest first."""
     spec, memory, speed = request.spec, request.memory, request.speed
-    return best_fits(spec, request.gpus, request.asked, memory, request.num_samples, speed, built_keys())
+    samples, host = request.num_samples, request.host_memory
+    return best_fits(spec, request.gpus, request.asked, memory, samples, speed, built_keys(), host)
 
 
 def table(fits: Sequence[TrainingFit]) -> str:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 DONE, NOTHING_FITS, BAD_CONFIG = 0, 1, 2
 SHOWN = 3
 """Fits that are printed."""
+HOST_BYTES = 200 * 2**30
+"""Host memory for each GPU: a machine of eight has often 2 TiB, of which others take a part."""
 COMMANDS = ("rl", "sft", "trainer")
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(GiB|GB|MiB|TiB|G)?", re.IGNORECASE)
 _UNITS = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "tib": 2**40}
@@ -41,7 +43,8 @@ def main(words: Sequence[str]) -> int:
         if asked.json is not None:
             require_folder("--json", asked.json)
         config = parse(roots[command], others, writes=False, across=False).config
-        return _print_fits(FitRequest(config, asked.gpus, asked.gpu_memory, asked.gpu, asked.tokens_per_s), asked)
+        device = (asked.gpus, asked.gpu_memory, asked.gpu, asked.host_memory)
+        return _print_fits(FitRequest(config, *device, asked.tokens_per_s), asked)
     except ConfigError as error:
         from ductile.dashboard.printable import printable
 
@@ -63,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpus", type=_number, required=True, metavar="N", help="GPUs to train on, a slot each")
     parser.add_argument("--gpu-memory", type=memory_bytes, required=True, metavar="80GiB", help="memory of each")
+    parser.add_argument(
+        "--host-memory", type=memory_bytes, default=HOST_BYTES, metavar="200GiB", help="host memory for each; 200GiB"
+    )
     parser.add_argument("--gpu", default="H100", metavar="NAME", help='whose peak is reckoned with: "H100" by default')
     parser.add_argument(
         "--tokens-per-s", type=_speed, metavar="S", help="what one slot alone trains on, measured: instead of --gpu"

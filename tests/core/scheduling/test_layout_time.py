@@ -145,3 +145,13 @@ def test_knobs_that_exclude_each_other_do_not_come_in_one_fit() -> None:
 def test_only_knobs_that_are_built_are_tried() -> None:
     fits = best_fits(QWEN, 8, AskedLayout(seq_len=65_536), SlotMemory(72 * GIB), 64, H100, built={"ac"})
     assert {key for fit in fits for key in fit.settings} <= {"ac", "pp", "tp", "cp", "dp_replicate"}
+
+
+def test_what_is_offloaded_fits_in_host_memory() -> None:
+    asked, memory = AskedLayout(seq_len=65_536), SlotMemory(40 * GIB)
+    anywhere = best_fits(QWEN, 8, asked, memory, 64, H100)
+    assert max(fit.use.host.total for fit in anywhere) > 20 * GIB
+    fits = best_fits(QWEN, 8, asked, memory, 64, H100, host_bytes=20 * GIB)
+    assert fits
+    assert max(fit.use.host.total for fit in fits) <= 20 * GIB
+    assert fits[0].time.step_s >= anywhere[0].time.step_s

@@ -76,6 +76,7 @@ def best_fits(
     num_samples: int,
     speed: SlotSpeed,
     built: Collection[str] | None = None,
+    host_bytes: int | None = None,
 ) -> list[TrainingFit]:
     """Return the best way to train for each layout that fits, the fastest first.
 
@@ -84,34 +85,40 @@ def best_fits(
         memory: room of a slot, and the options that no knob changes.
         num_samples: samples of an optimizer step, each of `seq_len` tokens.
         built: keys whose knobs may be used; None: all.
+        host_bytes: host memory that a slot may take; None: any.
     """
+    sets = _Sets(spec, memory.room_bytes, host_bytes, num_samples, speed, built)
     found: list[TrainingFit] = []
     for dims in possible_layouts(spec, num_slots, asked.cp_style, asked.num_runs, MOST_TP):
         sized = replace(memory.options_of(asked), num_micro_batches=-(-num_samples // dims.num_data_parallel))
-        best = _best(spec, dims, sized, memory.room_bytes, num_samples, speed, built)
+        best = sets.best(dims, sized)
         if best is not None:
             found.append(best)
     return sorted(found, key=lambda fit: (fit.time.step_s, fit.use.device.total))
 
 
-def _best(
-    spec: ModelSpec,
-    dims: ParallelDims,
-    options: MemoryOptions,
-    room_bytes: int,
-    num_samples: int,
-    speed: SlotSpeed,
-    built: Collection[str] | None,
-) -> TrainingFit | None:
-    timed = [
-        (layout_time(spec, dims, each, num_samples, speed), settings, each)
-        for settings, each in _knob_sets(dims, options, built)
-    ]
-    for time, settings, each in sorted(timed, key=lambda each: (each[0].step_s, len(each[1]))):
-        use = predict(spec, dims, each)
-        if use.device.total <= room_bytes:
-            return TrainingFit(dims, {**_axes(dims), **settings}, time, use)
-    return None
+@dataclass(frozen=True, slots=True)
+class _Sets:
+    """Sets of knobs for one model, and what they have to fit."""
+
+    spec: ModelSpec
+    room_bytes: int
+    host_bytes: int | None
+    num_samples: int
+    speed: SlotSpeed
+    built: Collection[str] | None
+
+    def best(self, dims: ParallelDims, options: MemoryOptions) -> TrainingFit | None:
+        """Return the fastest that fits in a layout; None where none does."""
+        timed = [
+            (layout_time(self.spec, dims, each, self.num_samples, self.speed), settings, each)
+            for settings, each in _knob_sets(dims, options, self.built)
+        ]
+        for time, settings, each in sorted(timed, key=lambda each: (each[0].step_s, len(each[1]))):
+            use = predict(self.spec, dims, each)
+            if use.device.total <= self.room_bytes and (self.host_bytes is None or use.host.total <= self.host_bytes):
+                return TrainingFit(dims, {**_axes(dims), **settings}, time, use)
+        return None
 
 
 def _knob_sets(
