@@ -223,6 +223,8 @@ ductile rl: the config is good.
               2  generate
               3  generate and score
   mesh      slot 0 has all of the state: 355.5 KiB
+  memory    a slot takes about 1.0 GiB in the backward pass of the head
+            context 1.0 GiB
   derived   trainer.model.name = "model": from model.name (good.toml:3)
             inference.model.name = "model": from model.name (good.toml:3)
             trainer.max_steps = 4: from max_steps (good.toml:1)
@@ -369,6 +371,17 @@ def test_check_looks_at_memory_where_the_config_says_how_much_a_device_has(capsy
     assert "note: model.tp = 1 is with pp 2 · dp_shard 4 probably too little memory: a slot would need about 0." in said
     assert ") and has 0.0027 GiB: model." in said
     assert "makes it 0.00" in said
+
+
+def test_check_says_what_a_slot_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "@", "good.toml", "--cluster.device", "cpu", "--trainer.model.seq-len", "1000"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "memory    a slot takes about 5.0 MiB in the backward pass of the head\n" in said
+    assert " activations 4.2 MiB, " in said
+    assert main([*words, "--cluster.device-memory-gib", "1", "--trainer.model.optim-cpu-offload"]) == 0
+    said = capsys.readouterr().out
+    assert " of 921.6 MiB in the backward pass of the head; 177.8 KiB in host memory\n" in said
 
 
 def test_check_refuses_what_has_no_room_in_any_layout(capsys: pytest.CaptureFixture[str]) -> None:
