@@ -160,6 +160,26 @@ def reshard(found: Any) -> Iterator[Row]:
         yield row["pair"], moved, *seconds, row["ratio_vs_best_peer"], row["fraction_of_limit"]
 
 
+def publish(found: Any) -> Iterator[Row]:
+    """Yield a row for each layout and number of servers."""
+    of: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in found["rows"]:
+        of.setdefault((row["layout"], row["instances"]), {})[row["transport"]] = row
+    for (layout, instances), by in of.items():
+        peers = by["shared_memory"]["peers_s"]
+        yield (
+            f"{layout} to {instances}",
+            by["shared_memory"]["seconds"],
+            by["shared_memory"]["fraction_of_limit"],
+            by["point_to_point"]["seconds"],
+            by["point_to_point"]["fraction_of_limit"],
+            by["http"]["seconds"],
+            by["disk"]["seconds"],
+            peers["save_load_tmpfs"],
+            peers["gloo_broadcast"],
+        )
+
+
 def plan(found: Any) -> Iterator[Row]:
     for row in found["speed"]:
         yield row["case"], row["cold_ms"], row["known_classes_ms"], row["cached_ms"], row["one_slot_ms"]
@@ -258,6 +278,13 @@ DOCS: Mapping[str, tuple[Callable[[Any], Iterator[Row]], Sequence[str]]] = {
     "plan": (
         plan,
         ("Qwen3-32B in bf16", "a plan, ms", "of classes that are known", "from the cache", "one slot's messages"),
+    ),
+    "publish": (
+        publish,
+        (
+            "1 GiB of bf16", "shared memory, s", "of memcpy's speed", "point to point, s", "of loopback's speed",
+            "HTTP, s", "disk, s", "`torch.save` and `load` through tmpfs, s", "gloo broadcast, s",
+        ),
     ),
     "elastic": (elastic, ("", "of the best split's time", "tokens/s", "idle, %", "changes", "in `switch`, %")),
     "decisions": (decisions, ("", "median decision, ms", "the 99th of 100", "all of it simulated, s")),

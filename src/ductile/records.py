@@ -263,18 +263,16 @@ class Manifest:
     """One published weight version: what is in it, where it lies, and how to know that it arrived whole."""
 
     version: int
-    carrier: Literal["shared_memory", "disk", "none"]
+    carrier: Literal["shared_memory", "none"]
     location: str
-    """`shared_memory`: a path that the receiver opens; `disk`: an HF folder; `none`: nobody fetches it, as the trainer
-    sends it (`ductile.messages.updates`)."""
+    """`shared_memory`: a path that the receiver opens; `none`: nobody fetches it, as the trainer sends it
+    (`ductile.messages.updates`)."""
     num_bytes: int
     fingerprint: int
     """64-bit fingerprint of all bytes in order (`ductile.fabric.segment`)."""
     tensors: tuple[TensorEntry, ...]
     digest: str = ""
     """Digest of the version (`ductile.messages.updates.Digest`); "" where the transport has made none."""
-    adapters: dict[str, str] = field(default_factory=dict[str, str])
-    """Digests of the adapters that belong to the version beside its tensors, by their names."""
 
 
 @dataclass(frozen=True, slots=True)

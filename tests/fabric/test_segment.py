@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.fabric import segment as segment_module
-from ductile.fabric.segment import ALIGNMENT_BYTES, Segment, SegmentUnavailable, map_segment, mapped_for_writing
+from ductile.fabric.alignment import ALIGNMENT_BYTES
+from ductile.fabric.segment import Segment, SegmentUnavailable, map_segment, mapped_for_writing
 from tests.ranks import run_alone
 
 TENSORS = [torch.arange(5.0), torch.tensor(7), torch.empty(0), torch.arange(6.0).reshape(2, 3).T.bfloat16()]

@@ -141,7 +141,7 @@ DEFECTS = (
         (
             Edit(
                 "fleet/updates/update_attempt.py",
-                "while self._left and not sending.done():",
+                "while self._remaining and not sending.done():",
                 "await asyncio.wait([sending])\n            while not sending.done():",
             ),
             Edit(

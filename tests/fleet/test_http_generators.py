@@ -134,7 +134,7 @@ def test_its_weights_are_its_own() -> None:
     async def story() -> None:
         async with generators(FakeServer(plain=True)) as made:
             with pytest.raises(Refused, match="servers of their own weights cannot receive version 1"):
-                await made.receive(Manifest(1, "disk", "", 0, 0, ()))
+                await made.receive(Manifest(1, "none", "", 0, 0, ()))
 
     asyncio.run(story())
 

@@ -265,7 +265,7 @@ def test_tokens_of_a_version_that_is_being_committed_are_taken_before_its_reply_
             committed.set()
             await committing
             assert (made.ports[0].version, made.ports[0].digest) == (1, NEXT.digest)
-            await made.pool.receive(Manifest(1, "disk", "", 0, 0, ()))
+            await made.pool.receive(Manifest(1, "none", "", 0, 0, ()))
             assert (made.pool.version, len(made.pool.instances)) == (1, 1)
 
     run(story())
@@ -491,7 +491,7 @@ def test_a_suspect_gets_nothing_and_each_request_a_server_of_its_version() -> No
             asked = asyncio.create_task(made.pool.generate(request(9), versions=range(1, 2)))
             old = [asyncio.create_task(made.pool.generate(request(number), range(0, 1))) for number in range(3)]
             assert {version for each in await asyncio.gather(*old) for version in each.versions} == {0}
-            await made.pool.receive(Manifest(1, "disk", "", 0, 0, ()))
+            await made.pool.receive(Manifest(1, "none", "", 0, 0, ()))
             assert {*(await asked).versions} == {1}
             assert {each.id for each in made.pool.instances} == {first.url, second.url}, "the third was not given it"
             with pytest.raises(Late, match="for request r1"):

@@ -249,6 +249,21 @@ def test_a_version_is_withdrawn_from_the_slot_that_published_it():
     play(story)
 
 
+def test_no_slot_keeps_a_version_that_goes_to_servers_alone():
+    async def story():
+        layout = ParallelLayout.of((3, 1))
+        _, carrier, _ = make(layout)
+        trainer = RemoteTrainer(Mailbox(carrier, clock), layout, Deadlines.same(100), receivers="servers")
+        assert (await trainer.publish(7)).carrier == "none"
+        trainer.layout = ParallelLayout.of((1, 2))
+        assert (trainer.publishers, trainer.needs(3)) == (frozenset(), False)
+        await asyncio.wait_for(trainer.has_withdrawn(3, 100), 1.0)
+        await trainer.withdraw(7)
+        assert carrier.sent == [], "nobody has a snapshot to free"
+
+    play(story)
+
+
 def test_a_failed_micro_step_ends_the_batch():
     async def story():
         _, carrier, trainer = make(ParallelLayout.of((0, 1)))

@@ -114,7 +114,7 @@ class Rig:
             generator.role.handle(Receive("generate", self.as_received(generator, manifest)))
         self.memory.withdraw(self.version)
         before = len(self.told())
-        self.canaries.check_soon(KnownWeights.of(replace(manifest, adapters=self.adapters)))
+        self.canaries.check_soon(replace(KnownWeights.of(manifest), adapters=self.adapters))
         await self.canaries._checking
         return self.told()[before:]
 

@@ -10,8 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ductile.messages.updates import Bucket, Offer, SendReport, TensorBox, WeightUpdate
-from ductile.weights.digest import to_text
+from ductile.messages.updates import Bucket, Offer, SendReport, TensorBox, WeightUpdate, digest_text
 from ductile.weights.sender import Fill
 
 
@@ -49,7 +48,7 @@ class MemorySender:
         except Exception as error:
             failed = {"everybody": str(error)}
         num_bytes = sum(len(content) for content in self.content.values())
-        self.report = SendReport(self.update.update_id, self.offer.sender, to_text(digest), num_bytes, 0.0, failed)
+        self.report = SendReport(self.update.update_id, self.offer.sender, digest_text(digest), num_bytes, 0.0, failed)
         self._tell(self.report)
 
     def _bucket(self, bucket: Bucket) -> int:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.spec import ModelSpec
+from ductile.fabric.alignment import ALIGNMENT_BYTES
 from ductile.messages.updates import Offer
 from ductile.parallel.parts import SlotParts
-from ductile.weights.buckets import ALIGN_BYTES, OwnedTensor, num_bytes_of, offer_of, only
+from ductile.weights.buckets import OwnedTensor, num_bytes_of, offer_of, only
 
 Element = tuple[str, tuple[int, ...]]
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float64)
@@ -66,7 +67,7 @@ def test_every_element_is_in_one_bucket(tensors: list[OwnedTensor], bucket_bytes
             sides = [high - low for low, high in zip(box.start, box.stop, strict=True)]
             assert box.num_bytes == torch.Size(sides).numel() * items[box.name]
             assert box.offset_bytes >= ends[-1]
-            assert not box.offset_bytes % ALIGN_BYTES
+            assert not box.offset_bytes % ALIGNMENT_BYTES
             ends.append(box.offset_bytes + box.num_bytes)
         assert bucket.num_bytes == ends[-1]
         is_row = len(bucket.boxes) == 1 and all(side == 1 for side in sides[: max(1, len(sides) - 1)])

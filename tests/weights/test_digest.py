@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ductile.fabric import boxes
 from ductile.fabric.fingerprint import MODULUS, copy_and_sum, plain_weighted_sum, weighted_sum
-from ductile.messages.updates import total_of
-from ductile.weights.digest import box_digest, from_text, to_text, total, whole_digest
+from ductile.messages.updates import digest_number, digest_text, total_of
+from ductile.weights.digest import box_digest, total, whole_digest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.float64)
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -108,8 +108,8 @@ def test_what_is_wrong_shows(wrong: object, dtype: torch.dtype) -> None:
 
 
 def test_a_digest_is_thirteen_digits_either_way() -> None:
-    assert to_text(-1) == "f" * 13
-    assert from_text(to_text(255 + MODULUS)) == 255
+    assert digest_text(-1) == "f" * 13
+    assert digest_number(digest_text(255 + MODULUS)) == 255
     assert total([]) == "0" * 13
 
 

@@ -124,6 +124,6 @@ def test_who_asks_for_the_same_version_is_offered_the_same_copy(transport: Weigh
 
 
 def test_a_manifest_of_an_unknown_transport_is_refused(transport: WeightTransport):
-    manifest = replace(transport.publish(3, []), carrier="disk")
-    with pytest.raises(WeightsUnavailable, match="version 3 is offered by disk, and only shared_memory can be read"):
+    manifest = replace(transport.publish(3, []), carrier="none")
+    with pytest.raises(WeightsUnavailable, match="version 3 is offered by none, and only shared_memory can be read"):
         transport_of(manifest)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ductile.core.layout.geometry.holdings import Ints
 from ductile.core.transfer.plan import Part, PeerMessage
 from ductile.fabric import boxes
+from ductile.fabric.alignment import aligned
 from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs
 from ductile.fabric.digest import Digests
 from ductile.fabric.exchange import Exchange
@@ -28,8 +29,6 @@ from ductile.fabric.process import Process
 from ductile.fabric.slabs import ACROSS_BYTES, MAX_PIECES, SLAB_BYTES, Slab, slabs
 
 STAGING_BYTES = ACROSS_BYTES + SLAB_BYTES
-ALIGNMENT_BYTES = 64
-"""Slabs in staging memory begin at multiples of this: a cache line, and the widest vector load."""
 PIECE_BYTES = 16
 """Bytes of a piece as the kernel takes it: an address and a length."""
 _PR_SET_PTRACER = 0x59616D61
@@ -126,22 +125,18 @@ class _Step:
 
 def _across_bytes(slab: Slab) -> int:
     """Staging memory that a slab takes as it is read."""
-    return _aligned(slab.span_bytes) if slab.across else 0
+    return aligned(slab.span_bytes) if slab.across else 0
 
 
 def _packed_bytes(slab: Slab) -> int:
     """Staging memory that a slab takes end to end; 0 where it is read into its place."""
-    return _aligned(slab.num_bytes) if _is_staged(slab) else 0
+    return aligned(slab.num_bytes) if _is_staged(slab) else 0
 
 
 def _is_staged(slab: Slab) -> bool:
     """Out of the cache a slab is copied past the cache faster than it is read into memory that is not there: on one
     core of a Xeon, with its hash, 5.5 GB/s and 4.9. numpy copies as slowly as the kernel: 4.2."""
     return boxes.built() or not slab.is_whole
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class _Pull:

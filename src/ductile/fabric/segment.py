@@ -31,9 +31,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ductile.fabric.alignment import aligned
+
 READ_BYTES = 1 << 20
-ALIGNMENT_BYTES = 64
-"""Each tensor starts at a multiple of this: a cache line, and the widest vector load."""
 
 
 class SegmentUnavailable(Exception):
@@ -101,11 +101,6 @@ class Segment:
         while written < len(content):  # one call writes at most 2 GiB
             written += os.pwrite(self._fd, content[written:], self.num_bytes + written)
         self.num_bytes += len(content)
-
-
-def aligned(num_bytes: int) -> int:
-    """Return where the next tensor begins behind so many bytes."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -257,7 +257,7 @@ class ElasticFleet:
     async def _update(self, version: int) -> None:
         """Bring the version to all that do not have it."""
         decision = await self.enough_servers()
-        self._sent = self._shortage.without(version)
+        self._sent = decision.receivers_without(version)
         present = self._judge.update_began(version, self._sent)
         try:
             result = await self._pool.update(version, present)
@@ -292,7 +292,7 @@ class ElasticFleet:
         elif verdict == "wait":
             self.is_waiting = True
             with suppress(TimeoutError):
-                await self._changed.wait_for(lambda: bool(self._shortage.without(version, self._sent)), SEND_AGAIN_S)
+                await self._changed.wait_for(lambda: self._shortage.has_receiver(version, self._sent), SEND_AGAIN_S)
         else:
             why = "; ".join(f"{each.instance} is {each.status}: {each.reason}" for each in self.state.living)
             raise Late(
@@ -437,7 +437,7 @@ class ElasticFleet:
                 and server.status != "draining"
                 and self._discovery.why_not(address, server.incarnation)
             ):
-                self._shared.judge(
+                self._shared.apply(
                     server.instance, lambda each: each.moved("drain", "it says that it is leaving", self._clock())
                 )
 

@@ -27,9 +27,19 @@ LONGEST_LEASE_S = 3600
 """Seconds that a server keeps a version for others at most."""
 
 
+def digest_text(value: int) -> Digest:
+    """Return a sum of fingerprints as a digest, modulo 2^52, as `ductile.fabric.fingerprint` sums them up."""
+    return f"{value % (1 << 52):013x}"
+
+
+def digest_number(digest: Digest) -> int:
+    """Return the number that a digest stands for; "" counts as nothing. Raises ValueError for another text."""
+    return int(digest or "0", 16)
+
+
 def total_of(parts: Iterable[Digest]) -> Digest:
     """Return the digest of what several senders, or tensors, have between them. "" counts as nothing."""
-    return f"{sum(int(part or '0', 16) for part in parts) % 2**52:013x}"
+    return digest_text(sum(map(digest_number, parts)))
 
 
 UpdateProof = Literal["none", "sum", "crc"]

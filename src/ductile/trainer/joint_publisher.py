@@ -23,12 +23,12 @@ from ductile.core.transfer.joint_publishing import PartOutcome, PublishingRuling
 from ductile.error_text import error_text
 from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.segment import Segment, SegmentUnavailable, mapped_for_writing
+from ductile.messages.updates import digest_text
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import Manifest, TensorEntry
 from ductile.trainer.own_weights import OwnWeights
 from ductile.trainer.trainer import Trainer
 from ductile.weights.buckets import OwnedTensor
-from ductile.weights.digest import to_text
 from ductile.weights.shared_memory import SharedMemory, laid_out
 
 GATHER = "gather"
@@ -109,7 +109,9 @@ class JointPublisher:
                 part.attempt(lambda: part.write(place, num_bytes, weights, table))
             digests, ruled = _exchanged(part, sum(entry.num_bytes for entry in entries), context, trainer.device)
             if ruled.next == "seal":
-                entries = [replace(entry, digest=to_text(each)) for entry, each in zip(entries, digests, strict=True)]
+                entries = [
+                    replace(entry, digest=digest_text(each)) for entry, each in zip(entries, digests, strict=True)
+                ]
                 manifest = self._sealed(version, segment, entries)
                 unpublished.pop_all()
                 return manifest

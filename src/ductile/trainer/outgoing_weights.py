@@ -16,13 +16,21 @@ from time import monotonic
 import msgspec
 from torch import Tensor
 
-from ductile.messages.updates import Bucket, Digest, Offer, SendReport, TensorBox, WeightUpdate
+from ductile.messages.updates import (
+    Bucket,
+    Digest,
+    Offer,
+    SendReport,
+    TensorBox,
+    WeightUpdate,
+    digest_number,
+    digest_text,
+)
 from ductile.parallel.parts import SlotParts
 from ductile.trainer.own_weights import OwnWeights
 from ductile.trainer.trainer import Trainer
 from ductile.weights.buckets import num_bytes_of, offer_of, only
 from ductile.weights.carriers.shared_memory import RingMemory
-from ductile.weights.digest import from_text, to_text
 from ductile.weights.sender import WeightSender
 
 FINISH_S = 5.0
@@ -95,7 +103,7 @@ class _Sending:
         parts = dict[str, int]()
         for (name, _), digest in self.digests.items():
             parts[name] = parts.get(name, 0) + digest
-        return {name: to_text(part) for name, part in parts.items()}
+        return {name: digest_text(part) for name, part in parts.items()}
 
     @property
     def is_complete(self) -> bool:
@@ -139,7 +147,7 @@ class OutgoingWeights:
 
             def tell(report: SendReport) -> None:
                 sending.through.set()
-                digest = to_text(from_text(report.digest or "0") + unchanged)
+                digest = digest_text(digest_number(report.digest) + unchanged)
                 equal = sending.num_bytes_equal(self._committed)
                 parts = sending.digests_by_tensor() if sending.is_complete else {}
                 more = {"num_bytes_unchanged": left_out, "num_bytes_equal": equal, "tensors": parts}

@@ -54,25 +54,24 @@ class OwnWeights:
         if view.dtype == self.dtype and not view.is_cuda:
             return copy_with_digest(name, target, view, box[0])
         return sum(
-            copy_with_digest(name, piece, part, start) for start, piece, part in _pieces(box, self.dtype, target, view)
+            copy_with_digest(name, target[rows], view[rows], start) for start, rows in _blocks(box, view, self.dtype)
         )
 
     def digest(self, name: str, box: Box) -> int:
+        """Return the digest of a box as it is published."""
         view = self._view(name, box)
-        return sum(
-            box_digest(name, piece.to(self.dtype), start) for start, piece, _ in _pieces(box, self.dtype, view, view)
-        )
+        return sum(box_digest(name, view[rows].to(self.dtype), start) for start, rows in _blocks(box, view, self.dtype))
 
     def _view(self, name: str, box: Box) -> Tensor:
         return self.parts.view(name, self.local[name], box)
 
 
-def _pieces(
-    box: Box, dtype: torch.dtype, one: Tensor, other: Tensor
-) -> Iterator[tuple[tuple[int, ...], Tensor, Tensor]]:
-    """Rows of two tensors of a box's shape, so many at a time, and where they begin in the whole tensor."""
-    (first, *columns), (stop, *_) = box
-    most = GPU_PIECE_BYTES if other.is_cuda else PIECE_BYTES
-    num_rows = max(1, most * len(one) // (one.numel() * dtype.itemsize))
-    starts = ((row, *columns) for row in range(first, stop, num_rows))
-    return zip(starts, one.split(num_rows), other.split(num_rows), strict=True)
+def _blocks(box: Box, view: Tensor, dtype: torch.dtype) -> Iterator[tuple[tuple[int, ...], slice]]:
+    """Yield the rows of a box in blocks of about `PIECE_BYTES`, as published in `dtype`; `GPU_PIECE_BYTES` where its
+    `view` lies on a GPU. Each is the index in the whole tensor at which it begins, and its rows in the box:
+    ((6, 0), slice(2, 4)) of a box that begins at (4, 0)."""
+    (first, *columns), _ = box
+    most = GPU_PIECE_BYTES if view.is_cuda else PIECE_BYTES
+    num_rows = max(1, most * len(view) // (view.numel() * dtype.itemsize))
+    for row in range(0, len(view), num_rows):
+        yield (first + row, *columns), slice(row, row + num_rows)

@@ -3,7 +3,8 @@
     tensors, each with the sender's boxes  ->  Offer
 
 A box that no bucket holds is cut along its leading dims; only a row, the last dim of a matrix, is never cut, and may be
-a bucket of its own. Tensors that servers fuse (q, k and v; gate and up) share a bucket where they fit into one.
+a bucket of its own. Tensors that servers fuse (q, k and v; gate and up) share a bucket where they fit into one. A box
+begins in its bucket at a multiple of `ductile.fabric.alignment.ALIGNMENT_BYTES`.
 """
 
 import re
@@ -14,10 +15,9 @@ from itertools import groupby
 import torch
 
 from ductile.core.layout.geometry.holdings import Box, volume
+from ductile.fabric.alignment import aligned
 from ductile.messages.updates import Bucket, Offer, TensorBox, TensorSpec
 
-ALIGN_BYTES = 64
-"""Boxes begin at multiples of this in their bucket: a view in their dtype is possible, and whole lines are copied."""
 _FUSED = (
     (re.compile(r"\b[qkv]_proj\b"), "qkv_proj"),
     (re.compile(r"\b(gate|up)_proj\b"), "gate_up_proj"),
@@ -95,22 +95,18 @@ def _packed(groups: Iterable[Sequence[TensorBox]], most: int) -> Iterator[Bucket
     index, end = 0, 0
     boxes: list[TensorBox] = []
     for group in groups:
-        num_bytes = sum(_aligned(box.num_bytes) for box in group[:-1]) + group[-1].num_bytes
+        num_bytes = sum(aligned(box.num_bytes) for box in group[:-1]) + group[-1].num_bytes
         fits_alone = num_bytes <= most
         for place, box in enumerate(group):
             needed = num_bytes if fits_alone and not place else box.num_bytes
-            if boxes and _aligned(end) + needed > most:
+            if boxes and aligned(end) + needed > most:
                 yield Bucket(index, end, tuple(boxes))
                 index, end, boxes = index + 1, 0, []
-            offset = _aligned(end)
+            offset = aligned(end)
             boxes.append(TensorBox(box.name, box.start, box.stop, offset, box.num_bytes))
             end = offset + box.num_bytes
     if boxes:
         yield Bucket(index, end, tuple(boxes))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _fused(name: str) -> str:

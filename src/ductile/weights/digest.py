@@ -14,7 +14,7 @@ from hashlib import blake2b
 from torch import Tensor
 
 from ductile.fabric.fingerprint import MODULUS, copy_and_sum, weighted_sum
-from ductile.messages.updates import Digest
+from ductile.messages.updates import Digest, digest_text
 
 
 def box_digest(name: str, box: Tensor, start: tuple[int, ...]) -> int:
@@ -41,16 +41,7 @@ def whole_digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:
 
 def total(parts: Iterable[int]) -> Digest:
     """Return the digest of boxes that have these parts."""
-    return to_text(sum(parts))
-
-
-def to_text(value: int) -> Digest:
-    return f"{value % MODULUS:013x}"
-
-
-def from_text(digest: Digest) -> int:
-    """Return the number that `to_text` has written. Raises ValueError for another text."""
-    return int(digest, 16)
+    return digest_text(sum(parts))
 
 
 @lru_cache(maxsize=1 << 16)

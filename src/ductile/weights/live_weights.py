@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ductile.messages.updates import Digest, LiveDigest, TensorSpec
-from ductile.weights.digest import box_digest, to_text
+from ductile.messages.updates import Digest, LiveDigest, TensorSpec, digest_text
+from ductile.weights.digest import box_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class VersionTensors:
         for name, tensor in self.tensors.items():
             if name not in self.parts:
                 self.parts[name] = box_digest(name, tensor.to(self.dtypes[name]), (0,) * tensor.dim())
-        return to_text(sum(self.parts.values()))
+        return digest_text(sum(self.parts.values()))
 
     def read(self, announced: Digest) -> LiveDigest:
         """Read the tensors. Where one is narrower than it was published there is no digest: what was rounded cannot be
@@ -36,7 +36,9 @@ class VersionTensors:
         if any(self.dtypes[name].itemsize > tensor.element_size() for name, tensor in self.tensors.items()):
             return LiveDigest(self.version, "", announced)
         digest = self.digest()
-        return LiveDigest(self.version, digest, announced, {name: to_text(part) for name, part in self.parts.items()})
+        return LiveDigest(
+            self.version, digest, announced, {name: digest_text(part) for name, part in self.parts.items()}
+        )
 
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(

@@ -17,14 +17,13 @@ import msgspec
 from torch import Tensor
 
 from ductile.error_text import error_text
-from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate
+from ductile.messages.updates import Bucket, Offer, SendReport, WeightCarrier, WeightUpdate, digest_text
 from ductile.weights.carriers.carrier import BucketSender, checksum_of
 from ductile.weights.carriers.control import Audience, ControlListener
 from ductile.weights.carriers.disk import DiskSender
 from ductile.weights.carriers.http import HttpSender
 from ductile.weights.carriers.point_to_point import PointToPointSender
 from ductile.weights.carriers.shared_memory import RingMemory, SharedMemorySender, SlotRing
-from ductile.weights.digest import to_text
 from ductile.weights.pipeline import BucketPipeline, Stage, StageSpan
 
 Fill = Callable[[Bucket, Tensor], int]
@@ -123,7 +122,7 @@ class WeightSender:
             self._failed[instance] = f"{instance} was left out: {self._left_out[instance]}"
         seconds = time.monotonic() - began
         update_id, sender = self._update.update_id, self._offer.sender
-        self._tell(SendReport(update_id, sender, to_text(self._digest), self._num_bytes, seconds, self._failed))
+        self._tell(SendReport(update_id, sender, digest_text(self._digest), self._num_bytes, seconds, self._failed))
 
     def _send(self, ring: SlotRing) -> None:
         self._reach_out()
@@ -198,7 +197,7 @@ class WeightSender:
                 self._failed |= audience.close(f"no process group can be made: {error_text(error)}")
 
     def _go_on(self) -> None:
-        """Raises `SendingEnded`."""
+        """Raise `SendingEnded` when the update was aborted, is late, or has no receiver left."""
         if self._aborted.is_set():
             raise SendingEnded("the update was aborted")
         if time.monotonic() > self._deadline:

@@ -8,11 +8,12 @@ from secrets import token_hex
 import torch
 from torch import Tensor
 
-from ductile.fabric.segment import Segment, SegmentUnavailable, aligned, borrowed, map_segment
-from ductile.messages.updates import total_of
+from ductile.fabric.alignment import aligned
+from ductile.fabric.segment import Segment, SegmentUnavailable, borrowed, map_segment
+from ductile.messages.updates import digest_text, total_of
 from ductile.records import Manifest, TensorEntry
 from ductile.weights.buckets import OwnedTensor, dtype_name
-from ductile.weights.digest import box_digest, to_text
+from ductile.weights.digest import box_digest
 
 
 class WeightsUnavailable(Exception):
@@ -92,7 +93,7 @@ def laid_out(tensors: Iterable[OwnedTensor]) -> tuple[list[TensorEntry], int]:
 def _append(segment: Segment, name: str, tensor: Tensor) -> TensorEntry:
     on_cpu = tensor.detach().to("cpu").contiguous()
     offset_bytes = segment.append(on_cpu)
-    digest = to_text(box_digest(name, borrowed(on_cpu), (0,) * tensor.dim()))
+    digest = digest_text(box_digest(name, borrowed(on_cpu), (0,) * tensor.dim()))
     return TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset_bytes, tensor.nbytes, digest)
 
 

@@ -6,6 +6,7 @@ from ductile.core.instances.health import HealthRules, ProbeReply, ServerHealth
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import (
     FleetTopology,
+    TopologyDecision,
     TopologyMember,
     blame,
     joins_due,
@@ -104,8 +105,14 @@ def test_one_that_comes_and_goes_keeps_no_other_out() -> None:
     assert due == [(), (), (), ("a", "f")]
 
 
-def member(name: str, incarnation: str = "x") -> TopologyMember:
-    return TopologyMember(InstanceId(name), f"http://{name}:1", incarnation, "ready", 1)
+def member(name: str, incarnation: str = "x", version: int | None = 1) -> TopologyMember:
+    return TopologyMember(InstanceId(name), f"http://{name}:1", incarnation, "ready", version)
+
+
+def test_a_version_is_sent_to_the_receivers_that_do_not_have_it() -> None:
+    receivers = (member("c", version=1), member("a", version=2), member("b", version=None))
+    decision = TopologyDecision("keep", FleetTopology(3, receivers[:2]), receivers)
+    assert [decision.receivers_without(version) for version in (1, 2, 3)] == [("a", "b"), ("c", "b"), ("c", "a", "b")]
 
 
 def test_the_order_of_members_says_nothing() -> None:

@@ -118,7 +118,7 @@ class Fleet:
     async def publish(self) -> None:
         self.version += 1
         await self.fleet.update(self.version)
-        await self.pool.receive(Manifest(self.version, "disk", "", 0, 0, ()))
+        await self.pool.receive(Manifest(self.version, "none", "", 0, 0, ()))
 
     async def until_serving(self, servers: Iterable[LiveServer]) -> None:
         urls = {each.url for each in servers}

@@ -173,7 +173,7 @@ def test_a_version_is_committed_in_mid_generation_and_who_was_not_given_it_is_le
         await asyncio.to_thread(giver.send_all)
         assert (await first.verify(ends)).digest == giver.digest
         assert (await first.commit(ends)).phase == "committed"
-        await fleet.pool.receive(Manifest(1, "disk", "", 0, 0, ()))
+        await fleet.pool.receive(Manifest(1, "none", "", 0, 0, ()))
         assert [each.id for each in fleet.pool.instances] == [first.url]
         with pytest.raises(Refused, match="responded with 409"):
             await first.commit(EndUpdate("another", 0, 2))

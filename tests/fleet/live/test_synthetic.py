@@ -27,9 +27,9 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import FleetTopology, TopologyMember
 from ductile.fleet.servers.monitor import Monitor, ProbeOutcome
 from ductile.fleet.servers.shared_state import SharedFleetState
-from ductile.messages.updates import Bucket
+from ductile.messages.updates import Bucket, digest_text
 from ductile.weights.carriers.carrier import bytes_of
-from ductile.weights.digest import box_digest, to_text, whole_digest
+from ductile.weights.digest import box_digest, whole_digest
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.staged_weights import StagedWeights
 from tests.fleet.live.hand import cut
@@ -110,7 +110,7 @@ def test_a_version_of_many_owners_is_put_together(num_owners: int, bucket_bytes:
     random.Random(num_owners).shuffle(pieces)
     for bucket, content in pieces:
         staged.load(bucket, bytes_of(bytearray(content)))
-    assert staged.digest() == to_text(sums) == whole_digest(new.items())
+    assert staged.digest() == digest_text(sums) == whole_digest(new.items())
     swapped: dict[str, torch.Tensor] = {}
     staged.commit(lambda made, version: swapped.update(made))
     assert all(torch.equal(swapped[name], tensor) for name, tensor in new.items())

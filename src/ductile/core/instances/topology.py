@@ -55,6 +55,10 @@ class TopologyDecision:
     """Servers that get the next version: those that serve, and those that it may bring back."""
     reason: str = ""
 
+    def receivers_without(self, version: int) -> tuple[InstanceId, ...]:
+        """Return the receivers that do not have the version, in their order."""
+        return tuple(each.instance for each in self.receivers if each.version != version)
+
 
 @dataclass(frozen=True, slots=True)
 class Blame:

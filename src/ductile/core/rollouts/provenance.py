@@ -43,7 +43,7 @@ class KnownWeights:
     @staticmethod
     def of(manifest: Manifest) -> "KnownWeights":
         tensors = {entry.name: entry.digest for entry in manifest.tensors if entry.digest}
-        return KnownWeights(manifest.version, manifest.digest, tensors, manifest.adapters)
+        return KnownWeights(manifest.version, manifest.digest, tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class LeaseTable:
         return [lease for lease, _ in self._leases.values()]
 
     def put(self, lease: ServerLease) -> None:
-        """Raises LeaseError when there are too many."""
+        """Keep a server's lease for as long as leases last. Raises LeaseError when there are too many."""
         if lease.url not in self._leases and len(self.leases) >= MOST_SERVERS:
             raise LeaseError(f"is one too many: the registry has {MOST_SERVERS}")
         self._leases[lease.url] = (lease, self._clock() + self._ttl_s)
@@ -154,7 +154,7 @@ class _Server(uvicorn.Server):
 
 
 async def _body(request: Request) -> bytes:
-    """Raises LeaseError when there is more than any lease has."""
+    """Return what a request brings. Raises LeaseError when that is more than any lease has."""
     content = b""
     async for chunk in request.stream():
         content += chunk

@@ -226,7 +226,7 @@ class RemoteGenerators(WorkerPool):
         raise SlotLost(self.why_lost(instance) or stuck)
 
     def _begin_again(self, entry: InFlight, error: Failure) -> None:
-        """Raises `error` if it must not."""
+        """Have a request that failed with `error` go to a generator again. Raises the error if it must not."""
         if not error.retryable:
             raise error
         lost, failed = entry.where, not isinstance(error, NotTaken)

@@ -67,7 +67,7 @@ class InstancePort(Protocol):
         ...
 
     async def ask(self, command: Command) -> Reply:
-        """Raises SlotLost, Late or Refused."""
+        """Have the instance execute a command, and return its reply. Raises SlotLost, Late or Refused."""
         ...
 
     async def receive(self, manifest: Manifest) -> None:

@@ -74,7 +74,7 @@ class RemoteScorer(WorkerPool):
         return [scores[index] for index in range(len(samples))]
 
     def _note_lost(self, share: Sequence[int], num_lost: list[int], failure: SlotLost) -> None:
-        """Raises SlotLost for a share of samples that scorers were lost with too often."""
+        """Count a scorer that was lost with its share of the samples. Raises SlotLost where that was so too often."""
         for index in share:
             num_lost[index] += 1
         if any(num_lost[index] == MOST_LOST for index in share):

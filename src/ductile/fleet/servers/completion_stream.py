@@ -112,7 +112,8 @@ class StreamedPiece:
 
 
 def read_piece(event: Mapping[str, Any], url: str) -> StreamedPiece:
-    """Raises Interrupted where the event says that the server failed, or cannot be read, and NoTokens."""
+    """Return what an event of a completion brings. Raises Interrupted where it says that the server failed, or cannot
+    be read, and NoTokens where its tokens, log-probs and weights do not belong together."""
     if "error" in event:
         raise Interrupted(f"{url} failed at a request: {str(event['error'])[:500]}")
     try:

@@ -34,15 +34,25 @@ class HttpGenerators:
     ) -> None:
         """timeout_s: without a byte of a response. capacity: requests in flight at a server that says nothing of its
         own. Raises ValueError for a URL that is none."""
-        deadlines = ServerDeadlines(connect_s=min(10.0, timeout_s), silence_s=timeout_s)
+        of_server = ServerDeadlines(connect_s=min(10.0, timeout_s), silence_s=timeout_s)
+        of_pool = Deadlines(command_s=timeout_s, progress_s=timeout_s, patience_s=PATIENCE_S, group_s=timeout_s)
         self._ports = [
-            ServerPort(url, api_key, None, deadlines, capacity, NUM_ATTEMPTS, transport)
+            ServerPort(
+                url,
+                api_key=api_key,
+                deadlines=of_server,
+                max_num_seqs=capacity,
+                attempts=NUM_ATTEMPTS,
+                transport=transport,
+            )
             for url in dict.fromkeys(base_urls)
         ]
-        self._pool = RemoteGenerators(None, (), capacity, 0, Deadlines(timeout_s, timeout_s, PATIENCE_S, timeout_s))
+        self._pool = RemoteGenerators(
+            slots=None, instances=(), max_num_seqs=capacity, block_tokens=0, deadlines=of_pool
+        )
 
     async def __aenter__(self) -> "HttpGenerators":
-        """Raises SlotLost or Late when a server does not respond, Refused when it is no such server."""
+        """Open all servers. Raises SlotLost or Late when one does not respond, Refused when it is no such server."""
         try:
             await gather_all(*(port.open() for port in self._ports))
             for port in self._ports:
@@ -62,11 +72,12 @@ class HttpGenerators:
         return self._pool.capacity
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Raises SlotLost, Late, Refused or Interrupted. Cancelling the call aborts the request."""
+        """Have a server generate. Raises SlotLost, Late, Refused or Interrupted. Cancelling the call aborts the
+        request."""
         return await self._pool.generate(request)
 
     async def receive(self, manifest: Manifest) -> NoReturn:
-        """Raises Refused."""
+        """Refuse the version: these servers keep their own weights."""
         raise Refused(
             f"{', '.join(port.url for port in self._ports)}: servers of their own weights cannot receive version "
             f"{manifest.version}"

@@ -123,7 +123,7 @@ class Joining:
         for each in self._state.now.serving:
             if each.offered is None and (each.version or 0) < version:
                 why = f"it has version {each.version}, and {version} is live"
-                self._state.judge(
+                self._state.apply(
                     each.instance, lambda server, why=why: server.moved("distrust", why, self._state.clock())
                 )
 
@@ -152,7 +152,7 @@ class Joining:
 
     async def _join(self, id: InstanceId) -> None:
         """Give the server the live version, and again while a newer one has come meanwhile."""
-        if not self._state.judge(id, lambda each: each.moved("warm", "it is given weights", self._state.clock())):
+        if not self._state.apply(id, lambda each: each.moved("warm", "it is given weights", self._state.clock())):
             return
         server = self._state.now.of(id)
         why = "no version stayed the newest for long enough"
@@ -179,7 +179,7 @@ class Joining:
             return  # it is gone, or a receiver of the next version, which has its own outcome
         self._discovery.lost(server.address)
         self._tell(f"{id} could not be given weights: {why}")
-        self._state.judge(id, lambda each: each.update_failed(why, self._state.clock(), keeps_old=False))
+        self._state.apply(id, lambda each: each.update_failed(why, self._state.clock(), keeps_old=False))
 
     async def _moment(self, id: InstanceId) -> None:
         """Wait until the server has got weights otherwise, `AGAIN_S` at most."""
@@ -194,7 +194,7 @@ class Joining:
                 return server  # a newer one is on its way to it, and is its next commit
             return server.sent(warmed.version, now).committed(warmed.version, warmed.digest, now)
 
-        self._state.judge(id, commit)
+        self._state.apply(id, commit)
 
     async def _add(self, server: TopologyMember) -> None:
         try:
@@ -204,7 +204,7 @@ class Joining:
             self._added.discard(server.instance)
             self._discovery.lost(server.address)
             self._tell(f"{server.instance} is put aside: {why}")
-            self._state.judge(server.instance, lambda each: each.moved("distrust", why, self._state.clock()))
+            self._state.apply(server.instance, lambda each: each.moved("distrust", why, self._state.clock()))
             return
         now = self._state.now.servers.get(server.instance)
         if now is not None and now.status == "stale":  # it came to that meanwhile
@@ -219,7 +219,7 @@ class Joining:
                     await self._pool.drain(id, limit_s)
         except (TimeoutError, Failure):
             why += "; what it still had goes to others"
-        self._state.judge(id, lambda each: each.moved("remove", why, self._state.clock()))
+        self._state.apply(id, lambda each: each.moved("remove", why, self._state.clock()))
 
     async def _remove(self, id: InstanceId, why: str) -> None:
         self._added.discard(id)

@@ -54,13 +54,13 @@ class Judge:
         self._requirements, self._own_digests = requirements, own_digests
 
     def rule_renewed(self, at: float) -> None:
-        """We have ruled at this time."""
+        """Note that our rule was renewed at this time."""
         self._ruled_at = at
 
     # -- Probes -----------------------------------------------------------------------------------------------------
 
     def probed(self, address: str, outcome: ProbeOutcome) -> None:
-        """A probe of the address has found this."""
+        """Note what a probe of the address has found, and take out whoever is to blame."""
         now, server = self._state.clock(), self._state.now.at(address)
         if outcome.kind == "answered" and outcome.state is not None:
             unmet = self._requirements.unmet(address, outcome.state)
@@ -75,7 +75,7 @@ class Judge:
         if server is not None:
             match outcome.kind:
                 case "closed" if server.status == "draining":
-                    self._state.judge(server.instance, lambda each: each.moved("remove", "it has left", now))
+                    self._state.apply(server.instance, lambda each: each.moved("remove", "it has left", now))
                 case "closed" | "denied":
                     self.lost(server.instance, outcome.reason)
                 case "silent" | "odd":
@@ -94,7 +94,7 @@ class Judge:
             self._state.fence(f"the server {address}")
         if server is not None:
             token_at = self._pool.heard_at(server.instance)
-            self._state.judge(server.instance, lambda each: each.answered(reply, now, self.rules, token_at))
+            self._state.apply(server.instance, lambda each: each.answered(reply, now, self.rules, token_at))
         elif twin := next((each for each in state.living if each.incarnation == reply.incarnation), None):
             self._reject(address, reply.incarnation, f"{address} is the server that the run has at {twin.address}")
         elif unmet:
@@ -113,10 +113,10 @@ class Judge:
             self._state.change(lambda state: state.above(reply.epoch).joined(address, reply, now))
 
     def _leaves(self, address: str, incarnation: str, now: float) -> None:
-        """The process there says that it is leaving."""
+        """Drain the server at the address, whose process says that it is leaving."""
         found = self._state.now.at(address)
         if found is not None and found.incarnation == incarnation and found.status != "draining":
-            self._state.judge(found.instance, lambda each: each.moved("drain", "it says that it is leaving", now))
+            self._state.apply(found.instance, lambda each: each.moved("drain", "it says that it is leaving", now))
 
     def _reject(self, address: str, incarnation: str, why: str) -> None:
         """Keep the process there out, and say so once."""
@@ -128,7 +128,7 @@ class Judge:
         heard = [max(each.heard_at, self._pool.heard_at(each.instance)) for each in others]
         others_at, replied = max(heard, default=float("-inf")), outcome.kind == "odd"
         token_at = self._pool.heard_at(server.instance)
-        self._state.judge(
+        self._state.apply(
             server.instance,
             lambda each: each.unanswered(outcome.reason, now, outcome.asked_at, others_at, replied, token_at),
         )
@@ -153,19 +153,19 @@ class Judge:
     # -- Requests ---------------------------------------------------------------------------------------------------
 
     def request_ended(self, server: InstanceId, failure: Failure | None, began_at: float) -> None:
-        """A request that the server has had since `began_at` has ended there. A server that refuses one is kept out:
-        it would refuse the next one as well."""
+        """Note how a request has ended that the server has had since `began_at`. A server that refuses one is kept
+        out: it would refuse the next one as well."""
         now = self._state.clock()
         if failure is None:
-            self._state.judge(server, lambda each: each.generated(now, self.rules))
+            self._state.apply(server, lambda each: each.generated(now, self.rules))
         elif isinstance(failure, SlotLost):
             found = self._state.now.servers.get(server)
             if found is not None and found.status == "draining":
-                self._state.judge(server, lambda each: each.moved("remove", "it has left", now))
+                self._state.apply(server, lambda each: each.moved("remove", "it has left", now))
             else:
                 self.lost(server, str(failure))
         elif isinstance(failure, Interrupted | Late):
-            self._state.judge(server, lambda each: each.request_failed(str(failure), now, self.rules, began_at))
+            self._state.apply(server, lambda each: each.request_failed(str(failure), now, self.rules, began_at))
         elif isinstance(failure, Refused) and not isinstance(failure, NotTaken):
             found = self._state.now.servers.get(server)
             if found is not None and found.is_living:
@@ -173,14 +173,14 @@ class Judge:
                 self.lost(server, f"it has refused a request: {failure}")
 
     def lost(self, server: InstanceId, why: str) -> None:
-        """There is no doubt that it cannot be used any more."""
-        self._state.judge(server, lambda each: each.moved("die", why, self._state.clock()))
+        """Take out a server of which it is certain that it cannot be used any more."""
+        self._state.apply(server, lambda each: each.moved("die", why, self._state.clock()))
 
     # -- Updates ----------------------------------------------------------------------------------------------------
 
     def update_began(self, version: int, receivers: Iterable[InstanceId]) -> tuple[TopologyMember, ...]:
-        """The receivers are sent a version. Returns those that are still there. Raises TransitionRefused for a version
-        that is older than what one of them has."""
+        """Note that the receivers are sent a version, and return those that are still there. Raises TransitionRefused
+        for a version that is older than what one of them has."""
         wanted, now = [*receivers], self._state.clock()
 
         def send(state: FleetState) -> FleetState:
@@ -199,17 +199,17 @@ class Judge:
             id, why = InstanceId(each.instance), each.reason
             match each.outcome:
                 case "committed":
-                    self._state.judge(id, lambda server: server.committed(version, digest, now))
+                    self._state.apply(id, lambda server: server.committed(version, digest, now))
                 case "dead":
                     self.lost(id, why)
                 case "stale":
-                    self._state.judge(id, lambda server, why=why: server.update_failed(why, now, keeps_old=False))
+                    self._state.apply(id, lambda server, why=why: server.update_failed(why, now, keeps_old=False))
 
     def update_aborted(self, receivers: Iterable[InstanceId], why: str) -> None:
-        """An update has ended before any of the receivers changed over: they serve what they had."""
+        """Note that an update has ended before any receiver changed over: they serve what they had."""
         why = f"the version that it was sent was aborted: {why}"
         for each in receivers:
-            self._state.judge(each, lambda server: server.update_failed(why, self._state.clock(), keeps_old=True))
+            self._state.apply(each, lambda server: server.update_failed(why, self._state.clock(), keeps_old=True))
 
 
 def _reply_of(state: ServerState, asked_at: float) -> ProbeReply:

@@ -39,8 +39,8 @@ class ServerPool(Protocol):
         ...
 
     async def warm(self, server: TopologyMember, donors: Sequence[TopologyMember]) -> Warmed | None:
-        """Bring the live version to the server, from a donor that has it, or from the trainer, or from disk. None: a
-        newer one is on its way, and this is to be asked again. Raises a Failure."""
+        """Bring the live version to the server, from a donor that has it, or from the trainer. None: a newer one is on
+        its way, and this is to be asked again. Raises a Failure."""
         ...
 
     async def update(self, version: int, servers: Sequence[TopologyMember]) -> UpdateResult:

@@ -181,7 +181,8 @@ class ServerPort:
             self._deliver(Returned(partial.so_far(), NotTaken(why)))
 
     async def state(self) -> ServerState:
-        """Raises SlotLost, Late or Refused, as all of these do; SlotLost where another process has its place."""
+        """Return the server's state, and take the tokens of a version that it says it has committed. Raises SlotLost,
+        Late or Refused, as all of these do; SlotLost where another process has its place."""
         state = await self._state()
         self._check(state.incarnation)
         if self._committing is not None and _is_of(state.version, state.digest, *self._committing):
@@ -306,13 +307,13 @@ class ServerPort:
         raise Interrupted(f"{url} ended a response before its end")
 
     def _check(self, incarnation: str) -> None:
-        """Raises SlotLost when it is not the process that was adopted."""
+        """Lose the server, and raise SlotLost, when it is not the process that was adopted."""
         if self.incarnation and incarnation != self.incarnation:
             self._lose(f"{self.url} is another process now (incarnation {incarnation[:32]!r})")
             raise SlotLost(self.why_lost)
 
     def _check_versions(self, piece: StreamedPiece) -> None:
-        """Raises SlotLost for tokens that are not of versions which the server has committed."""
+        """Lose the server, and raise SlotLost, for tokens that are not of versions which it has committed."""
         if not self.incarnation:
             return
         if piece.token_ids and not piece.spans:

@@ -46,10 +46,11 @@ class SharedFleetState:
         self._tell()
         return after
 
-    def judge(self, server: InstanceId, change: Callable[[ServerHealth], ServerHealth]) -> bool:
-        """Change what is known of one server. False: the change is refused, such as of one that is gone."""
+    def apply(self, server: InstanceId, transition: Callable[[ServerHealth], ServerHealth]) -> bool:
+        """Change what is known of one server. Returns False where the transition is refused, such as of one that is
+        gone."""
         try:
-            self.change(lambda state: state.changed(change(state.of(server))))
+            self.change(lambda state: state.changed(transition(state.of(server))))
         except TransitionRefused:
             return False
         return True

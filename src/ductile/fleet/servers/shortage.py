@@ -26,7 +26,7 @@ class WaitNotes:
         self._said_at: float | None = None
 
     def look(self, awaited: str) -> None:
-        """awaited: "" when nothing is waited for."""
+        """Say what is awaited, where it is time for that. awaited: "" when nothing is."""
         now = self._clock()
         if not awaited:
             self._said_at = None
@@ -60,10 +60,9 @@ class Shortage:
         waiting = ("stale", "warming", "joining") if lacks else ("stale", "warming")
         return self._with(waiting)
 
-    def without(self, version: int, but: Collection[InstanceId] = ()) -> tuple[InstanceId, ...]:
-        """Return the receivers that do not have the version, in their order. but: who is left out."""
-        ids = (each.instance for each in self.receivers if each.version != version)
-        return tuple(each for each in ids if each not in but)
+    def has_receiver(self, version: int, sent: Collection[InstanceId]) -> bool:
+        """Return whether the version has a receiver that lacks it, and is none of those that it was sent to."""
+        return any(each.version != version and each.instance not in sent for each in self.receivers)
 
     @property
     def absent(self) -> dict[str, str]:

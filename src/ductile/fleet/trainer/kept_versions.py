@@ -1,4 +1,5 @@
-"""Published versions that slots of the trainer keep for those who fetch them, until all of these are through."""
+"""Published versions, until all who get them are through. A slot of the trainer keeps a snapshot of each for those who
+fetch it; of one that the trainer sends there is none."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from ductile.transport.mailbox import Mailbox
 
 @dataclass(slots=True)
 class _Kept:
-    """A version, and the slot that keeps it."""
+    """A version that is not withdrawn yet."""
 
-    slot: int
     manifest: Manifest
+    slot: int | None
+    """Slot that has the snapshot; None where there is none."""
     num_users: int = 1
     """Users that got the version and have not withdrawn it yet; each withdraws it once."""
 
@@ -34,16 +36,18 @@ class KeptVersions:
 
     @property
     def slots(self) -> frozenset[int]:
-        return frozenset(kept.slot for kept in self._kept.values())
+        """Slots that keep a snapshot."""
+        return frozenset(kept.slot for kept in self._kept.values() if kept.slot is not None)
 
     def has(self, version: int) -> bool:
         """Return False when it is not published, is just being withdrawn, or its slot is lost."""
         kept = self._kept.get(version)
         return kept is not None and kept.num_users > 0 and kept.slot not in self._mailbox.lost
 
-    def keep(self, version: int, slot: int, manifest: Manifest) -> Manifest:
-        """Note that the slot keeps a version from now on, which has its first user."""
-        self._kept[version] = _Kept(slot, manifest)
+    def keep(self, version: int, manifest: Manifest, slot: int | None) -> Manifest:
+        """Note a version that is published from now on, and has its first user. slot: has the snapshot; None where
+        there is none."""
+        self._kept[version] = _Kept(manifest, slot)
         return manifest
 
     def use(self, version: int) -> Manifest | None:
@@ -60,8 +64,8 @@ class KeptVersions:
         return kept is None or not kept.num_users
 
     def slots_until(self, version: int) -> set[int]:
-        """Return the slots that keep this version or older ones."""
-        return {kept.slot for old, kept in self._kept.items() if old <= version}
+        """Return the slots that keep a snapshot of this version or of older ones."""
+        return {kept.slot for old, kept in self._kept.items() if old <= version and kept.slot is not None}
 
     def forget_until(self, version: int) -> None:
         """Keep this version and older ones no more."""

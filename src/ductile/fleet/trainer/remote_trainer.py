@@ -132,7 +132,7 @@ class RemoteTrainer:
         self._changed.notify_all()
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
-        """Raises Late when it is held for too long."""
+        """Accumulate the samples' gradient, in micro-steps. Raises Late when training is held for too long."""
         packed_for: ParallelLayout | None = None
         left: Sequence[Sample] = samples
         steps: deque[MicroStep] = deque()
@@ -329,7 +329,7 @@ class RemoteTrainer:
 
     @property
     def publishers(self) -> frozenset[int]:
-        """Slots that keep a version which is not withdrawn yet. A slot that has left the trainer may be among them."""
+        """Slots that keep a snapshot which is not withdrawn yet. One that has left the trainer may be among them."""
         return self._kept.slots
 
     def needs(self, slot: int) -> bool:
@@ -349,7 +349,7 @@ class RemoteTrainer:
             raise Refused(f"the trainer has gone on from version {version}, and cannot offer it")
 
     def check(self) -> None:
-        """Raises TrainerLost where there is no trainer any more."""
+        """Raise TrainerLost where there is no trainer any more."""
         if self._end is not None:
             raise self._end
 
@@ -376,13 +376,13 @@ class RemoteTrainer:
     async def _keep(self, version: int) -> Manifest:
         if manifest := self._kept.use(version):
             return manifest
-        first, manifest = self.layout.first, Manifest(version, "none", "", 0, 0, ())
-        if self._receivers != "servers":
-            published = (await self._all(Publish(version), Published))[first].manifest
-            if published is None:
-                raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
-            manifest = published
-        return self._kept.keep(version, first, manifest)
+        if self._receivers == "servers":
+            return self._kept.keep(version, Manifest(version, "none", "", 0, 0, ()), slot=None)
+        first = self.layout.first
+        manifest = (await self._all(Publish(version), Published))[first].manifest
+        if manifest is None:
+            raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
+        return self._kept.keep(version, manifest, slot=first)
 
     async def _micro_steps(self, steps: deque[MicroStep], given: PendingSamples) -> None:
         """Run `steps` from the left, and take them out, until none is left, a change is due or training is held."""

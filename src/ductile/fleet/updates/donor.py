@@ -27,7 +27,7 @@ class Donor:
 
     @contextmanager
     def keeping(self, version: int) -> Generator[None]:
-        """The lease keeps them."""
+        """Do nothing: the donor keeps its version for as long as the lease lasts."""
         yield
 
     async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
@@ -44,11 +44,12 @@ class Donor:
         return (SendReport(update_id, self._lease.offer.sender, self._lease.digest, num_bytes, 0.0),)
 
     async def leave_out(self, update_id: str, instance: str, reason: str) -> None:
-        """Nobody waits for it here."""
+        """Do nothing: the donor waits for no receiver."""
 
     async def finish_update(self, update_id: str, aborted: bool) -> None:
-        """The donor frees its copy; where it cannot be told, the lease ends by itself. Raises Refused where the joiner
-        has not got the version and the donor is gone: that is no fault of the joiner's, which asks the next source."""
+        """Have the donor free its copy; where it cannot be told, the lease ends by itself. Raises Refused where the
+        joiner has not got the version and the donor is gone: that is no fault of the joiner's, which asks the next
+        source."""
         if self._lease is None:
             return
         try:

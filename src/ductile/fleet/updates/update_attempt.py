@@ -7,6 +7,7 @@
     verify    a server's digest is the sum of the ranks' parts         each server by itself, from here on
     commit    pause, change over, resume                               a reply that is lost is asked for, not sent again
     finish    the ranks may change the weights again; who has not committed is told to abort
+    review    those that have failed are asked once more: they may be gone, or have held the others up
 
 One that fails, at whatever point, is out at once: nothing of it is waited for any more, and the ranks are told
 (`Senders.leave_out`), so that they send to the others without it. Nothing here waits without an end.
@@ -93,7 +94,7 @@ class UpdateAttempt:
         self._states: dict[InstanceId, ServerState] = {}
         self._prepared: list[InstanceId] = []
         self._commits: list[asyncio.Task[None]] = []
-        self._ends_at_s = clock() + options.total_timeout_s
+        self._deadline_s = clock() + options.total_timeout_s
         self._changed = ChangeSignal()
 
     def incarnation(self, name: InstanceId) -> str:
@@ -102,8 +103,8 @@ class UpdateAttempt:
         return state.incarnation if state else self._servers[name].incarnation
 
     def fail(self, name: InstanceId, error: Failure | Shortfall | str) -> None:
-        """A server is out. Nothing happens when it is none, is out already or has committed; that one is gone is worth
-        more than that something there was not done."""
+        """Take a server out of the attempt. Nothing happens when it has no part in it, is out already or has committed;
+        but that it is gone is noted also where it is out because something was not done there."""
         why = error if isinstance(error, Shortfall) else shortfall(error)
         is_news = name not in self.short or (self.short[name].fault, why.fault) == ("undone", "gone")
         if name in self._servers and is_news and name not in self.committed:
@@ -113,25 +114,25 @@ class UpdateAttempt:
     async def run(self) -> None:
         """Send the version to all servers once. Raises what the senders raise but Refused: then servers have what they
         had, and have been told to abort."""
-        for name, found in (await self._look(self._servers)).items():
+        for name, found in (await self._ask_states(self._servers)).items():
             if isinstance(found, Shortfall):
                 self.fail(name, found)
             else:
                 self._states[name] = found
         self._choose_carriers()
-        update = self._decided()
-        if self._left:
+        update = self._decide()
+        if self._remaining:
             try:
-                await self._bring(update)
-                await gather_all(*(self._take(update, name) for name in self._left))
+                await self._prepare_and_send(update)
+                await gather_all(*(self._verify_and_commit(update, name) for name in self._remaining))
             except BaseException:
                 with suppress(Failure):  # it follows from what is raised here, such as a rank's death
-                    await finish(self._end(update))
+                    await finish(self._finish_or_abort(update))
                 raise
-            await finish(self._end(update))
-        await self._judge(update)
+            await finish(self._finish_or_abort(update))
+        await self._review_failed(update)
 
-    async def _bring(self, update: WeightUpdate) -> None:
+    async def _prepare_and_send(self, update: WeightUpdate) -> None:
         """Have the senders, whose weights stay what they are meanwhile, send it to all. What they cannot send by the
         update's deadline, nobody gets."""
         why = ""
@@ -146,15 +147,15 @@ class UpdateAttempt:
             why = f"the update was not through after {self._options.total_timeout_s:g} s"
         except Refused as error:
             self.unsent = why = f"the weights could not be sent: {error}"
-        for name in self._left if why else ():
+        for name in self._remaining if why else ():
             self.fail(name, why)
 
     @property
-    def _left(self) -> list[InstanceId]:
+    def _remaining(self) -> list[InstanceId]:
         """Servers that have not failed."""
         return [name for name in self._servers if name not in self.short]
 
-    async def _look(self, servers: Mapping[InstanceId, AnyServer]) -> dict[InstanceId, ServerState | Shortfall]:
+    async def _ask_states(self, servers: Mapping[InstanceId, AnyServer]) -> dict[InstanceId, ServerState | Shortfall]:
         """Ask all for their state. Those that are not what they were fall short."""
         replies = await gather_all(*(_outcome(server.control.state()) for server in servers.values()))
         found = dict[InstanceId, ServerState | Shortfall]()
@@ -169,13 +170,13 @@ class UpdateAttempt:
 
     def _choose_carriers(self) -> None:
         """Choose a carrier for each server. One for which there is none is out."""
-        for name in self._left:
+        for name in self._remaining:
             try:
                 self.carriers[name] = self._choose(self._states[name])
             except Refused as error:
                 self.fail(name, error)
 
-    def _decided(self) -> WeightUpdate:
+    def _decide(self) -> WeightUpdate:
         """Return the decision that all ranks and servers get."""
         options, servers = self._options, self._servers
         receivers = tuple(
@@ -229,17 +230,17 @@ class UpdateAttempt:
             prepare = PrepareUpdate(_as_sent_to(name, update), self.carriers[name], tuple(offers), instance=name)
             self._note(name, await self._reply(name, partial(self._servers[name].control.prepare, prepare)))
 
-        await gather_all(*map(ask, self._left))
+        await gather_all(*map(ask, self._remaining))
 
     async def _send(self, update: WeightUpdate) -> None:
         """Wait for the ranks and watch the servers, as long as one is left."""
-        if not self._left:
+        if not self._remaining:
             return
         sending = asyncio.create_task(_awaited(self._senders.sent(update.update_id)))
         sending.add_done_callback(lambda _: self._changed.notify_all())
-        watching = [asyncio.create_task(self._watch(update, name)) for name in self._left]
+        watching = [asyncio.create_task(self._watch(update, name)) for name in self._remaining]
         try:
-            while self._left and not sending.done():
+            while self._remaining and not sending.done():
                 await self._changed.wait()
             reports = sending.result() if sending.done() else list[SendReport]()
         finally:
@@ -269,7 +270,7 @@ class UpdateAttempt:
                 elif reply.update and reply.update.update_id == update.update_id:
                     self._note(name, reply.update)
 
-    async def _take(self, update: WeightUpdate, name: InstanceId) -> None:
+    async def _verify_and_commit(self, update: WeightUpdate, name: InstanceId) -> None:
         """Have a server verify and commit what it has got. A commit that has begun goes on to its end."""
         self._note(name, await self._verify(update, name))
         if name not in self.short:
@@ -282,10 +283,10 @@ class UpdateAttempt:
         control, num_buckets = self._servers[name].control, 0
         patience_s = self._options.bucket_timeout_s + self.num_bytes / DIGEST_BYTES_PER_S
         while True:
-            left_s = max(self._ends_at_s - self._clock(), self._options.probe_timeout_s)
+            left_s = max(self._deadline_s - self._clock(), self._options.probe_timeout_s)
             limit_s = min(left_s, patience_s)
             reply = await self._reply(
-                name, lambda limit_s=limit_s: _within(control.verify(self._ends(update)), limit_s, name)
+                name, lambda limit_s=limit_s: _within(control.verify(self._end_message(update)), limit_s, name)
             )
             if not isinstance(reply, SlotLost | Late | Interrupted):
                 return reply
@@ -311,7 +312,7 @@ class UpdateAttempt:
             paused = await self._reply(name, partial(control.pause, pause))
             if isinstance(paused, Failure):
                 return self._note(name, paused)
-            reply = await self._reply(name, partial(control.commit, self._ends(update)))
+            reply = await self._reply(name, partial(control.commit, self._end_message(update)))
             if isinstance(reply, SlotLost | Late | Interrupted):
                 reply = await self._reply(name, partial(self._what_came_of, update, name, reply))
             self._note(name, reply)
@@ -323,8 +324,8 @@ class UpdateAttempt:
             self.pause_s = max(self.pause_s, self._clock() - began_s)
 
     async def _what_came_of(self, update: WeightUpdate, name: InstanceId, lost: Failure) -> UpdateProgress:
-        """The reply to a commit was lost: the server's state says whether it was done. Only when it says that it was
-        not is the commit sent once more. Raises a Failure."""
+        """Find out by the server's state what became of a commit whose reply was lost, and return the outcome. Only
+        where the state says that it was not done is the commit sent once more. Raises a Failure."""
         control, state = self._servers[name].control, None
         for _ in range(NUM_ASKED):
             state = await _outcome(control.state())
@@ -336,9 +337,9 @@ class UpdateAttempt:
             raise SlotLost(_other_process(name).reason)
         if state.version == update.version and self.digest in ("", state.digest):
             return UpdateProgress(update.update_id, "committed", digest=state.digest)
-        return await control.commit(self._ends(update))
+        return await control.commit(self._end_message(update))
 
-    async def _end(self, update: WeightUpdate) -> None:
+    async def _finish_or_abort(self, update: WeightUpdate) -> None:
         """Have those abort that have not committed, and the ranks go on. Raises what the ranks raise where nobody has
         committed: a version that servers have is not lost for what a rank cannot be told, who learns it by the next
         one."""
@@ -348,7 +349,7 @@ class UpdateAttempt:
         async def abort(name: InstanceId) -> None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._options.probe_timeout_s):
-                    await _outcome(self._servers[name].control.abort(self._ends(update)))
+                    await _outcome(self._servers[name].control.abort(self._end_message(update)))
 
         finished, *_ = await gather_all(
             _outcome(self._senders.finish_update(update.update_id, aborted=not self.committed)),
@@ -357,7 +358,7 @@ class UpdateAttempt:
         if isinstance(finished, Failure) and not self.committed:
             raise finished
 
-    async def _judge(self, update: WeightUpdate) -> None:
+    async def _review_failed(self, update: WeightUpdate) -> None:
         """Look at those that failed without being at fault as far as is known: they may be gone, hang, or be others. Of
         those in a group, which all fail together, it is the ones with the fewest buckets that have held the others up.
         """
@@ -365,7 +366,7 @@ class UpdateAttempt:
         asked = [
             replace(self._servers[name], incarnation=self.incarnation(name)) for name in unclear if name in self._states
         ]
-        found = await self._look({server.id: server for server in asked})
+        found = await self._ask_states({server.id: server for server in asked})
         absent = {name: why for name, why in found.items() if isinstance(why, Shortfall)}
         for name, why in absent.items():
             self.short[name] = Shortfall(why.fault, f"{self.short[name].reason}; {why.reason}")
@@ -405,7 +406,7 @@ class UpdateAttempt:
         elif reply.phase in ("failed", "aborted"):
             self.fail(name, reply.reason or f"the update has {reply.phase}")
 
-    def _ends(self, update: WeightUpdate) -> EndUpdate:
+    def _end_message(self, update: WeightUpdate) -> EndUpdate:
         return EndUpdate(update.update_id, update.epoch, update.version, self.digest)
 
 

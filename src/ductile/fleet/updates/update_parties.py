@@ -35,11 +35,11 @@ class Senders(Protocol):
         ...
 
     def keeping(self, version: int) -> AbstractContextManager[None]:
-        """Their weights stay this version meanwhile. Raises Refused when they have gone on from it."""
+        """Keep the weights this version meanwhile. Raises Refused when they have gone on from it."""
         ...
 
     async def begin_update(self, update: WeightUpdate) -> Sequence[Offer]:
-        """Raises Refused when they cannot send it; what else is raised ends the update."""
+        """Return what each of them will send. Raises Refused when they cannot; what else is raised ends the update."""
         ...
 
     async def sent(self, update_id: str) -> Sequence[SendReport]:

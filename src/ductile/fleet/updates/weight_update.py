@@ -154,24 +154,23 @@ class WeightUpdates:
         only: WeightCarrier | None = None,
         base: KnownWeights | None = None,
     ) -> UpdateResult:
-        began_s, number = self._clock(), 0
-        outcomes, carriers = list[InstanceOutcome](), dict[InstanceId, WeightCarrier]()
-        digest, tensors, num_bytes, num_bytes_unchanged = "", dict[str, Digest](), 0, 0
-        pause_s, share_equal, unsent = 0.0, 0.0, ""
+        """Attempt to bring a version to servers until each has an outcome. only: the one carrier that may be chosen.
+        base: as `UpdateAttempt` has it."""
+        began_s = self._clock()
+        attempts, outcomes = list[UpdateAttempt](), list[InstanceOutcome]()
         left: dict[InstanceId, AnyServer] = {server.id: server for server in servers}
         while left:
-            number += 1
-            attempt = UpdateAttempt(
+            attempt = self._attempt = UpdateAttempt(
                 senders,
                 version,
                 left,
                 self._options,
-                lambda state: self._choose(state, only),
-                self._next_epoch,
-                self._clock,
-                base,
+                choose=lambda state: self._choose(state, only),
+                next_epoch=self._next_epoch,
+                clock=self._clock,
+                base=base,
             )
-            self._attempt = attempt
+            attempts.append(attempt)
             try:
                 await attempt.run()
             except Failure as error:
@@ -179,36 +178,38 @@ class WeightUpdates:
                     raise
                 for name in left:  # some have it from an attempt before: it is a version, and goes live there
                     attempt.fail(name, str(error))
-                max_attempts = number
+                max_attempts = len(attempts)
             finally:
                 self._attempt = None
-            carriers |= attempt.carriers
-            if attempt.committed:  # else the ranks may have been stopped before they had all of it
-                digest, tensors = attempt.digest, attempt.tensors
-            share_equal = max(share_equal, attempt.share_equal)
-            num_bytes += attempt.num_bytes
-            num_bytes_unchanged += attempt.num_bytes_unchanged
-            pause_s, unsent = max(pause_s, attempt.pause_s), attempt.unsent
-            decision = next_attempt(tuple(attempt.committed), attempt.short, number, max_attempts)
+            decision = next_attempt(tuple(attempt.committed), attempt.short, len(attempts), max_attempts)
             outcomes += decision.ended
             left = {name: replace(left[name], incarnation=attempt.incarnation(name)) for name in decision.again}
-        seconds = self._clock() - began_s
-        return UpdateResult(
-            version,
-            digest,
-            tuple(outcomes),
-            number,
-            seconds,
-            pause_s,
-            num_bytes,
-            carriers,
-            tensors,
-            num_bytes_unchanged,
-            share_equal,
-            unsent,
-        )
+        return _result_of(version, attempts, outcomes, self._clock() - began_s)
 
     def _note(self, result: UpdateResult) -> None:
-        """One more update to the same version, which reached nobody or came from a server, says nothing new of it."""
+        """Note the version that was brought. One more update to the same one, which reached nobody or came from a
+        server, says nothing new of it."""
         if result.version != self.version or (result.digest and not self.digest):
             self.known = KnownWeights(result.version, result.digest, result.tensors)
+
+
+def _result_of(
+    version: int, attempts: Sequence[UpdateAttempt], outcomes: Sequence[InstanceOutcome], seconds: float
+) -> UpdateResult:
+    """Return the result of a version from all attempts to bring it. Its digest is known from one that a server has
+    committed in: in another one the ranks may have been stopped before they had all of it."""
+    committed = [attempt for attempt in attempts if attempt.committed]
+    return UpdateResult(
+        version=version,
+        digest=committed[-1].digest if committed else "",
+        outcomes=tuple(outcomes),
+        attempts=len(attempts),
+        seconds=seconds,
+        pause_s=max((attempt.pause_s for attempt in attempts), default=0.0),
+        num_bytes=sum(attempt.num_bytes for attempt in attempts),
+        carriers={name: carrier for attempt in attempts for name, carrier in attempt.carriers.items()},
+        tensors=committed[-1].tensors if committed else {},
+        num_bytes_unchanged=sum(attempt.num_bytes_unchanged for attempt in attempts),
+        share_equal=max((attempt.share_equal for attempt in attempts), default=0.0),
+        unsent=attempts[-1].unsent if attempts else "",
+    )

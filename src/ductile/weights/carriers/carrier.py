@@ -1,6 +1,5 @@
 """Parts that all carriers of buckets have in common."""
 
-import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -62,7 +61,7 @@ def checksum_of(content: Tensor) -> str:
 
 
 def refuse_damaged(sender: str, bucket: Bucket, content: Tensor, expected: str) -> None:
-    """Raises `UpdateFailed` where a bucket's bytes are not those that were sent. expected: their `checksum_of`; "":
+    """Raise `UpdateFailed` where a bucket's bytes are not those that were sent. expected: their `checksum_of`; "":
     none was sent."""
     if content.numel() != bucket.num_bytes:
         raise UpdateFailed(
@@ -72,7 +71,3 @@ def refuse_damaged(sender: str, bucket: Bucket, content: Tensor, expected: str) 
         raise UpdateFailed(
             f"bucket {bucket.index} of {sender} is damaged: its checksum is {found}, and {expected[:16]} was sent"
         )
-
-
-def aligned(num_bytes: int, alignment_bytes: int = 4096) -> int:
-    return math.ceil(num_bytes / alignment_bytes) * alignment_bytes

@@ -122,7 +122,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: ControlMessage, timeout_s: float = HELLO_S) -> None:
-        """Raises `ConnectionEnded`."""
+        """Send a message. Raises `ConnectionEnded`, also where it was not taken within `timeout_s`."""
         body = msgspec.msgpack.encode(message)
         left = memoryview(len(body).to_bytes(4, "big") + body)
         deadline = time.monotonic() + timeout_s

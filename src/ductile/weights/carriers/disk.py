@@ -39,7 +39,7 @@ class FolderManifest(msgspec.Struct, frozen=True):
 
 
 def folder_of(update: WeightUpdate, sender: str) -> Path:
-    """Raises ValueError for names that may lead elsewhere."""
+    """Return the folder for a sender's buckets. Raises ValueError for names that may lead elsewhere."""
     if not update.folder:
         raise ValueError(f"update {update.update_id} names no folder, which carrier disk needs")
     for name in (update.update_id, sender):
@@ -158,7 +158,7 @@ def _num_files(folder: Path) -> int:
 
 
 def _refuse_ended(folder: Path, sender: str) -> None:
-    """Raises `UpdateFailed` when the sender has ended before all was written."""
+    """Raise `UpdateFailed` when the sender has ended before all was written."""
     try:
         lock = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

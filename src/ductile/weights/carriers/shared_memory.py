@@ -19,11 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ductile.fabric.alignment import aligned
 from ductile.fabric.segment import F_SEAL_FUTURE_WRITE
 from ductile.messages.updates import Bucket, Offer
-from ductile.weights.carriers.carrier import UpdateFailed, aligned
+from ductile.weights.carriers.carrier import UpdateFailed
 from ductile.weights.carriers.control import Audience, Coming, Loaded, Ring, Through
 from ductile.weights.carriers.source import Source
+
+SLOT_ALIGNMENT_BYTES = 4096
+"""Slots of a ring begin at multiples of this: a page of most machines."""
 
 
 class SlotRing:
@@ -52,7 +56,7 @@ class SlotRing:
     @staticmethod
     def size_of(slot_bytes: int) -> int:
         """Return the bytes of a slot that has room for so many."""
-        return aligned(max(1, slot_bytes))
+        return aligned(max(1, slot_bytes), SLOT_ALIGNMENT_BYTES)
 
     @property
     def location(self) -> str:

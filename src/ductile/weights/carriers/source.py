@@ -58,7 +58,7 @@ class Source:
         return message
 
     def say(self, message: ControlMessage) -> None:
-        """Raises `UpdateFailed`."""
+        """Send a message to the sender. Raises `UpdateFailed`."""
         try:
             self._channel.send(message)
         except ConnectionEnded as error:
