@@ -25,6 +25,7 @@ VOCAB = ModelSpec("qwen3", 16_384, 128, 384, 4, 8, 2, 32, qk_norm=True)
 WIDE = ModelSpec("qwen3", 4096, 256, 768, 4, 8, 4, 32, tie_embeddings=True, qk_norm=True)
 DEEP = ModelSpec("qwen3", 256, 256, 1024, 4, 8, 4, 32, tie_embeddings=True, qk_norm=True)
 """Models whose peak is at the head, at either, and in the layers."""
+SIX = ModelSpec("qwen3", 4096, 128, 512, 6, 4, 2, 32, qk_norm=True)
 CPU = MemoryOptions(compute_bytes=4, device="cpu", num_micro_batches=2)
 """Options of a trainer in fp32 on a CPU, with two micro-batches a step."""
 
@@ -64,6 +65,7 @@ def selective(*targets: str) -> Checkpointing:
         (64.21, DEEP, {"cp": 2}, {"seq_len": 512}),
         (62.71, DEEP, {"cp": 2}, {"seq_len": 512, "cp_style": "ring"}),
         (110.42, WIDE, {"pp": 2}, {"seq_len": 512, "num_micro_batches": 4}),
+        (105.9, SIX, {"pp": 2}, {"seq_len": 1024}),
         (51.17, DEEP, {"pp": 2, "dp_shard": 2}, {"seq_len": 256, "num_micro_batches": 4}),
         (62.13, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "interleaved", "num_runs": 2}),
         (71.81, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "zero_bubble"}),
@@ -242,13 +244,15 @@ def test_options_that_are_written_down_are_read_again(options: MemoryOptions) ->
 
 
 def test_the_numbers_of_modules_that_take_torch_are_these() -> None:
-    from ductile.core.layout.memory import head_memory, offloaded, step_memory
+    from ductile.core.layout.memory import head_memory, layer_operations, offloaded, step_memory
+    from ductile.kernels import products
     from ductile.model import logprobs
     from ductile.parallel import activation_offloading
     from ductile.trainer import optimizer
 
     assert head_memory.CHUNK_ELEMENTS == logprobs.CHUNK_ELEMENTS
     assert step_memory.BUCKET_BYTES == optimizer.BUCKET_BYTES
+    assert layer_operations.BLOCKS == products.BLOCKS
     assert (offloaded.CLASSES, offloaded.LEAST_BYTES) == (
         activation_offloading.CLASSES,
         activation_offloading.LEAST_BYTES,

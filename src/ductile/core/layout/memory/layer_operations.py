@@ -10,13 +10,15 @@ the model's own modules and kernels have them.
 | SwiGLU (`kernels/swiglu.py`) | gate and up |
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ductile.core.layout.memory.slot_shapes import SlotShapes
 
 ROW_BYTES = 4
 """Bytes of the scale that a norm keeps for each row, and of a log-sum-exp: fp32."""
+BLOCKS = (1024, 512, 256, 128, 64, 32, 16)
+"""Rows of which a CPU multiplies so many at a time: `kernels.products.BLOCKS`."""
 ADD = "add"
 """Operation whose gradient needs no memory of its own: it is that of both addends."""
 
@@ -58,7 +60,7 @@ def operations_of(shapes: SlotShapes) -> list[Operation]:
     """Whether tokens are gathered before products, and sums are dealt out behind them."""
     normed, normed2 = ("normed_all", "normed2_all") if is_cut else ("normed", "normed2")
     attended, mlp = ("attended_all", "mlp_all") if is_cut else ("attended", "mlp")
-    return [
+    operations = [
         Operation("attention_norm", ("x",), {"residual": 0, "normed": hidden, "scale": rows}, ("x", "scale"),
                   {"x": hidden}),
         *_gather(shapes, "normed", "attn_proj"),
@@ -82,6 +84,25 @@ def operations_of(shapes: SlotShapes) -> list[Operation]:
         *_reduce_scatter(shapes, "mlp", "mlp"),
         Operation(ADD, ("total", "mlp"), {"y": hidden}, (), {"total": 0, "mlp": 0}),
     ]  # fmt: skip
+    return [*_in_blocks(operations, shapes)]
+
+
+def _in_blocks(operations: Sequence[Operation], shapes: SlotShapes) -> Iterator[Operation]:
+    """The operations, where a product has a block of rows beside the whole of its result while it is put together, as
+    it is on some CPUs (`kernels/products.py`)."""
+    sizes = {name: size for operation in operations for name, size in operation.makes.items()}
+    block = next((rows for rows in BLOCKS if rows <= shapes.tokens), 0)
+    is_cut = shapes.device == "cpu" and shapes.compute_bytes == 4 and shapes.tokens not in BLOCKS
+    for operation in operations:
+        if not (operation.is_product and is_cut):
+            yield operation
+            continue
+        made, read = sum(operation.makes.values()), sum(sizes[name] for name in operation.reads)
+        yield replace(
+            operation,
+            forward_extra=made * block // shapes.tokens,
+            backward_extra=read * block // shapes.tokens,
+        )
 
 
 def _attention(shapes: SlotShapes, q: int, k: int, v: int) -> tuple[list[Operation], str]:

@@ -53,16 +53,24 @@ class _Unit:
 
 def slot_use(spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage: int) -> SlotUse:
     """Return what a slot of this stage takes at its worst moment."""
-    step = _StageStep(spec, dims, options, stage)
-    worst = max(step.moments(), key=lambda moment: sum(moment.device.values()))
+    step, steps = _StageStep(spec, dims, options, stage), list[_StageStep]()
+    if dims.pp > 1 and 1 < (options.num_micro_batches or 0) <= dims.pp:
+        # While all that there are are in flight no gradient is there yet, and the other way round.
+        steps = [_StageStep(spec, dims, options, stage, is_first=is_first) for is_first in (True, False)]
+    moments = [moment for each in steps or [step] for moment in each.moments()]
+    worst = max(moments, key=lambda moment: sum(moment.device.values()))
     return SlotUse(MemoryParts(**worst.device), step.host(), worst.name, stage)
 
 
 class _StageStep:
     """A step on a slot of one stage."""
 
-    def __init__(self, spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage: int, is_first: bool | None = None
+    ) -> None:
+        """is_first: the first backward pass of the step runs, or a later one; None: it makes no difference."""
         self._spec, self._dims, self._options, self._stage = spec, dims, options, stage
+        self._is_first = is_first
         self._shapes: SlotShapes = slot_shapes(spec, dims, options)
         self._layers = [self._layer(number) for number in _layers_of(spec, dims, options.num_runs, stage)]
         self._has_head = stage == dims.pp - 1
@@ -102,6 +110,8 @@ class _StageStep:
     @property
     def _has_gradient(self) -> bool:
         """Whether there is a gradient from an earlier micro-batch."""
+        if self._is_first:
+            return False
         return self._options.num_micro_batches is None or self._options.num_micro_batches > 1
 
     def _gradients(self) -> int:
@@ -265,6 +275,8 @@ class _StageStep:
         if pp == 1:
             return 1
         most = self._options.num_micro_batches or PipelineShape(pp, runs).full_message
+        if self._is_first is False:
+            most -= 1
         if self._options.pp_schedule != "zero_bubble" and runs == 1:
             return min(pp - stage, most)
         # Warm-up of interleaved 1F1B, in runs of layers: Narayanan et al. 2021, section 2.2.
