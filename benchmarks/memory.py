@@ -36,6 +36,8 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
 from ductile.core.layout.choice.planner import plan_layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.memory.options import MemoryOptions
+from ductile.core.layout.memory.parts import SlotUse
 from ductile.core.layout.memory.predict import predict
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.fabric import rendezvous
@@ -145,10 +147,12 @@ class Measured:
     def spec(self, case: Case) -> ModelSpec:
         return read_spec(self._folder / case.model)
 
-    def predicted_peak(self, case: Case) -> int:
-        """Most bytes of a slot's device pool, as the planner has them."""
-        options = replace(memory_options(self.config(case)), num_micro_batches=MICRO_BATCHES)
-        return predict(self.spec(case), self.layout(case).dims, options).device.total
+    def predicted(self, case: Case) -> SlotUse:
+        """What a slot's pools hold at most, as the planner has it."""
+        return predict(self.spec(case), self.layout(case).dims, self._options(case))
+
+    def _options(self, case: Case) -> MemoryOptions:
+        return replace(memory_options(self.config(case)), num_micro_batches=MICRO_BATCHES)
 
     def predicted_step_s(self, case: Case) -> float | None:
         """Seconds of a step, as `ductile fit` has them."""
@@ -241,7 +245,7 @@ def row_of(measured: Measured, knob: Knob) -> dict[str, Any]:
         "case": knob.case.name,
         "baseline": knob.baseline.name,
         "peak_bytes": found.peak_bytes,
-        "predicted_peak_bytes": measured.predicted_peak(knob.case),
+        "predicted_peak_bytes": measured.predicted(knob.case).device.total,
         "host_peak_bytes": found.host_peak_bytes,
         "step_s": found.step_s,
         "baseline_peak_bytes": baseline.peak_bytes,
@@ -255,14 +259,17 @@ def row_of(measured: Measured, knob: Knob) -> dict[str, Any]:
 
 
 def prediction_of(measured: Measured, case: Case) -> dict[str, Any]:
-    found, predicted = measured.of(case), measured.predicted_peak(case)
+    found, predicted = measured.of(case), measured.predicted(case)
     return {
         "case": case.name,
         "seq_len": case.seq_len,
         "peak_bytes": found.peak_bytes,
         "host_peak_bytes": found.host_peak_bytes,
-        "predicted_peak_bytes": predicted,
-        "ratio": predicted / found.peak_bytes,
+        "predicted_peak_bytes": predicted.device.total,
+        "predicted_host_bytes": predicted.host.total,
+        "ratio": predicted.device.total / found.peak_bytes,
+        "predicted_parts": predicted.device.named(),
+        "predicted_moment": predicted.moment,
         "peak_parts": found.peak_parts,
     }
 

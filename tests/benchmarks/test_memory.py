@@ -9,8 +9,17 @@ import pytest
 import memory
 from budget import Budget
 from ductile.core.layout.model.spec import spec_from_hf
-from memory_bars import missed
+from memory_bars import MOST_BELOW, MOST_OFF, missed
 from memory_cases import MODELS, Case, all_cases, knobs, layouts
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"ac": {"mode": "full"}},
+    "offloaded": {"fsdp_cpu_offload": True},
+    "in flight": {"ac_offloading": {"max_inflight_activations": 2}},
+}
+"""Of the cases that are measured here."""
 
 
 def row(knob: str, peak: int, **others: Any) -> dict[str, Any]:
@@ -87,7 +96,7 @@ def test_every_case_is_one_that_a_run_may_have(case: Case, tmp_path) -> None:
     measured = memory.Measured(tmp_path, Budget())
     layout = measured.layout(case)
     assert {axis: size for axis, size in asdict(layout.dims).items() if size > 1} == case.sizes
-    assert measured.predicted_peak(case) > 4 * measured.spec(case).num_parameters / case.num_slots
+    assert measured.predicted(case).device.total > 4 * measured.spec(case).num_parameters / case.num_slots
     assert case.seq_len % case.sample_tokens == 0
 
 
@@ -101,14 +110,22 @@ def test_knobs_differ_from_their_baselines() -> None:
         )
 
 
-def test_a_case_is_measured_in_real_processes(tmp_path) -> None:
+def test_cases_are_measured_in_real_processes(tmp_path) -> None:
     measured = memory.Measured(tmp_path, Budget(100))
     small = Case("llama", {"dp_shard": 2}, seq_len=128, sample_tokens=64)
-    plain, again = (measured.of(replace(small, options=options)) for options in ({}, {"ac": {"mode": "full"}}))
-    assert plain.loss == pytest.approx(again.loss, abs=1e-6)
-    parameters = spec_from_hf(dict(MODELS["llama"])).num_parameters
-    assert again.peak_bytes > 4 * parameters * 4 / 2, "half of weights, gradients and moments"
-    assert plain.peak_bytes > again.peak_bytes
-    assert sum(plain.peak_parts.values()) == plain.peak_bytes
-    assert (plain.host_peak_bytes, plain.in_flight) == (0, None)
-    assert plain.step_s > 0
+    cases = {knob: replace(small, options=options) for knob, options in OPTIONS.items()}
+    found = {knob: measured.of(case) for knob, case in cases.items()}
+    state_bytes = 16 * measured.spec(small).num_parameters // 2
+    """Weights, gradients and moments of a slot."""
+    assert found["plain"].loss == pytest.approx(found["full"].loss, abs=1e-6)
+    assert found["plain"].loss == pytest.approx(found["offloaded"].loss, abs=1e-6)
+    assert found["plain"].peak_bytes > found["full"].peak_bytes > state_bytes > found["offloaded"].peak_bytes
+    assert found["offloaded"].host_peak_bytes == pytest.approx(state_bytes, rel=0.01)
+    assert found["plain"].host_peak_bytes == 0
+    assert found["in flight"].in_flight == 2
+    assert found["plain"].in_flight is None
+    for knob, case in cases.items():
+        assert sum(found[knob].peak_parts.values()) == found[knob].peak_bytes
+        assert found[knob].step_s > 0
+        ratio = measured.predicted(case).device.total / found[knob].peak_bytes
+        assert 1 - MOST_BELOW <= ratio <= 1 + MOST_OFF, knob
