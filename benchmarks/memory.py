@@ -40,6 +40,7 @@ from ductile.core.layout.memory.options import MemoryOptions
 from ductile.core.layout.memory.parts import SlotUse
 from ductile.core.layout.memory.predict import predict
 from ductile.core.layout.model.spec import ModelSpec
+from ductile.core.scheduling.costs.layout_time import HostSpeeds, SlotSpeed, layout_time
 from ductile.fabric import rendezvous
 from ductile.messages.workers import ForwardBackward, OptimStep
 from ductile.model.checkpoint import read_spec
@@ -49,8 +50,8 @@ from ductile.records import MicroBatch
 from ductile.roles import RoleAssignment
 from ductile.trainer.train_role import TrainRole
 from memory_bars import missed
-from memory_cases import MODELS, Case, Knob, all_cases, knobs, layouts
-from provenance import provenance, write
+from memory_cases import MODELS, ONE, TWO, Case, Knob, all_cases, knobs, layouts
+from provenance import num_cores, provenance, write
 from train import make_samples, received
 
 MICRO_BATCHES = 2
@@ -59,6 +60,10 @@ NUM_TIMED = 2
 LOGITS = {"vocab": 128_256, "hidden": 64, "tokens": 2048, "chunk": 128}
 """Sizes of the head whose logits are measured, and its chunk."""
 ALL_TOKENS = 1 << 30
+SHORTEST_S = 0.01
+"""Seconds that collectives of a step are taken to need at least, where two measured times say less."""
+MEMORY_BYTES_PER_S = 5e9
+"""Bytes that a core reads and writes in a second in the optimizer's step: about what one channel gives it."""
 MIB = 2**20
 
 
@@ -154,9 +159,27 @@ class Measured:
     def _options(self, case: Case) -> MemoryOptions:
         return replace(memory_options(self.config(case)), num_micro_batches=MICRO_BATCHES)
 
-    def predicted_step_s(self, case: Case) -> float | None:
-        """Seconds of a step, as `ductile fit` has them."""
-        return None
+    def predicted_step_s(self, case: Case) -> float:
+        """Seconds of a step, as `ductile fit` has them for slots as fast as those of this machine."""
+        num_ranks, shared = self.layout(case).num_data_parallel, max(1.0, case.num_slots / num_cores())
+        dims, num_micro_batches = self.layout(case).dims, MICRO_BATCHES * num_ranks
+        return layout_time(self.spec(case), dims, self._options(case), num_micro_batches, self._speed(shared)).step_s
+
+    def _speed(self, shared: float) -> SlotSpeed:
+        """Speed of slots of which so many share a core: from one slot alone, and from two, each of which has as much to
+        compute and takes longer for its collectives."""
+        alone_s = self.of(ONE).step_s
+        collectives_s = max(SHORTEST_S, self.of(TWO).step_s - alone_s)
+        unhindered = SlotSpeed(tokens_per_s=1.0, machine=HostSpeeds(link_bytes_per_s=1.0), overlaps=False)
+        moved = layout_time(self.spec(TWO), self.layout(TWO).dims, self._options(TWO), 2 * MICRO_BATCHES, unhindered)
+        return SlotSpeed(
+            tokens_per_s=MICRO_BATCHES * ONE.seq_len / alone_s / shared,
+            machine=HostSpeeds(
+                link_bytes_per_s=moved.collectives_s / collectives_s / shared, memory_bytes_per_s=MEMORY_BYTES_PER_S
+            ),
+            overlaps=False,
+            slots_per_core=shared,
+        )
 
     def of(self, case: Case) -> Found:
         """Raises CannotGoOn, TimeoutError."""
@@ -275,7 +298,7 @@ def prediction_of(measured: Measured, case: Case) -> dict[str, Any]:
 
 
 def fit_of(measured: Measured, cases: Sequence[Case]) -> dict[str, Any]:
-    """Steps of these layouts. Those that nobody has measured are left out."""
+    """Measured and predicted times of these layouts' steps."""
     told = [
         {
             "layout": case.sizes,
@@ -285,10 +308,9 @@ def fit_of(measured: Measured, cases: Sequence[Case]) -> dict[str, Any]:
         }
         for case in cases
     ]
-    best_s = min((each["step_s"] for each in told), default=None)
-    expected = [each for each in told if each["predicted_step_s"]]
-    chosen = min(expected, key=lambda each: each["predicted_step_s"], default=None)
-    return {"layouts": told, "ratio": chosen["step_s"] / best_s if chosen and best_s else None}
+    chosen = min(told, key=lambda each: each["predicted_step_s"], default=None)
+    ratio = chosen["step_s"] / min(each["step_s"] for each in told) if chosen else None
+    return {"layouts": told, "ratio": ratio}
 
 
 def tell(figures: Mapping[str, Any]) -> None:
@@ -307,7 +329,7 @@ def tell(figures: Mapping[str, Any]) -> None:
     print(f"\n{'':24}{'step s':>8}{'predicted':>11}")
     for each in sorted(figures["fit"]["layouts"], key=lambda each: each["step_s"]):
         name = " · ".join(f"{axis} {size}" for axis, size in each["layout"].items())
-        print(f"{name:24}{each['step_s']:8.2f}{each['predicted_step_s'] or 0:11.2f}")
+        print(f"{name:24}{each['step_s']:8.2f}{each['predicted_step_s']:11.2f}")
 
 
 def main() -> int:
@@ -323,7 +345,7 @@ def main() -> int:
         logits_ratio = logit_bytes(ALL_TOKENS) / logit_bytes(LOGITS["chunk"])
     wanted: dict[str, list[Case]] = {
         "knobs": [case for knob in knobs() for case in (knob.baseline, knob.case)],
-        "fit": list(layouts()),
+        "fit": [ONE, TWO, *layouts()],
         "predictions": all_cases(),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -332,12 +354,12 @@ def main() -> int:
         for _, name in budget.turns(list(cases)):
             with budget.turn_of(name):
                 measured.of(cases[name])
-        had = [case for case in cases.values() if case.name not in budget.left_out]
+        had = {name: case for name, case in cases.items() if name not in budget.left_out}
         figures: dict[str, Any] = {
-            "rows": [row_of(measured, knob) for knob in knobs() if knob.case in had and knob.baseline in had],
+            "rows": [row_of(measured, knob) for knob in knobs() if {knob.case.name, knob.baseline.name} <= had.keys()],
             "logits_ratio": logits_ratio,
-            "predictions": [prediction_of(measured, case) for case in wanted["predictions"] if case in had],
-            "fit": fit_of(measured, [case for case in wanted["fit"] if case in had]),
+            "predictions": [prediction_of(measured, case) for case in wanted["predictions"] if case.name in had],
+            "fit": fit_of(measured, [case for case in layouts() if {case.name, ONE.name, TWO.name} <= had.keys()]),
         }
     tell(figures)
     bars = missed(figures)
