@@ -314,7 +314,9 @@ def fit_of(measured: Measured, cases: Sequence[Case]) -> dict[str, Any]:
 
 
 def tell(figures: Mapping[str, Any]) -> None:
-    print(f"\n{'':34}{'peak MiB':>10}{'predicted':>11}{'without':>10}{'saved':>8}{'host':>8}{'step s':>8}{'without':>9}")
+    print(
+        f"\n{'':34}{'peak MiB':>10}{'predicted':>11}{'without':>10}{'saved':>8}{'host':>8}{'step s':>8}{'without':>9}"
+    )
     for row in figures["rows"]:
         sizes = (row[f"{name}_bytes"] / MIB for name in ("peak", "predicted_peak", "baseline_peak"))
         print(

@@ -34,7 +34,8 @@ MODELS: dict[str, ModelConfig] = {
     "qwen2": _model("Qwen2ForCausalLM", 1024, 192, 384, 4, tie_word_embeddings=True, num_key_value_heads=2),
     "bytes": _model("LlamaForCausalLM", 256, 256, 704, 4, tie_word_embeddings=False),
 }
-"""Models by name. The vocabulary of `bytes` is so small that its head is never what takes most. `deep` is the one that knobs are tried on."""
+"""Models by name. The vocabulary of `bytes` is so small that its head is never what takes most. `deep` is the one that
+knobs are tried on."""
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,17 @@ import pytest
 
 import memory
 from budget import Budget
-from ductile.core.layout.model.spec import spec_from_hf
 from memory_bars import MOST_BELOW, MOST_OFF, missed
 from memory_cases import MODELS, Case, all_cases, knobs, layouts
 
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "full": {"ac": {"mode": "full"}},
-    "offloaded": {"fsdp_cpu_offload": True},
-    "in flight": {"ac_offloading": {"max_inflight_activations": 2}},
+    "all": {
+        "ac": {"mode": "full"},
+        "ac_offloading": {"max_inflight_activations": 2},
+        "fsdp_cpu_offload": True,
+        "fused_lm_head_token_chunk_size": 32,
+    },
 }
 """Of the cases that are measured here."""
 
@@ -117,13 +118,11 @@ def test_cases_are_measured_in_real_processes(tmp_path) -> None:
     found = {knob: measured.of(case) for knob, case in cases.items()}
     state_bytes = 16 * measured.spec(small).num_parameters // 2
     """Weights, gradients and moments of a slot."""
-    assert found["plain"].loss == pytest.approx(found["full"].loss, abs=1e-6)
-    assert found["plain"].loss == pytest.approx(found["offloaded"].loss, abs=1e-6)
-    assert found["plain"].peak_bytes > found["full"].peak_bytes > state_bytes > found["offloaded"].peak_bytes
-    assert found["offloaded"].host_peak_bytes == pytest.approx(state_bytes, rel=0.01)
+    assert found["plain"].loss == pytest.approx(found["all"].loss, abs=1e-6)
+    assert found["plain"].peak_bytes > state_bytes > found["all"].peak_bytes
+    assert state_bytes < found["all"].host_peak_bytes < 1.3 * state_bytes
     assert found["plain"].host_peak_bytes == 0
-    assert found["in flight"].in_flight == 2
-    assert found["plain"].in_flight is None
+    assert [each.in_flight for each in found.values()] == [None, 2]
     for knob, case in cases.items():
         assert sum(found[knob].peak_parts.values()) == found[knob].peak_bytes
         assert found[knob].step_s > 0

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ductile.parallel import host_memory
 
 Pool = Literal["device", "host"]
+POOLS: tuple[Pool, ...] = ("device", "host")
 
 _label: ContextVar[str] = ContextVar("label of memory", default="")
 _watching: "WeakSet[MemoryCounter]" = WeakSet()
@@ -67,7 +68,8 @@ class _Held:
     __slots__ = ("key", "label", "num_bytes", "pool", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, pool: Pool, label: str, freed: "deque[_Held]") -> None:
-        self.key, self.pool, self.label, self.num_bytes = id(storage), pool, label, 0
+        self.key, self.label, self.num_bytes = id(storage), label, 0
+        self.pool: Pool = pool
         self.storage = ref(storage, lambda _: freed.append(self))
 
 
@@ -79,7 +81,7 @@ class MemoryCounter:
         self._device_type = torch.device(device).type
         self._lock = RLock()
         self._held: dict[int, _Held] = {}
-        """By the storage's identity, which torch keeps as long as the storage lives."""
+        """Storages that live, by their identity, which torch keeps as long as they do."""
         self._freed: deque[_Held] = deque()
         """Those that are gone and still counted. Python may free one between any two lines, also of this class: it is
         only put here, and taken off the count before the next one is added."""
@@ -115,7 +117,7 @@ class MemoryCounter:
     def current_bytes(self, pool: Pool) -> int:
         """Return the bytes that live now."""
         with self._lock:
-            self._take_off()
+            self._forget_freed()
             return self._bytes[pool]
 
     def peak_bytes(self, pool: Pool) -> int:
@@ -130,8 +132,8 @@ class MemoryCounter:
     def reset_peak(self) -> None:
         """Let the peak be what lives now."""
         with self._lock:
-            self._take_off()
-            for pool in self._bytes:
+            self._forget_freed()
+            for pool in POOLS:
                 self._peak_bytes[pool] = 0
                 self._note_peak(pool)
 
@@ -147,7 +149,7 @@ class MemoryCounter:
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage by its size of now, if it is counted at all."""
         with self._lock:
-            self._take_off()
+            self._forget_freed()
             if (held := self._found(storage)) is not None:
                 self._set_size(held, storage.nbytes())
 
@@ -158,7 +160,7 @@ class MemoryCounter:
         if storage.device.type == "meta":
             return
         with self._lock:
-            self._take_off()
+            self._forget_freed()
             held = self._found(storage)
             if held is None:
                 held = self._held[id(storage)] = _Held(storage, self._pool_of(tensor), label, self._freed)
@@ -177,7 +179,7 @@ class MemoryCounter:
     def _was_marked(self, tensor: Tensor) -> None:
         """Move to the host what was the device's."""
         with self._lock:
-            self._take_off()
+            self._forget_freed()
             held = self._found(tensor.untyped_storage())
             if held is not None and held.pool != "host":
                 num_bytes = held.num_bytes
@@ -198,7 +200,7 @@ class MemoryCounter:
             self._peak_bytes[pool] = self._bytes[pool]
             self._peak_parts[pool] = {label: size for label, size in self._parts[pool].items() if size}
 
-    def _take_off(self) -> None:
+    def _forget_freed(self) -> None:
         """Take what is freed off the count."""
         while self._freed:
             held = self._freed.popleft()
@@ -235,9 +237,9 @@ def _follow_resizes() -> None:
     """Have counters told of storages that are resized, as long as there are any that watch."""
     if _watching and not _resize_before:
         _resize_before.append(torch.UntypedStorage.resize_)
-        torch.UntypedStorage.resize_ = _resize
+        torch.UntypedStorage.resize_ = _resize  # pyright: ignore[reportAttributeAccessIssue]
     elif not _watching and _resize_before:
-        torch.UntypedStorage.resize_ = _resize_before.pop()
+        torch.UntypedStorage.resize_ = _resize_before.pop()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> None:

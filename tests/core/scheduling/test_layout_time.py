@@ -57,9 +57,7 @@ def test_what_was_measured_comes_before_data_sheets() -> None:
 
 def test_a_slot_that_waits_leaves_its_core_to_the_others() -> None:
     four, share = ParallelDims(pp=4), SlotSpeed(tokens_per_s=1000, rank_speeds=((RankShape(pp=4), 4 * 16 / 19),))
-    times = [
-        layout_time(QWEN, four, OPTIONS, 2, replace(share, slots_per_core=slots)).compute_s for slots in (1, 2, 4)
-    ]
+    times = [layout_time(QWEN, four, OPTIONS, 2, replace(share, slots_per_core=slots)).compute_s for slots in (1, 2, 4)]
     busy_s = 2 * OPTIONS.seq_len / 1000 / 4
     assert times == pytest.approx([busy_s * 5 / 2, busy_s * 5 / 4, busy_s]), "2 micro-batches take 5 turns"
 
