@@ -40,7 +40,6 @@ from ductile.core.layout.memory.options import MemoryOptions
 from ductile.core.layout.memory.parts import SlotUse
 from ductile.core.layout.memory.predict import predict
 from ductile.core.layout.model.spec import ModelSpec
-from ductile.core.scheduling.costs.layout_time import HostSpeeds, SlotSpeed, layout_time
 from ductile.fabric import rendezvous
 from ductile.messages.workers import ForwardBackward, OptimStep
 from ductile.model.checkpoint import read_spec
@@ -50,20 +49,16 @@ from ductile.records import MicroBatch
 from ductile.roles import RoleAssignment
 from ductile.trainer.train_role import TrainRole
 from memory_bars import missed
-from memory_cases import MODELS, ONE, TWO, Case, Knob, all_cases, knobs, layouts
-from provenance import num_cores, provenance, write
+from memory_cases import MICRO_BATCHES, MODELS, Case, Knob, all_cases, knobs, layouts
+from memory_fit import BESIDE, fit_of
+from provenance import provenance, write
 from train import make_samples, received
 
-MICRO_BATCHES = 2
 NUM_TIMED = 2
 """Steps of a case whose time counts; the fastest does. Other processes of the machine only ever add to one."""
 LOGITS = {"vocab": 128_256, "hidden": 64, "tokens": 2048, "chunk": 128}
 """Sizes of the head whose logits are measured, and its chunk."""
 ALL_TOKENS = 1 << 30
-SHORTEST_S = 0.01
-"""Seconds that collectives of a step are taken to need at least, where two measured times say less."""
-MEMORY_BYTES_PER_S = 5e9
-"""Bytes that a core reads and writes in a second in the optimizer's step: about what one channel gives it."""
 MIB = 2**20
 
 
@@ -154,32 +149,10 @@ class Measured:
 
     def predicted(self, case: Case) -> SlotUse:
         """What a slot's pools hold at most, as the planner has it."""
-        return predict(self.spec(case), self.layout(case).dims, self._options(case))
+        return predict(self.spec(case), self.layout(case).dims, self.options(case))
 
-    def _options(self, case: Case) -> MemoryOptions:
+    def options(self, case: Case) -> MemoryOptions:
         return replace(memory_options(self.config(case)), num_micro_batches=MICRO_BATCHES)
-
-    def predicted_step_s(self, case: Case) -> float:
-        """Seconds of a step, as `ductile fit` has them for slots as fast as those of this machine."""
-        num_ranks, shared = self.layout(case).num_data_parallel, max(1.0, case.num_slots / num_cores())
-        dims, num_micro_batches = self.layout(case).dims, MICRO_BATCHES * num_ranks
-        return layout_time(self.spec(case), dims, self._options(case), num_micro_batches, self._speed(shared)).step_s
-
-    def _speed(self, shared: float) -> SlotSpeed:
-        """Speed of slots of which so many share a core: from one slot alone, and from two, each of which has as much to
-        compute and takes longer for its collectives."""
-        alone_s = self.of(ONE).step_s
-        collectives_s = max(SHORTEST_S, self.of(TWO).step_s - alone_s)
-        unhindered = SlotSpeed(tokens_per_s=1.0, machine=HostSpeeds(link_bytes_per_s=1.0), overlaps=False)
-        moved = layout_time(self.spec(TWO), self.layout(TWO).dims, self._options(TWO), 2 * MICRO_BATCHES, unhindered)
-        return SlotSpeed(
-            tokens_per_s=MICRO_BATCHES * ONE.seq_len / alone_s / shared,
-            machine=HostSpeeds(
-                link_bytes_per_s=moved.collectives_s / collectives_s / shared, memory_bytes_per_s=MEMORY_BYTES_PER_S
-            ),
-            overlaps=False,
-            slots_per_core=shared,
-        )
 
     def of(self, case: Case) -> Found:
         """Raises CannotGoOn, TimeoutError."""
@@ -297,22 +270,6 @@ def prediction_of(measured: Measured, case: Case) -> dict[str, Any]:
     }
 
 
-def fit_of(measured: Measured, cases: Sequence[Case]) -> dict[str, Any]:
-    """Measured and predicted times of these layouts' steps."""
-    told = [
-        {
-            "layout": case.sizes,
-            "step_s": measured.of(case).step_s,
-            "predicted_step_s": measured.predicted_step_s(case),
-            "peak_bytes": measured.of(case).peak_bytes,
-        }
-        for case in cases
-    ]
-    chosen = min(told, key=lambda each: each["predicted_step_s"], default=None)
-    ratio = chosen["step_s"] / min(each["step_s"] for each in told) if chosen else None
-    return {"layouts": told, "ratio": ratio}
-
-
 def tell(figures: Mapping[str, Any]) -> None:
     print(
         f"\n{'':34}{'peak MiB':>10}{'predicted':>11}{'without':>10}{'saved':>8}{'host':>8}{'step s':>8}{'without':>9}"
@@ -347,7 +304,7 @@ def main() -> int:
         logits_ratio = logit_bytes(ALL_TOKENS) / logit_bytes(LOGITS["chunk"])
     wanted: dict[str, list[Case]] = {
         "knobs": [case for knob in knobs() for case in (knob.baseline, knob.case)],
-        "fit": [ONE, TWO, *layouts()],
+        "fit": [*BESIDE.values(), *layouts()],
         "predictions": all_cases(),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -361,7 +318,7 @@ def main() -> int:
             "rows": [row_of(measured, knob) for knob in knobs() if {knob.case.name, knob.baseline.name} <= had.keys()],
             "logits_ratio": logits_ratio,
             "predictions": [prediction_of(measured, case) for case in wanted["predictions"] if case.name in had],
-            "fit": fit_of(measured, [case for case in layouts() if {case.name, ONE.name, TWO.name} <= had.keys()]),
+            "fit": fit_of(measured, [case for case in wanted["fit"] if case.name in had]),
         }
     tell(figures)
     bars = missed(figures)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+MICRO_BATCHES = 2
+"""Micro-batches of a data-parallel rank in a step."""
 ModelConfig = Mapping[str, Any]
 """A Hugging Face `config.json`."""
 
