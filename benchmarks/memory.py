@@ -305,7 +305,7 @@ def main() -> int:
     wanted: dict[str, list[Case]] = {
         "knobs": [case for knob in knobs() for case in (knob.baseline, knob.case)],
         "fit": [*BESIDE.values(), *layouts()],
-        "predictions": all_cases(),
+        "predictions": [*all_cases(), *layouts()],
     }
     with tempfile.TemporaryDirectory() as folder:
         measured = Measured(Path(folder), budget)

@@ -53,15 +53,22 @@ class _Unit:
 
 def slot_use(spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage: int) -> SlotUse:
     """Return what a slot of this stage takes at its worst moment."""
-    step = _StageStep(spec, dims, options, stage)
-    worst = max(step.moments(), key=lambda moment: sum(moment.device.values()))
-    return SlotUse(MemoryParts(**worst.device), step.host(), worst.name, stage)
+    first = _StageStep(spec, dims, options, stage, is_first=dims.pp > 1)
+    steps = [first, _StageStep(spec, dims, options, stage)] if dims.pp > 1 else [first]
+    moments = (moment for step in steps for moment in step.moments())
+    worst = max(moments, key=lambda moment: sum(moment.device.values()))
+    return SlotUse(MemoryParts(**worst.device), first.host(), worst.name, stage)
 
 
 class _StageStep:
     """A step on a slot of one stage."""
 
-    def __init__(self, spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage: int, is_first: bool = False
+    ) -> None:
+        """is_first: up to the first backward pass of the step, when a pipeline may have most micro-batches in flight
+        and has no gradient yet."""
+        self._is_first = is_first
         self._spec, self._dims, self._options, self._stage = spec, dims, options, stage
         self._shapes: SlotShapes = slot_shapes(spec, dims, options)
         self._layers = [self._layer(number) for number in _layers_of(spec, dims, options.num_runs, stage)]
@@ -102,7 +109,8 @@ class _StageStep:
     @property
     def _has_gradient(self) -> bool:
         """Whether there is a gradient from an earlier micro-batch."""
-        return self._options.num_micro_batches is None or self._options.num_micro_batches > 1
+        number = self._options.num_micro_batches
+        return not self._is_first and (number is None or number > 1)
 
     def _gradients(self) -> int:
         """Bytes of what has been accumulated, on the device."""
@@ -265,6 +273,8 @@ class _StageStep:
         if pp == 1:
             return 1
         most = self._options.num_micro_batches or PipelineShape(pp, runs).full_message
+        if not self._is_first:
+            most = max(1, most - 1)  # one of them has had its backward pass
         if self._options.pp_schedule != "zero_bubble" and runs == 1:
             return min(pp - stage, most)
         # Warm-up of interleaved 1F1B, in runs of layers: Narayanan et al. 2021, section 2.2.
