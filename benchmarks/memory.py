@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class Found:
     """Most bytes that the device pool of a slot held."""
     host_peak_bytes: int
     step_s: float
+    """Seconds of the fastest step that was timed; 0 where none was."""
     loss: float
     peak_parts: dict[str, int]
     """What the fullest slot's device pool held at its peak, by the operator that made it."""
@@ -86,6 +87,7 @@ def work(
     place: RoleAssignment,
     micro_batches: Sequence[MicroBatch],
     num_tokens: int,
+    num_timed: int,
 ) -> None:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
@@ -102,7 +104,7 @@ def work(
         counter.reset_peak()
         loss = step(role)
     times: list[float] = []
-    for _ in range(NUM_TIMED):
+    for _ in range(num_timed):
         began_s = time.perf_counter()
         step(role)
         times.append(time.perf_counter() - began_s)
@@ -110,7 +112,7 @@ def work(
     parts = counter.peak_parts("device")
     offloaded = role._live.offload_counters
     in_flight = None if offloaded is None else offloaded.most_in_flight
-    connection.send(Found(of_device, of_host, min(times), loss, parts, in_flight))
+    connection.send(Found(of_device, of_host, min(times, default=0.0), loss, parts, in_flight))
 
 
 # -- Measuring
@@ -119,8 +121,9 @@ def work(
 class Measured:
     """Cases, each of which is measured once."""
 
-    def __init__(self, folder: Path, budget: Budget) -> None:
-        self._folder, self._budget = folder, budget
+    def __init__(self, folder: Path, budget: Budget, timed: Collection[str] = ()) -> None:
+        """timed: names of the cases whose steps are timed."""
+        self._folder, self._budget, self._timed = folder, budget, timed
         self._found: dict[str, Found] = {}
         """By the case's name."""
         for name, shape in MODELS.items():
@@ -162,7 +165,8 @@ class Measured:
         return self._found[case.name]
 
     def _measure(self, case: Case) -> Found:
-        config, layout = TrainerConfig.model_validate(self.settings(case)), self.layout(case)
+        settings, layout = TrainerConfig.model_validate(self.settings(case)).model_dump(), self.layout(case)
+        num_timed = NUM_TIMED if case.name in self._timed else 0
         num_ranks = layout.num_data_parallel
         num_samples = MICRO_BATCHES * case.seq_len // case.sample_tokens * num_ranks
         samples = make_samples(num_samples, case.sample_tokens - 1, MODELS[case.model]["vocab_size"])
@@ -173,7 +177,7 @@ class Measured:
         places = [RoleAssignment(slot, layout, 1, "cpu", f"127.0.0.1:{store.port}") for slot in layout.slots]
         found = together(
             [
-                (config.model_dump(), place, packed[layout.data_parallel_rank(place.slot)], num_tokens)
+                (settings, place, packed[layout.data_parallel_rank(place.slot)], num_tokens, num_timed)
                 for place in places
             ],
             self._budget.left_s,
@@ -308,7 +312,8 @@ def main() -> int:
         "predictions": [*all_cases(), *layouts()],
     }
     with tempfile.TemporaryDirectory() as folder:
-        measured = Measured(Path(folder), budget)
+        timed = {case.name for part in ("knobs", "fit") for case in wanted[part]}
+        measured = Measured(Path(folder), budget, timed)
         cases = {case.name: case for part, of_part in wanted.items() if part in options.only for case in of_part}
         for _, name in budget.turns(list(cases)):
             with budget.turn_of(name):

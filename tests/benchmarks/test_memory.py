@@ -112,19 +112,19 @@ def test_knobs_differ_from_their_baselines() -> None:
 
 
 def test_cases_are_measured_in_real_processes(tmp_path) -> None:
-    measured = memory.Measured(tmp_path, Budget(100))
-    small = Case("llama", {"dp_shard": 2}, seq_len=128, sample_tokens=64)
+    small = Case("llama", {"dp_shard": 2}, seq_len=512, sample_tokens=128)
+    measured = memory.Measured(tmp_path, Budget(100), timed=[small.name])
     cases = {knob: replace(small, options=options) for knob, options in OPTIONS.items()}
     found = {knob: measured.of(case) for knob, case in cases.items()}
     state_bytes = 16 * measured.spec(small).num_parameters // 2
     """Weights, gradients and moments of a slot."""
     assert found["plain"].loss == pytest.approx(found["all"].loss, abs=1e-6)
-    assert found["plain"].peak_bytes > state_bytes > found["all"].peak_bytes
+    assert found["plain"].peak_bytes > found["all"].peak_bytes + state_bytes
     assert state_bytes < found["all"].host_peak_bytes < 1.3 * state_bytes
     assert found["plain"].host_peak_bytes == 0
     assert [each.in_flight for each in found.values()] == [None, 2]
     for knob, case in cases.items():
         assert sum(found[knob].peak_parts.values()) == found[knob].peak_bytes
-        assert found[knob].step_s > 0
+        assert (found[knob].step_s > 0) == (knob == "plain")
         ratio = measured.predicted(case).device.total / found[knob].peak_bytes
         assert 1 - MOST_BELOW <= ratio <= 1 + MOST_OFF, knob
