@@ -275,10 +275,19 @@ class _StageStep:
         most = self._options.num_micro_batches or PipelineShape(pp, runs).full_message
         if not self._is_first:
             most = max(1, most - 1)  # one of them has had its backward pass
+        if self._runs_all_first:
+            return most
         if self._options.pp_schedule != "zero_bubble" and runs == 1:
             return min(pp - stage, most)
         # Warm-up of interleaved 1F1B, in runs of layers: Narayanan et al. 2021, section 2.2.
         return min(most, max(1, ((runs - 1) * pp + 2 * (pp - 1 - stage) + 1) / runs))
+
+    @property
+    def _runs_all_first(self) -> bool:
+        """Whether every stage runs all forward passes before a backward pass, as with fewer micro-batches than stages
+        1F1B is not for them (`parallel/pipeline.py`)."""
+        number, is_plain = self._options.num_micro_batches, self._options.pp_schedule == "1f1b"
+        return number is not None and number < self._dims.pp and is_plain and self._options.num_runs == 1
 
     @property
     def _for_weights(self) -> int:
@@ -294,7 +303,10 @@ class _StageStep:
         own = self._kept_of(self._layers[:until])
         # Of each run of layers what has come and what has gone on.
         boundary = 2 * self._shapes.hidden_bytes * self._options.num_runs if self._dims.pp > 1 else 0
-        return own + boundary + int((self._in_flight - 1) * (self._kept_of(self._layers) + boundary))
+        others = self._kept_of(self._layers) + boundary
+        if self._head is not None and self._runs_all_first:
+            others += self._head.kept + self._head.kept_logits
+        return own + boundary + int((self._in_flight - 1) * others)
 
     def _kept_of(self, layers: Sequence[LayerMemory]) -> int:
         in_flight, cached = self._options.offloaded_in_flight, sum(layer.cached for layer in layers)
