@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,9 @@ from memory_fit import BESIDE, fit_of
 from provenance import provenance, write
 from train import make_samples, received
 
-NUM_TIMED = 2
-"""Steps of a case whose time counts; the fastest does. Other processes of the machine only ever add to one."""
+NUM_TIMED = {"knobs": 2, "fit": 4}
+"""Steps of a case whose times are taken, by part; the fastest counts. Other processes of the machine only ever add to
+one."""
 LOGITS = {"vocab": 128_256, "hidden": 64, "tokens": 2048, "chunk": 128}
 """Sizes of the head whose logits are measured, and its chunk."""
 ALL_TOKENS = 1 << 30
@@ -121,8 +122,8 @@ def work(
 class Measured:
     """Cases, each of which is measured once."""
 
-    def __init__(self, folder: Path, budget: Budget, timed: Collection[str] = ()) -> None:
-        """timed: names of the cases whose steps are timed."""
+    def __init__(self, folder: Path, budget: Budget, timed: Mapping[str, int]) -> None:
+        """timed: how many steps of a case are timed, by its name; of the others none is."""
         self._folder, self._budget, self._timed = folder, budget, timed
         self._found: dict[str, Found] = {}
         """By the case's name."""
@@ -166,7 +167,7 @@ class Measured:
 
     def _measure(self, case: Case) -> Found:
         settings, layout = TrainerConfig.model_validate(self.settings(case)).model_dump(), self.layout(case)
-        num_timed = NUM_TIMED if case.name in self._timed else 0
+        num_timed = self._timed.get(case.name, 0)
         num_ranks = layout.num_data_parallel
         num_samples = MICRO_BATCHES * case.seq_len // case.sample_tokens * num_ranks
         samples = make_samples(num_samples, case.sample_tokens - 1, MODELS[case.model]["vocab_size"])
@@ -312,7 +313,7 @@ def main() -> int:
         "predictions": [*all_cases(), *layouts()],
     }
     with tempfile.TemporaryDirectory() as folder:
-        timed = {case.name for part in ("knobs", "fit") for case in wanted[part]}
+        timed = {case.name: number for part, number in NUM_TIMED.items() for case in wanted[part]}
         measured = Measured(Path(folder), budget, timed)
         cases = {case.name: case for part, of_part in wanted.items() if part in options.only for case in of_part}
         for _, name in budget.turns(list(cases)):

@@ -94,7 +94,7 @@ def test_layouts_run_the_same_step() -> None:
 
 @pytest.mark.parametrize("case", [*all_cases(), *layouts()], ids=lambda case: case.name)
 def test_every_case_is_one_that_a_run_may_have(case: Case, tmp_path) -> None:
-    measured = memory.Measured(tmp_path, Budget())
+    measured = memory.Measured(tmp_path, Budget(), {})
     layout = measured.layout(case)
     assert {axis: size for axis, size in asdict(layout.dims).items() if size > 1} == case.sizes
     assert measured.predicted(case).device.total > 4 * measured.spec(case).num_parameters / case.num_slots
@@ -113,7 +113,7 @@ def test_knobs_differ_from_their_baselines() -> None:
 
 def test_cases_are_measured_in_real_processes(tmp_path) -> None:
     small = Case("llama", {"dp_shard": 2}, seq_len=512, sample_tokens=128)
-    measured = memory.Measured(tmp_path, Budget(100), timed=[small.name])
+    measured = memory.Measured(tmp_path, Budget(100), timed={small.name: 1})
     cases = {knob: replace(small, options=options) for knob, options in OPTIONS.items()}
     found = {knob: measured.of(case) for knob, case in cases.items()}
     state_bytes = 16 * measured.spec(small).num_parameters // 2
