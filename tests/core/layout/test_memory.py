@@ -26,6 +26,8 @@ WIDE = ModelSpec("qwen3", 4096, 256, 768, 4, 8, 4, 32, tie_embeddings=True, qk_n
 DEEP = ModelSpec("qwen3", 256, 256, 1024, 4, 8, 4, 32, tie_embeddings=True, qk_norm=True)
 """Models whose peak is at the head, at either, and in the layers."""
 SIX = ModelSpec("qwen3", 4096, 128, 512, 6, 4, 2, 32, qk_norm=True)
+LLAMA = ModelSpec("llama", 4096, 256, 768, 6, 8, 4, 32, tie_embeddings=True)
+"""Model that a pipeline runs with as many micro-batches as stages, or with fewer."""
 CPU = MemoryOptions(compute_bytes=4, device="cpu", num_micro_batches=2)
 """Options of a trainer in fp32 on a CPU, with two micro-batches a step."""
 
@@ -67,6 +69,10 @@ def selective(*targets: str) -> Checkpointing:
         (110.42, WIDE, {"pp": 2}, {"seq_len": 512, "num_micro_batches": 4}),
         (105.9, SIX, {"pp": 2}, {"seq_len": 1024}),
         (51.17, DEEP, {"pp": 2, "dp_shard": 2}, {"seq_len": 256, "num_micro_batches": 4}),
+        (116.10, LLAMA, {"pp": 2, "dp_shard": 2}, {"seq_len": 512}),
+        (107.78, LLAMA, {"pp": 2, "tp": 2}, {"seq_len": 1024}),
+        (122.23, LLAMA, {"pp": 2, "cp": 2}, {"seq_len": 1024}),
+        (117.51, LLAMA, {"pp": 4}, {"seq_len": 1024}),
         (62.13, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "interleaved", "num_runs": 2}),
         (71.81, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "zero_bubble"}),
     ],

@@ -55,6 +55,13 @@ def test_what_was_measured_comes_before_data_sheets() -> None:
     assert SlotSpeed.of_device("a device of nobody") is None
 
 
+def test_a_slot_that_waits_leaves_its_core_to_the_others() -> None:
+    four, share = ParallelDims(pp=4), SlotSpeed(tokens_per_s=1000, rank_speeds=((RankShape(pp=4), 4 * 16 / 19),))
+    times = [layout_time(QWEN, four, OPTIONS, 2, replace(share, slots_per_core=slots)).compute_s for slots in (1, 2, 4)]
+    busy_s = 2 * OPTIONS.seq_len / 1000 / 4
+    assert times == pytest.approx([busy_s * 5 / 2, busy_s * 5 / 4, busy_s]), "2 micro-batches take 5 turns"
+
+
 def test_each_knob_costs_what_it_does() -> None:
     eight, plain = ParallelDims(dp_shard=8), step_s(ParallelDims(dp_shard=8))
     full = step_s(eight, checkpointing=Checkpointing()) / plain

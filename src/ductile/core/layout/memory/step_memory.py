@@ -53,24 +53,23 @@ class _Unit:
 
 def slot_use(spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage: int) -> SlotUse:
     """Return what a slot of this stage takes at its worst moment."""
-    step, steps = _StageStep(spec, dims, options, stage), list[_StageStep]()
-    if dims.pp > 1 and 1 < (options.num_micro_batches or 0) <= dims.pp:
-        # While all that there are are in flight no gradient is there yet, and the other way round.
-        steps = [_StageStep(spec, dims, options, stage, is_first=is_first) for is_first in (True, False)]
-    moments = [moment for each in steps or [step] for moment in each.moments()]
+    first = _StageStep(spec, dims, options, stage, is_first=dims.pp > 1)
+    steps = [first, _StageStep(spec, dims, options, stage)] if dims.pp > 1 else [first]
+    moments = (moment for step in steps for moment in step.moments())
     worst = max(moments, key=lambda moment: sum(moment.device.values()))
-    return SlotUse(MemoryParts(**worst.device), step.host(), worst.name, stage)
+    return SlotUse(MemoryParts(**worst.device), first.host(), worst.name, stage)
 
 
 class _StageStep:
     """A step on a slot of one stage."""
 
     def __init__(
-        self, spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage: int, is_first: bool | None = None
+        self, spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, stage: int, is_first: bool = False
     ) -> None:
-        """is_first: the first backward pass of the step runs, or a later one; None: it makes no difference."""
-        self._spec, self._dims, self._options, self._stage = spec, dims, options, stage
+        """is_first: up to the first backward pass of the step, when a pipeline may have most micro-batches in flight
+        and has no gradient yet."""
         self._is_first = is_first
+        self._spec, self._dims, self._options, self._stage = spec, dims, options, stage
         self._shapes: SlotShapes = slot_shapes(spec, dims, options)
         self._layers = [self._layer(number) for number in _layers_of(spec, dims, options.num_runs, stage)]
         self._has_head = stage == dims.pp - 1
@@ -110,9 +109,8 @@ class _StageStep:
     @property
     def _has_gradient(self) -> bool:
         """Whether there is a gradient from an earlier micro-batch."""
-        if self._is_first:
-            return False
-        return self._options.num_micro_batches is None or self._options.num_micro_batches > 1
+        number = self._options.num_micro_batches
+        return not self._is_first and (number is None or number > 1)
 
     def _gradients(self) -> int:
         """Bytes of what has been accumulated, on the device."""
@@ -275,12 +273,21 @@ class _StageStep:
         if pp == 1:
             return 1
         most = self._options.num_micro_batches or PipelineShape(pp, runs).full_message
-        if self._is_first is False:
-            most -= 1
+        if not self._is_first:
+            most = max(1, most - 1)  # one of them has had its backward pass
+        if self._runs_all_first:
+            return most
         if self._options.pp_schedule != "zero_bubble" and runs == 1:
             return min(pp - stage, most)
         # Warm-up of interleaved 1F1B, in runs of layers: Narayanan et al. 2021, section 2.2.
         return min(most, max(1, ((runs - 1) * pp + 2 * (pp - 1 - stage) + 1) / runs))
+
+    @property
+    def _runs_all_first(self) -> bool:
+        """Whether every stage runs all forward passes before a backward pass, as with fewer micro-batches than stages
+        1F1B is not for them (`parallel/pipeline.py`)."""
+        number, is_plain = self._options.num_micro_batches, self._options.pp_schedule == "1f1b"
+        return number is not None and number < self._dims.pp and is_plain and self._options.num_runs == 1
 
     @property
     def _for_weights(self) -> int:
@@ -296,7 +303,10 @@ class _StageStep:
         own = self._kept_of(self._layers[:until])
         # Of each run of layers what has come and what has gone on.
         boundary = 2 * self._shapes.hidden_bytes * self._options.num_runs if self._dims.pp > 1 else 0
-        return own + boundary + int((self._in_flight - 1) * (self._kept_of(self._layers) + boundary))
+        others = self._kept_of(self._layers) + boundary
+        if self._head is not None and self._runs_all_first:
+            others += self._head.kept + self._head.kept_logits
+        return own + boundary + int((self._in_flight - 1) * others)
 
     def _kept_of(self, layers: Sequence[LayerMemory]) -> int:
         in_flight, cached = self._options.offloaded_in_flight, sum(layer.cached for layer in layers)

@@ -70,6 +70,9 @@ class SlotSpeed:
     """Whether collectives and copies run beside computing."""
     message_s: float = 0.0
     """Seconds that a collective takes however small it is."""
+    slots_per_core: float = 1.0
+    """Slots that share a core of a CPU, where there are more of them than cores: one that waits for another stage
+    leaves its time to the others. `flops_per_s` and `tokens_per_s` are those of a slot that has its share."""
     rank_speeds: tuple[tuple[RankShape, float], ...] = ()
     """How many times as fast as one slot those of a data-parallel rank are, in a full message, where it was measured;
     elsewhere it is assumed."""
@@ -140,10 +143,11 @@ def _compute_s(
         one_slot_s = 3 * forward_flops(spec, work) / speed.flops_per_s
     one_slot_s *= 1 + recomputed_share(spec, options) / 3
     pipeline = PipelineShape(dims.pp, options.num_runs)
-    rank_speed = speed.rank_speed(dims.rank_shape)
+    without_bubble = speed.rank_speed(dims.rank_shape) / (1 - pipeline.bubble(pipeline.full_message))
     seconds = 0.0
     for size in pipeline.messages(micro_batches):
-        seconds += size * one_slot_s / rank_speed * pipeline.stretch(size)
+        waits = 1 / (1 - pipeline.bubble(size))
+        seconds += size * one_slot_s / without_bubble * max(1.0, waits / speed.slots_per_core)
     return seconds
 
 
