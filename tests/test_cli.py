@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -222,6 +223,8 @@ ductile rl: the config is good.
               2  generate
               3  generate and score
   mesh      slot 0 has all of the state: 355.5 KiB
+  memory    a slot takes about 1.0 GiB in the backward pass of the head
+            context 1.0 GiB
   derived   trainer.model.name = "model": from model.name (good.toml:3)
             inference.model.name = "model": from model.name (good.toml:3)
             trainer.max_steps = 4: from max_steps (good.toml:1)
@@ -357,16 +360,42 @@ def test_check_looks_at_memory_where_the_config_says_how_much_a_device_has(capsy
     auto = [*OF_EIGHT, "--model.pp", "1", "--model.tp", "auto"]
     assert main(auto) == 0
     assert "nothing speaks against it; memory was not looked at, as how much a slot has is" in capsys.readouterr().out
-    memory = ["--cluster.device-memory-gib", "0.003"]
-    assert main([*auto, *memory]) == 0
+    memory = ["--cluster.device", "cpu", "--cluster.device-memory-gib"]
+    assert main([*auto, *memory, "0.01"]) == 0
     said = capsys.readouterr().out
-    assert "tp 2: auto: with tp 1 a slot would need about 0.00421 GiB and has 0.0027 for training\n" in said
+    assert "tp 2: auto: with tp 1 a slot would need about 0.00947 GiB (activations 0.00836, logits 0.0009" in said
+    assert ") and has 0.009 GiB\n" in said
     assert "none on 1,3,5,7\n" in said
-    assert main([*OF_EIGHT, *memory]) == 0
+    assert main([*OF_EIGHT, *memory, "0.003"]) == 0
     said = capsys.readouterr().err
     assert "note: model.tp = 1 is with pp 2 · dp_shard 4 probably too little memory: a slot would need about 0." in said
-    assert main([*OF_EIGHT, *memory, "--cluster.slots-per-device", "2", "--model.tp", "2"]) == 0
-    assert " GiB and has 0.00135 for training\n" in capsys.readouterr().err
+    assert ") and has 0.0027 GiB: model." in said
+    assert "makes it 0.00" in said
+
+
+def test_check_says_what_a_slot_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "@", "good.toml", "--cluster.device", "cpu", "--trainer.model.seq-len", "1000"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "memory    a slot takes about 5.0 MiB in the backward pass of the head\n" in said
+    assert " activations 4.2 MiB, " in said
+    assert main([*words, "--cluster.device-memory-gib", "1", "--trainer.model.optim-cpu-offload"]) == 0
+    said = capsys.readouterr().out
+    assert " of 921.6 MiB in the backward pass of the head; 177.8 KiB in host memory\n" in said
+
+
+def test_check_refuses_what_has_no_room_in_any_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "@", "good.toml", "--cluster.device", "cpu", "--trainer.model.seq-len", "1000"]
+    assert main([*words, "--cluster.device-memory-gib", "0.01"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--cluster.device-memory-gib", "0.005"]) == 2
+    said = capsys.readouterr().err
+    assert "--cluster.device-memory-gib = 0.005" in said
+    assert "is too little: in whichever layout of the one train slot, one needs at least 0.00" in said
+    assert "activations 0.004" in said
+    (key, value) = re.findall(r"and has 0.0045 GiB: trainer\.model\.(\S+) = (\S+) makes it", said)[0]
+    named = [f"--trainer.model.{key.replace('_', '-')}", value.strip('"')]
+    assert main([*words, "--cluster.device-memory-gib", "0.005", *named]) == 0, "what is advised is enough"
 
 
 def test_check_notes_ranks_that_would_have_no_work(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,7 @@ TOOLS = {
     "fleet": "ductile.orchestrator.control.run_commands:fleet",
     "simulate": "ductile.sim.command:main",
     "plan": "ductile.sim.plan_command:main",
+    "fit": "ductile.sim.fit_command:main",
     "replay": "ductile.sim.replay_command:main",
     "report": "ductile.dashboard.report_command:main",
 }
@@ -72,6 +73,7 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
   fleet         the servers of a live run, and have them come and go: ductile fleet runs/x join http://host:8000
   simulate      which way to use the slots is the fastest? in virtual time: ductile simulate @ sim.toml
   plan          the same for a run that was recorded, from what it measured: ductile plan runs/x
+  fit           which layout and knobs fit these GPUs? ductile fit @ run.toml --gpus 8 --gpu-memory 80GiB
   replay        does the scheduler decide as it did in a run? ductile replay runs/x
   report        a run as one HTML file, who did what when: ductile report runs/x
 

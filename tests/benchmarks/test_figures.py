@@ -59,8 +59,8 @@ def test_a_cpu_without_a_number_in_its_name_has_its_model_there():
     assert re.search(r"\d", provenance()["machine"]["cpu"])
 
 
-def test_all_benchmarks_together_take_less_than_a_hundred_minutes():
-    assert sum(BENCHMARKS.values()) + GRACE_S * (len(BENCHMARKS) + 1) < 100 * 60
+def test_all_benchmarks_together_take_less_than_two_hours():
+    assert sum(BENCHMARKS.values()) + GRACE_S * (len(BENCHMARKS) + 1) < 120 * 60
     assert max(BENCHMARKS.values()) + GRACE_S <= 600
 
 

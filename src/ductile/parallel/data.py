@@ -53,7 +53,7 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
             if mesh.device_type == "cpu":
                 module.set_custom_all_gather(DirectAllGather())
-                module.set_custom_reduce_scatter(DirectReduceScatter())
+                module.set_custom_reduce_scatter(DirectReduceScatter(cpu_offload))
 
 
 def mark_host_shards(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ductile.fabric.groups import timeout_of
+from ductile.parallel.host_memory import mark_host
 
 LEAST_S = 0.001
 """Least wait for a message: torch counts a timeout in whole milliseconds, and takes 0 for the group's own."""
@@ -42,6 +43,12 @@ class DirectAllGather(FreshMemory, AllGather):
 
 
 class DirectReduceScatter(FreshMemory, ReduceScatter):
+    def __init__(self, to_host: bool = False) -> None:
+        """to_host: what is summed goes to host memory (`trainer.model.fsdp_cpu_offload`), as FSDP2 would copy it there
+        from a GPU. Here it is there already, and is only marked."""
+        super().__init__()
+        self._to_host = to_host
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -62,6 +69,8 @@ class DirectReduceScatter(FreshMemory, ReduceScatter):
         torch.add(first, second, out=output_tensor)
         for term in others:
             output_tensor.add_(term)
+        if self._to_host:
+            mark_host(output_tensor)
 
 
 def exchange(leaving: Sequence[Tensor], coming: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -15,7 +15,7 @@ from ductile.config.schema.optimizer_state import OptimizerTensor, Supported
 from ductile.config.schema.trainer import AdamWConfig
 from ductile.parallel.data import like, local_shard
 from ductile.parallel.host_copies import Copy, host_copies
-from ductile.parallel.host_memory import host_like, mark_host
+from ductile.parallel.host_memory import host_like, is_host, mark_host
 
 BUCKET_BYTES = 64 << 20
 """Most bytes of offloaded state that come to the device at a time, but for a parameter that has more; there are two
@@ -163,9 +163,10 @@ def _made(
         host = buffers.pop(name).view(local.shape)
         mark_host(host)
         return host
-    if buffers is None:
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
-    return like(parameter, buffers.pop(name))
+    state = torch.zeros_like(parameter.detach(), dtype=dtype) if buffers is None else like(parameter, buffers.pop(name))
+    if is_host(parameter):
+        mark_host(state)  # it lies where its parameter does (`trainer.model.fsdp_cpu_offload`)
+    return state
 
 
 def _torch_optimizer(config: Supported, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

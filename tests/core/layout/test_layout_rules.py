@@ -1,5 +1,6 @@
 """Which layout the trainer has on each number of slots: listed, asked for, or what fits of it."""
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -19,6 +20,7 @@ from ductile.core.layout.choice.layout_text import in_words, spelled_sizes
 from ductile.core.layout.choice.slot_memory import SlotMemory
 from ductile.core.layout.geometry.parallel_layout import AXES, ParallelDims, ParallelLayout
 from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.memory.options import Checkpointing, MemoryOptions
 from ductile.core.layout.model.spec import RopeScaling
 from tests.core.layout.test_planner import QWEN, TINY, specs
 
@@ -70,12 +72,13 @@ def test_what_is_asked_for_by_hand_comes_before_all_else_where_it_fits() -> None
 
 
 def test_numbers_of_slots_that_leave_too_little_memory_are_no_layout() -> None:
-    """The state takes 9 GB; what the backward pass reads of 8,192 tokens as much, which FSDP2 does not divide."""
-    few = SlotMemory(room_bytes=10 * 2**30)
+    """The state takes 9 GB; what layers keep of 8,192 tokens as much, which FSDP2 does not divide."""
+    few = SlotMemory(room_bytes=12 * 2**30)
     whole = LayoutRules(QWEN, AskedLayout(seq_len=1024), memory=few)
     assert [*dims_allowed(8, whole)] == [2, 3, 4, 5, 6, 7, 8]
     with pytest.raises(
-        NoLayout, match=r"1 slot is too few, as it seems: as one slot a slot would need about 10\.9 GiB"
+        NoLayout,
+        match=r"1 slot is too few, as it seems: as one slot a slot would need about 12\.2 GiB \(parameters 2\.22",
     ):
         layout_for((0,), whole)
     assert [*dims_allowed(2, whole.beginning_on(1))] == [1, 2], "the run begins so, whatever is estimated"
@@ -132,5 +135,21 @@ def test_sizes_are_as_listed_or_as_asked(spec, asked, listed, num_slots) -> None
 
 def test_rules_come_back_from_their_fields() -> None:
     spec = replace(QWEN, rope_scaling=RopeScaling("linear", 2.0))
-    for rules in (RULES, LayoutRules(), LayoutRules(spec, memory=SlotMemory(9), by_hand=AskedLayout())):
-        assert LayoutRules.from_fields(asdict(rules)) == rules
+    options = MemoryOptions(checkpointing=Checkpointing("selective", 2, ("norm", "mlp")), offloaded_in_flight=5)
+    for memory in (SlotMemory(9), SlotMemory(9, options, 5)):
+        for rules in (RULES, LayoutRules(), LayoutRules(spec, memory=memory, by_hand=AskedLayout())):
+            assert LayoutRules.from_fields(asdict(rules)) == rules
+            assert LayoutRules.from_fields(json.loads(json.dumps(asdict(rules)))) == rules, "as a run writes them down"
+
+
+def test_rules_of_older_runs_are_read() -> None:
+    """Before there were options, a slot's memory was five numbers."""
+    old = {"room_bytes": 9, "state_bytes": 16, "compute_bytes": 2, "gradient_bytes": 0, "keeps_gathered": False}
+    fields = asdict(LayoutRules(QWEN)) | {"memory": old | {"least_bytes": 7}}
+    assert LayoutRules.from_fields(fields).memory == SlotMemory(9, MemoryOptions(), 7)
+    other = {"state_bytes": 6, "gradient_bytes": 2, "keeps_gathered": True, "least_bytes": 0}
+    read = LayoutRules.from_fields(fields | {"memory": old | other}).memory
+    assert read is not None
+    assert (read.options.state_bytes, read.options.parameter_bytes, read.options.optimizer_bytes) == (6, 2, 2)
+    assert (read.options.reduce_bytes, read.options.reduce_every_step) == (2, True)
+    assert not read.options.reshard_after_forward

@@ -10,10 +10,17 @@ from ductile.config.checks.asked_servers import servers_in_words
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.checks.preflight import num_examples
 from ductile.config.checks.scorer_findings import scorers_in_words
-from ductile.config.checks.trainer_layout import TrainingConfig, layout_rules, state_bytes
+from ductile.config.checks.trainer_layout import (
+    TrainingConfig,
+    layout_rules,
+    memory_options,
+    slot_memory,
+    state_bytes,
+)
 from ductile.config.checks.written import of_a_run
 from ductile.config.reading.parse import Parsed
 from ductile.config.schema.bench import BenchConfig, load_of
+from ductile.config.schema.optimizer_state import Supported
 from ductile.config.schema.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.schema.run import (
     InferenceRunConfig,
@@ -27,8 +34,10 @@ from ductile.core.instances.instances import slot_groups
 from ductile.core.instances.placement import many
 from ductile.core.layout.choice.layout_rules import ChosenLayout, LayoutRules, choose_layout, dims_allowed, layout_for
 from ductile.core.layout.choice.layout_text import compact, in_words
-from ductile.core.layout.choice.mesh_table import MOST_ROWS, mesh_table
+from ductile.core.layout.choice.mesh_table import MOST_ROWS, in_bytes, mesh_table
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
+from ductile.core.layout.memory.predict import predict
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.scheduling.policies.names import described
 
 Row = tuple[str, str]
@@ -233,8 +242,24 @@ def _mesh(config: TrainingConfig) -> list[Row]:
     if rules.spec is not None:
         lines = mesh_table(rules.spec, layout, state_bytes(trainer))
         table += [f"  {line}" for line in lines] if table else lines
-    others = _other_layouts(config, len(train), rules)
-    return [*_column("mesh", table), *_column("why", _reasons(chosen, rules, root)), *_column("resizes", others)]
+    others, memory = _other_layouts(config, len(train), rules), _memory(config, rules.spec, layout.dims)
+    why = _column("why", _reasons(chosen, rules, root))
+    return [*_column("mesh", table), *why, *_column("resizes", others), *_column("memory", memory)]
+
+
+def _memory(config: TrainingConfig, spec: ModelSpec | None, dims: ParallelDims) -> list[str]:
+    """What a train slot takes at its worst moment, as predicted; nothing where that is not known."""
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    if spec is None or not isinstance(trainer.optim, Supported):
+        return []
+    use, room = predict(spec, dims, memory_options(config)), slot_memory(config)
+    of = f" of {in_bytes(room.room_bytes)}" if room else ""
+    said = f"a slot takes about {in_bytes(use.device.total)}{of} in the {use.moment}"
+    parts = ", ".join(
+        f"{name} {in_bytes(size)}" for name, size in use.device.largest_first() if size * 50 > use.device.total
+    )
+    host = f"; {in_bytes(use.host.total)} in host memory" if use.host.total else ""
+    return [f"{said}{host}", parts]
 
 
 def _reasons(chosen: ChosenLayout, rules: LayoutRules, root: str) -> list[str]:

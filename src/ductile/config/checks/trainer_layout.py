@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.on_disk import read_spec
@@ -17,22 +18,29 @@ from ductile.config.schema.trainer import ResizeConfig, TrainerConfig
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, plan_listed
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
+from ductile.core.layout.choice.memory_levers import in_words as relief_in_words
+from ductile.core.layout.choice.memory_levers import relief
 from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
-from ductile.core.layout.choice.slot_memory import DTYPE_BYTES, USABLE, SlotMemory
+from ductile.core.layout.choice.possible_layouts import possible_layouts
+from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
+from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, MemoryOptions
+from ductile.core.layout.memory.parts import gib
 from ductile.core.layout.model.peak import compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.disk import free_bytes, show_bytes
 
 TrainingConfig = RLConfig | SFTConfig | TrainerRunConfig
 GIB = 2**30
+CONTEXT_BYTES = {"cpu": 0, "cuda": GIB}
+"""About what a process takes of a device before it has a tensor: driver, kernels, NCCL's buffers."""
 
 
 def layout_rules(config: TrainingConfig) -> LayoutRules:
     """The rules of a run. A listed layout that is no text of one counts as absent: `layout_findings` refuses it."""
     model, resize, _ = _trainer(config)
     listed = tuple(text for text in resize.layouts if not _unreadable(text))
-    rules = LayoutRules(_spec(model), asked_layout(model), listed, _num_samples(config), slot_memory(config))
+    rules = LayoutRules(_spec(model), asked_layout(model), listed, num_samples(config), slot_memory(config))
     return rules.beginning_on(len(placement_of(config).train))
 
 
@@ -41,16 +49,45 @@ def slot_memory(config: TrainingConfig) -> SlotMemory | None:
     cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
     if cluster.device_memory_gib is None or not isinstance(trainer.optim, Supported):
         return None
-    model, share = trainer.model, USABLE / cluster.slots_per_device
+    of_slot = cluster.device_memory_gib * GIB / cluster.slots_per_device
+    return SlotMemory(room_bytes=int(of_slot * USABLE), options=memory_options(config))
+
+
+def memory_options(config: TrainingConfig) -> MemoryOptions:
+    """What the memory of a slot of the trainer depends on, besides model and layout. The optimizer has been found to be
+    a supported one."""
+    cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
+    options = trainer_memory(trainer, "cpu" if cluster.device == "cpu" else "cuda")
     if isinstance(config, RLConfig) and placement_of(config).shares:  # a generator is on the same slot
-        share -= config.inference.gpu_memory_utilization or 0.0
-    device = "cpu" if cluster.device == "cpu" else "cuda"
-    return SlotMemory(
-        room_bytes=max(0, int(cluster.device_memory_gib * GIB * share)),
-        state_bytes=state_bytes(trainer),
+        share = config.inference.gpu_memory_utilization or 0.0
+        options = replace(options, generator_bytes=int((cluster.device_memory_gib or 0.0) * GIB * share))
+    return options
+
+
+def trainer_memory(
+    trainer: TrainerConfig | SFTConfig | TrainerRunConfig, device: Literal["cpu", "cuda"]
+) -> MemoryOptions:
+    """The same for a slot on such a device that only trains."""
+    model, asked = trainer.model, asked_layout(trainer.model)
+    dtype, ac, offloading = DTYPE_BYTES[model.optimization_dtype], model.ac, model.ac_offloading
+    return MemoryOptions(
+        parameter_bytes=dtype,
         compute_bytes=DTYPE_BYTES[compute_dtype(model.compute_dtype, device)],
-        gradient_bytes=DTYPE_BYTES[model.reduce_dtype] if model.reduce_every == "step" else 0,
-        keeps_gathered=not model.reshard_after_forward,
+        reduce_bytes=DTYPE_BYTES[model.reduce_dtype],
+        optimizer_bytes=state_bytes(trainer) - 2 * dtype,
+        reduce_every_step=model.reduce_every == "step",
+        reshard_after_forward=model.reshard_after_forward,
+        checkpointing=None if ac is None else Checkpointing(ac.mode, ac.freq, tuple(ac.targets)),
+        offloaded_in_flight=None if offloading is None else offloading.max_inflight_activations,
+        optim_cpu_offload=model.optim_cpu_offload,
+        fsdp_cpu_offload=model.fsdp_cpu_offload,
+        head_chunk_tokens=model.head_chunk_tokens,
+        device=device,
+        context_bytes=CONTEXT_BYTES[device],
+        cp_style=asked.cp_style,
+        pp_schedule=asked.pp_schedule,
+        num_runs=asked.num_runs,
+        seq_len=asked.seq_len,
     )
 
 
@@ -98,9 +135,12 @@ def layout_findings(config: TrainingConfig, num_slots: int) -> Iterator[Finding]
     yield from _listed_findings(rules, resize, root)
     if choose_layout(num_slots, rules).listed:
         return  # the run begins with it
-    for error in plan_layout(num_slots, rules.asked, rules.spec).errors:
+    errors = plan_layout(num_slots, rules.asked, rules.spec).errors
+    for error in errors:
         if not unbuilt({error.keys[0]: error.value}):  # which is told already
             yield Finding(tuple(f"{root}model.{key}" for key in error.keys), error.what)
+    if not errors:
+        yield from _memory_findings(rules, num_slots, root)
 
 
 def layout_warnings(config: TrainingConfig, num_slots: int) -> Iterator[str]:
@@ -111,7 +151,10 @@ def layout_warnings(config: TrainingConfig, num_slots: int) -> Iterator[str]:
         keys = " and ".join(f"{root}model.{axis} = {size}" for axis, size in unused.items())
         yield f"{keys}: not on {num_slots} slots, for which {root}resize.layouts has {chosen.listed!r}"
     for warning in chosen.planned.warnings:
-        yield _sentence(warning, f"{root}model.")
+        layout = chosen.planned.layout
+        is_of_memory = layout is not None and warning == chosen.planned.too_little
+        advice = f": {_relief(rules, layout.dims, root)}" if layout and is_of_memory else ""
+        yield f"{_sentence(warning, f'{root}model.')}{advice}"
     yield from _without_effect(rules, root)
     for place, listed in enumerate(rules.listed):
         sizes, before = parse_sizes(listed), rules.listed[:place]
@@ -119,6 +162,37 @@ def layout_warnings(config: TrainingConfig, num_slots: int) -> Iterator[str]:
             before = tuple(text for text in before if "dp_shard" not in parse_sizes(text))
         if first := choose_layout(prod(sizes.values()), replace(rules, listed=before)).listed:
             yield f"{root}resize.layouts: {listed!r} is never taken, as {first!r} before it fits as many slots"
+
+
+def _memory_findings(rules: LayoutRules, num_slots: int, root: str) -> Iterator[Finding]:
+    """Training that has no room on so many slots, in whichever layout."""
+    if rules.spec is None or rules.memory is None:
+        return
+    spec, memory, asked = rules.spec, rules.memory, rules.asked
+    layouts = possible_layouts(spec, num_slots, asked.cp_style, asked.num_runs)
+    least = min(layouts, key=lambda dims: memory.use(spec, dims, asked).device.total, default=None)
+    if least is None or (use := memory.use(spec, least, asked).device).total <= memory.room_bytes:
+        return
+    slots = "the one train slot" if num_slots == 1 else f"the {num_slots} train slots"
+    what = (
+        f"is too little: in whichever layout of {slots}, one needs at least {gib(use.total)} GiB ({use.in_words()}) "
+        f"and has {gib(memory.room_bytes)} GiB: {_relief(rules, least, root)}"
+    )
+    yield Finding(("cluster.device_memory_gib",), what)
+
+
+def _relief(rules: LayoutRules, dims: ParallelDims, root: str) -> str:
+    """What to write so that training fits, the cheapest first."""
+    if rules.spec is None or rules.memory is None:
+        return ""
+    memory = replace(rules.memory, least_bytes=0)
+    found = relief(rules.spec, rules.asked, dims, memory, built_keys())
+    return relief_in_words(found, memory, f"{root}model.")
+
+
+def built_keys() -> frozenset[str]:
+    """Keys of `trainer.model` that do something."""
+    return frozenset(name for name, key in keys(TrainerModelConfig).items() if key.not_built is None)
 
 
 def unbuilt(sizes: Mapping[str, object]) -> list[str]:
@@ -187,8 +261,19 @@ def _spec(model: TrainerModelConfig) -> ModelSpec | None:
     return spec if spec is None or num_layers is None else replace(spec, num_layers=min(num_layers, spec.num_layers))
 
 
-def _num_samples(config: TrainingConfig) -> int | None:
-    """Samples of an optimizer step."""
+def model_section(config: TrainingConfig) -> tuple[TrainerModelConfig, str]:
+    """The section of the trained model, and what stands before "model" in its keys."""
+    model, _, root = _trainer(config)
+    return model, root
+
+
+def model_spec(config: TrainingConfig) -> ModelSpec | None:
+    """The model that a config trains; None where it names none that can be read."""
+    return _spec(_trainer(config)[0])
+
+
+def num_samples(config: TrainingConfig) -> int | None:
+    """Samples of an optimizer step; None where the config does not say how many."""
     if isinstance(config, RLConfig):
         return max(1, config.orchestrator.batch_size // config.orchestrator.n_minibatches)
     if isinstance(config, SFTConfig):

@@ -23,10 +23,11 @@ from ductile.config.schema.section import Section
 
 
 def judge(
-    root: type[Section], fitted: Fit, draft: Draft, writes: bool = True
+    root: type[Section], fitted: Fit, draft: Draft, writes: bool = True, across: bool = True
 ) -> tuple[Section | None, list[Problem], tuple[str, ...]]:
     """The config, everything that is wrong with it, and a sentence for each length that follows from the model. None
-    when not even a part of the config could be judged. writes: the command writes into `output_dir`."""
+    when not even a part of the config could be judged. writes: the command writes into `output_dir`. across: what holds
+    between sections is judged, and the files and folders that they name."""
     problems = list(fitted.problems)
     rejected = list(fitted.rejected)
     values = fitted.values
@@ -44,7 +45,9 @@ def judge(
     if config is None:
         return None, problems, ()
     config, followed = follow(config)
-    findings = [*_not_built(config), *preflight(config), *place_findings(config, draft.origin(("output_dir",)).source)]
+    findings = list(_not_built(config))
+    if across:
+        findings += [*preflight(config), *place_findings(config, draft.origin(("output_dir",)).source)]
     for finding in findings:
         if not writes and "output_dir" in finding.keys:
             continue

@@ -32,8 +32,12 @@ class Parsed(Generic[S]):
     """A sentence for each value that the user did not write and that is not a default."""
 
 
-def parse(root: type[S], argv: Sequence[str], writes: bool = True) -> Parsed[S]:
-    """The config that `argv` (the words after the command) describes. writes: the command writes into `output_dir`.
+def parse(root: type[S], argv: Sequence[str], writes: bool = True, across: bool = True) -> Parsed[S]:
+    """The config that `argv` (the words after the command) describes.
+
+    Args:
+        writes: the command writes into `output_dir`.
+        across: what holds between sections is judged, and the files that they name; else each value by itself.
 
     Raises:
         ConfigError: with every problem that was found.
@@ -41,14 +45,14 @@ def parse(root: type[S], argv: Sequence[str], writes: bool = True) -> Parsed[S]:
     given = read(root, argv)
     sharing = share(root, given.draft)
     fitted = fit(root, sharing.draft)
-    config, problems, followed = judge(root, fitted, sharing.draft, writes)
+    config, problems, followed = judge(root, fitted, sharing.draft, writes, across)
     problems = [*given.problems, *sharing.problems, *_at_their_source(problems, sharing)]
     if not given.all_read:
         problems = [problem for problem in problems if problem.value is not None or problem.origin != DEFAULT]
     if problems or config is None:
         raise ConfigError(problems)
     config, derived = derive(cast(S, config))
-    notices = (*given.notices, *fitted.notices, *warnings(config))
+    notices = (*given.notices, *fitted.notices, *(warnings(config) if across else ()))
     followed = (*_shared(config, sharing), *followed, *derived)
     return Parsed(config, notices, tuple(given.files), followed)
 

@@ -32,8 +32,8 @@ class ClusterConfig(Section):
     GPU."""
     device_memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a device, of the smallest where they differ. With it "auto" sizes of `trainer.model` are such that a
-    slot has room, by an estimate, and the trainer is given no number of slots on which it would have too little.
-    Absent: memory is not looked at."""
+    slot has room, by a prediction, the trainer is given no number of slots on which it would have too little, and a
+    config is refused that has room in no layout. Absent: memory is not looked at."""
     cpu_slot_fraction: float | None = Field(default=None, gt=0, le=1)
     """Cap each slot's process to this share of one core (cgroup v1 or v2 `cpu` controller; needs permission)."""
     heartbeat_timeout_s: float = Field(default=30.0, ge=2)

@@ -67,7 +67,7 @@ class LayoutRules:
             own["spec"] = ModelSpec(**spec)
         own["asked"], own["listed"] = AskedLayout(**own["asked"]), tuple(own["listed"])
         if own.get("memory") is not None:
-            own["memory"] = SlotMemory(**own["memory"])
+            own["memory"] = SlotMemory.from_fields(own["memory"])
         if own.get("by_hand") is not None:
             own["by_hand"] = AskedLayout(**own["by_hand"])
         return LayoutRules(**own)

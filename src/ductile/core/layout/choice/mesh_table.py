@@ -43,7 +43,7 @@ def mesh_table(spec: ModelSpec, layout: ParallelLayout, each_bytes: int) -> list
     """Lines for people. each_bytes: of a parameter, its gradient and what the optimizer keeps for it."""
     shares = slot_shares(spec, layout)
     if len(layout.slots) == 1:
-        return [f"slot {layout.first} has all of the state: {_bytes(spec.num_parameters * each_bytes)}"]
+        return [f"slot {layout.first} has all of the state: {in_bytes(spec.num_parameters * each_bytes)}"]
     if len(layout.slots) <= MOST_ROWS:
         return _a_row_each(spec, layout, shares, each_bytes)
     lines = [numbering(layout)]
@@ -85,7 +85,7 @@ def _share(spec: ModelSpec, shares: Sequence[SlotShare], each_bytes: int) -> str
     numbers = sorted({share.numbers for share in shares})
     ends = (numbers[0], numbers[-1])
     percents = list(dict.fromkeys(f"{100 * number / spec.num_parameters:.3g}" for number in ends))
-    sizes = list(dict.fromkeys(_bytes(number * each_bytes) for number in ends))
+    sizes = list(dict.fromkeys(in_bytes(number * each_bytes) for number in ends))
     each = " each" if len(shares) > 1 else ""
     return f"{' to '.join(percents)} %   {' to '.join(sizes)}{each}"
 
@@ -97,7 +97,8 @@ def _layers(spec: ModelSpec, stages: Sequence[int], stage: int, pp: int) -> str:
     return f"{layers}, {head}" if last else f"{layers}, embeddings" if first else layers
 
 
-def _bytes(number: float) -> str:
+def in_bytes(number: float) -> str:
+    """Bytes for a person: "12.6 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.3g} {unit}" if unit == "B" else f"{number:.1f} {unit}"

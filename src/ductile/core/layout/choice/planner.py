@@ -30,13 +30,13 @@ from ductile.core.layout.geometry.context_parallel import (
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape, runs_of_layers
 from ductile.core.layout.geometry.stages import balanced_stages, head_layers
+from ductile.core.layout.memory.parts import SlotUse, gib
 from ductile.core.layout.model.spec import ModelSpec
 
 MOST_AUTO_TP = 8
 """Largest tp that the planner chooses by itself: slots of one machine, inside which tp's messages are fast."""
 SIZED = ("pp", "dp_replicate", "cp", "tp")
 """Axes that are asked for; `dp_shard` is what they leave."""
-GIB = 2**30
 MUCH_IDLE = 1 / 3
 """Share of the time for which slots may wait for other stages before that is worth a warning."""
 
@@ -69,10 +69,17 @@ class PlannedLayout:
     """Why the planner chose what was left to it, by key; "stages" has who has which layers."""
     errors: tuple[LayoutFinding, ...] = ()
     warnings: tuple[LayoutFinding, ...] = ()
-    needed_bytes: int = 0
-    """About what a slot needs; 0 where the memory of slots is not known."""
+    use: SlotUse | None = None
+    """What a slot takes, as predicted; None where the memory of slots is not known."""
     short: str = ""
     """Sentence that a slot has less; "" where it has enough, or that is not known."""
+    too_little: LayoutFinding | None = None
+    """The warning that a slot probably has less, as it is among `warnings`; None where it has enough."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """About what a slot needs; 0 where the memory of slots is not known."""
+        return self.use.device.total if self.use is not None else 0
 
 
 def plan_layout(
@@ -108,8 +115,8 @@ def plan_layout(
     if spec is not None and dims.pp > 1:
         layout = replace(layout, stages=balanced_stages(spec, dims.pp, sized.num_runs))
         reasons["stages"] = _layers(spec, layout)
-    needed_bytes, short = best.needed_bytes, best.shortcoming if best.missing_bytes else ""
-    return PlannedLayout(layout, style, reasons, (), tuple(best.warnings()), needed_bytes, short)
+    short = best.shortcoming if best.missing_bytes else ""
+    return PlannedLayout(layout, style, reasons, (), tuple(best.warnings()), best.use, short, best.too_little)
 
 
 class _Try:
@@ -166,13 +173,23 @@ class _Try:
     @property
     def missing_bytes(self) -> int:
         """Bytes that a slot would need beyond those that it has."""
-        return self._memory.missing(self.needed_bytes) if self._memory else 0
+        return self._memory.missing(self.use.device.total) if self._memory and self.use else 0
 
     @property
-    def needed_bytes(self) -> int:
+    def use(self) -> SlotUse | None:
+        """What a slot takes; None where the model, or the memory of slots, is not known."""
         if self._spec is None or self._memory is None:
-            return 0
-        return self._memory.needed(self._spec, self.dims, self.sized.seq_len)
+            return None
+        return self._memory.use(self._spec, self.dims, self.sized)
+
+    @property
+    def too_little(self) -> LayoutFinding | None:
+        """The warning that a slot probably has too little memory."""
+        if not (self._memory and self.use and self.use.device.total > self._memory.room_bytes):
+            return None
+        words = in_words(self.dims) or "one slot"
+        what = f"is with {words} probably too little memory: {self._needs}"
+        return LayoutFinding(("tp", "pp", "cp", "dp_replicate"), self.sizes["tp"], what)
 
     @property
     def shortfall(self) -> tuple[int, float, int, int]:
@@ -192,8 +209,10 @@ class _Try:
 
     @property
     def _needs(self) -> str:
-        room_bytes = self._memory.room_bytes if self._memory else 0
-        return f"a slot would need about {_gib(self.needed_bytes)} GiB and has {_gib(room_bytes)} for training"
+        assert self._memory is not None, "bytes are missing"
+        assert self.use is not None, "bytes are missing"
+        needed, room_bytes = self.use.device, self._memory.room_bytes
+        return f"a slot would need about {gib(needed.total)} GiB ({needed.in_words()}) and has {gib(room_bytes)} GiB"
 
     @property
     def _samples(self) -> str:
@@ -209,12 +228,8 @@ class _Try:
             for note in tp_notes(self._spec, sizes["tp"]):
                 yield LayoutFinding(("tp",), sizes["tp"], note)
         yield from self._filled_up()
-        if self._memory and self.needed_bytes > self._memory.room_bytes:
-            yield LayoutFinding(
-                ("tp", "pp", "cp", "dp_replicate"),
-                sizes["tp"],
-                f"is with {in_words(self.dims) or 'one slot'} probably too little memory: {self._needs}",
-            )
+        if (too_little := self.too_little) is not None:
+            yield too_little
         if self.idle_ranks:
             axis = "dp_replicate" if sizes["dp_replicate"] > 1 else "dp_shard"
             what = (
@@ -354,10 +369,6 @@ def _layers(spec: ModelSpec, layout: ParallelLayout) -> str:
     """ "19 and 9 layers, where the output embeddings count as 9.9"."""
     sizes = _listed([len(layers) for layers in runs_of_layers(layout, spec.num_layers)], last="and")
     return f"{sizes} layers, where the output embeddings count as {head_layers(spec):.1f}"
-
-
-def _gib(number_bytes: int) -> str:
-    return f"{number_bytes / GIB:.3g}"
 
 
 def _factors(number: int) -> list[int]:
