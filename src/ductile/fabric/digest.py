@@ -8,6 +8,7 @@ import torch
 import xxhash
 
 from ductile.fabric.fingerprint import box_fingerprint
+from ductile.fabric.memory import as_array
 
 
 class Digests:
@@ -31,4 +32,4 @@ class Digests:
 def _content(data: torch.Tensor | bytes) -> bytes | memoryview:
     if isinstance(data, bytes):
         return data
-    return data.numpy().data if data.device.type == "cpu" else box_fingerprint(data)
+    return as_array(data).data if data.device.type == "cpu" else box_fingerprint(data)

@@ -14,6 +14,10 @@
 
 Before anything is measured, a run's first step begins on all slots: there is nothing to train yet.
 
+Where a slot has no memory for two roles, that all generate means that the trainer's slots lend their devices: what
+parking its state and taking it back costs is counted (`Arrangements`), nothing is trained meanwhile, and all are given
+back at once when training may not wait any more, or has nothing to wait for.
+
 Two permissions say whether training may wait for what train slots generate: `pre_process` until the batch's last part,
 `wait_before_last_iter` in it.
 
@@ -72,10 +76,13 @@ class Model:
     train it."""
 
     def decide(self, state: ClusterState) -> Decision:
-        if not state.batch.steps_left:
+        lends = bool(state.lending)
+        if not (state.batch.steps_left or lends):
             return Decision()
         if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.layout.slots):
-            return Decision(hold_training=state.trainer.held)
+            return Decision(hold_training=state.trainer.held or lends)
+        if lends and not (state.knows_generation and state.batch.steps_left):
+            return _give_back(state) if self._must_give_back(state) else Decision(hold_training=True)
         if not state.knows_generation:
             return self._unmeasured(state)
         if (recalled := _recall_scorers(state)).orders:
@@ -84,12 +91,14 @@ class Model:
         lengths = length_model(state)
         todo = work(state, lengths)
         if len(pool) < 2:
-            return Decision()
+            return _give_back(state) if lends else Decision()
         if not todo.to_generate:
             return self._all_train(state, pool, todo)
         remaining = remaining_tokens(state, lengths)
         arrangements = Arrangements(state, pool, remaining)
         best = self._best(state, len(pool), todo, arrangements)
+        if best is None and self._must_give_back(state):
+            return _give_back(state)
         if best is None:
             return _even_out(state, arrangements, remaining, self.margin, may_wait=self._may_wait(state))
         count, prediction = best
@@ -104,7 +113,8 @@ class Model:
         counts = [
             count
             for count in _counts(now, least, arrangements.most)
-            if count + external >= state.limits.min_generate
+            if not (state.lending and count > arrangements.most_apart)
+            and count + external >= state.limits.min_generate
             and len(arrangements.trainers(count)) >= max(1, state.limits.min_train)
         ]
         changes = [count for count in counts if arrangements.shared or count != now or arrangements.resizes(count)]
@@ -120,10 +130,11 @@ class Model:
             first_way = count + external, len(arrangements.trainers(count))
             rows += [(*first_way, np.inf, first_way[0], 0.0, fill, *delays_s) for fill in FILLS]
         more = not arrangements.generators_now.issuperset(arrangements.all_generate())
-        if self._may_wait(state) and state.limits.may_share and more:
+        if self._may_share(state) and more:
             first[ALL] = len(rows)
             all_generate = arrangements.most + external, 0
-            rows += _futures(state, todo, arrangements, counts, all_generate, arrangements.everybody_delays_s())
+            then = [count for count in counts if count <= arrangements.most_apart]
+            rows += _futures(state, todo, arrangements, then, all_generate, arrangements.everybody_delays_s())
         stays = len(rows)
         if ALL in first and trainers:
             kept = max(1, now + external)
@@ -134,7 +145,7 @@ class Model:
         never_s, later_s = float(finish_s[0]), float(finish_s[:num_stays].min())
         # All generating is compared with letting generators end one by one as well: else it would be undone at once.
         fewer_s = float(finish_s[[int(finish_s[:num_stays].argmin()), *range(stays, len(rows))]].min())
-        if not now + external:
+        if not now + external or self._must_give_back(state):
             never_s = later_s = fewer_s = float("inf")
         last = dict(zip(first, [*[*first.values()][1:], stays], strict=True))
         best: tuple[int, Prediction] | None = None
@@ -158,7 +169,7 @@ class Model:
         """A decision for when no generator has told how fast it is: a run's first step begins with nothing to train, so
         that all slots generate, where that is permitted."""
         begins = not state.unfinished and state.batch.to_start > len(state.instances_of("generate"))
-        if not (begins and self._may_wait(state) and state.limits.may_share):
+        if not (begins and self._may_share(state)):
             return Decision(hold_training=state.trainer.held)
         arrangements = Arrangements(state, _pool(state), {})
         orders = change(state, arrangements.all_generate(), arrangements.generators(arrangements.most))
@@ -168,6 +179,15 @@ class Model:
     def _may_wait(self, state: ClusterState) -> bool:
         """Whether training may wait for what train slots generate meanwhile."""
         return self.wait_before_last_iter if state.batch.last_update else self.pre_process
+
+    def _may_share(self, state: ClusterState) -> bool:
+        """Whether train slots may generate, while training waits: beside the trainer's state, or in its place."""
+        may_lend = state.limits.lends and state.batch.missing > 0 and not state.trainer.wanted
+        return self._may_wait(state) and (state.limits.may_share or may_lend)
+
+    def _must_give_back(self, state: ClusterState) -> bool:
+        """Whether slots lend their devices, and training may not wait for what they generate any more."""
+        return bool(state.lending) and not (self._may_share(state) and state.num_to_generate)
 
     def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
         """A decision for when nothing is left to generate: the rest is trained on all slots, when it is worth the way
@@ -181,14 +201,15 @@ class Model:
         generators = state.of("generate") if state.limits.may_share else ()
         idle = [slot for slot in (*pool, *scorers) if slot not in trainers]
         after = fitted(state, {slot: BOTH if slot in generators else TRAIN for slot in idle})
+        back: dict[int, tuple[Role, ...]] = dict.fromkeys(state.lending, TRAIN)
         tokens, rates = todo.ready_tokens + todo.coming_tokens, train_rates(state)
         cost_s = state.costs.resize_s
         back_s = cost_s if state.batch.steps_left > 1 else 0.0
         stay_s = tokens / rates.tokens_per_s_on(len(trainers))
         go_s = cost_s + tokens / rates.tokens_per_s_on(len(trainers) + len(after))
         if not after or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
-            return Decision()
-        orders, prediction = change(state, after), Prediction(stay_s, go_s, cost_s)
+            return _give_back(state) if back else Decision()
+        orders, prediction = change(state, back | after), Prediction(stay_s, go_s, cost_s)
         why = sentence(orders, "nothing is left to generate", _figures(prediction))
         return Decision(orders, why, prediction=prediction)
 
@@ -203,10 +224,12 @@ def _futures(
 ) -> list[tuple[float, ...]]:
     """Rows of `Plans`: so many generate and train now, for good (the first row) or until it is time for a change."""
     generators, trainers = now
+    # A trainer that waits has its state to take back first, if its slots lend their devices.
+    return_s = 0.0 if trainers else state.return_s
     rows: list[tuple[float, ...]] = [(generators, trainers, -1.0, generators, 0.0, NEVER, *delays_s)]
     for count in counts:
         if (then := count + arrangements.num_external) < generators:
-            resize_s = state.costs.resize_s if arrangements.resizes(count) else 0.0
+            resize_s = return_s + (state.costs.resize_s if arrangements.resizes(count) else 0.0)
             rows += [
                 (generators, trainers, share * todo.to_generate, then, resize_s, NEVER, *delays_s) for share in LATER
             ]
@@ -230,6 +253,20 @@ def _decision(
         orders = (*orders, *spread(state, there, remaining))
     alone = "" if orders else WAITS if pauses else "training goes on"
     return Decision(orders, sentence(orders, alone, _figures(prediction)), pauses, prediction, topic=alone)
+
+
+def _give_back(state: ClusterState) -> Decision:
+    """A decision that gives lent devices back to the trainer, which goes on as it was; or that waits, where rollouts
+    would have nowhere to go."""
+    wait = Decision(hold_training=True, reason=WAITS)
+    lending = {*state.lending}
+    apart = [each.id for each in state.instances_of("generate") if lending.isdisjoint(each.slots)]
+    if state.unfinished and not apart:
+        return wait
+    orders = change(state, dict.fromkeys(sorted(lending), TRAIN))
+    why = "training goes on" if state.num_to_generate else "nothing is left to generate"
+    decision = Decision(orders, sentence(orders, why))
+    return wait if violations(state, decision) else decision
 
 
 def _pool(state: ClusterState) -> tuple[int, ...]:
@@ -294,6 +331,8 @@ def _changed_lately(state: ClusterState, patience: float) -> bool:
 def _recall_scorers(state: ClusterState) -> Decision:
     """Slots that score by configuration do so as soon as there is a new batch to generate; and whenever something
     waits for a score and none of them would give it one, as when a short batch was generated while they were away."""
+    if state.lending:
+        return Decision()  # first the trainer gets its devices back
     unscored = state.batch.to_score > 0 and not state.of("score")
     if not unscored and not (state.num_to_generate and state.step_begins):
         return Decision()
@@ -312,5 +351,5 @@ def _recall_scorers(state: ClusterState) -> Decision:
 
 def _figures(prediction: Prediction) -> str:
     if prediction.stay_s == float("inf"):
-        return f"cost {prediction.cost_s:.2g} s, nothing would be generated otherwise"
+        return f"cost {prediction.cost_s:.2g} s, nothing would go on otherwise"
     return f"cost {prediction.cost_s:.2g} s, net gain {prediction.gain_s:.2g} s"
