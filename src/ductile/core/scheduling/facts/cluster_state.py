@@ -128,12 +128,12 @@ class TrainerState:
     itself."""
     held: bool = False
     """Whether a decision makes the trainer wait."""
-    wanted: bool = False
-    """Whether a command waits for the trainer's state, which is parked: a checkpoint, or an optimizer step."""
     seq_len: int = 2048
     """Most tokens of one micro-batch, which is a data-parallel rank's."""
     rules: LayoutRules = NO_RULES
     """Which layout the trainer has on any number of slots."""
+    wanted: bool = False
+    """Whether a command waits for the trainer's state, which is parked: a checkpoint, or an optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
