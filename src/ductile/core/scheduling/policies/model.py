@@ -92,6 +92,8 @@ class Model:
         todo = work(state, lengths)
         if len(pool) < 2:
             return _give_back(state) if lends else Decision()
+        if lends and not todo.to_generate and not self._must_give_back(state):
+            return Decision(hold_training=True, reason=WAITS)
         if not todo.to_generate:
             return self._all_train(state, pool, todo)
         remaining = remaining_tokens(state, lengths)
@@ -186,8 +188,9 @@ class Model:
         return self._may_wait(state) and (state.limits.may_share or may_lend)
 
     def _must_give_back(self, state: ClusterState) -> bool:
-        """Whether slots lend their devices, and training may not wait for what they generate any more."""
-        return bool(state.lending) and not (self._may_share(state) and state.num_to_generate)
+        """Whether slots lend their devices, and training may not wait for what they generate any more. It waits on
+        where the step's next rollouts have not been asked for yet."""
+        return bool(state.lending) and not self._may_share(state)
 
     def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
         """A decision for when nothing is left to generate: the rest is trained on all slots, when it is worth the way

@@ -59,9 +59,11 @@ class Rules:
         home = _home(state)
         missing, half = state.batch.missing, state.batch.num_rollouts // 2
         early = self.pre_process and not (state.batch.trained or state.trainer.wanted) and missing > half
+        at_home = dict(home)
         if early:
             home |= {slot: _with_generate(home[slot]) for slot in _can_share(state, home)}
-        orders = _orders(state, home)
+        # No device is lent while the trainer is resized: first it returns.
+        orders = _orders(state, home) or (_orders(state, at_home) if state.limits.lends and not state.lending else ())
         # Where no train slot can generate, nothing is generated sooner because the trainer waits.
         shares = early and any({"train", "generate"} <= {*roles} for roles in home.values())
         if shares:
