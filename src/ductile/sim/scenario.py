@@ -80,9 +80,7 @@ class Scenario:
 
     def at(self, placement: Placement) -> "Scenario":
         """The same scenario begun with another placement, with what a run may do there."""
-        limits = self.limits.at(
-            placement, on_gpu=self.on_gpu, share_devices=self.share_devices, offloads=self.offloads
-        )
+        limits = self.limits.at(placement, on_gpu=self.on_gpu, share_devices=self.share_devices, offloads=self.offloads)
         return replace(self, placement=placement, limits=limits)
 
     @property

@@ -26,7 +26,6 @@ from ductile.parallel.host_copies import Copy, host_copies
 from ductile.parallel.host_memory import host_like, is_host, plain_tensors
 from ductile.trainer.trainer import Trainer
 
-
 IN_FLIGHT = 4
 """Most copies that are under way at a time: what is copied is freed only when its copy is through."""
 

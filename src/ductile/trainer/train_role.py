@@ -62,8 +62,8 @@ class TrainRole:
     A weight update (`BeginUpdate`) sends this slot's part of the weights beside the commands that come after it. Those
     that would change the weights, or move them, wait for it first.
 
-    Where the slot lends its device to another role, its part is parked in host memory meanwhile (`ductile.trainer.parking`).
-    The orchestrator asks for nothing then that needs it; whoever does all the same gets it back first, and the other
+    Where the slot lends its device to another role, its part is parked in host memory meanwhile
+    (`ductile.trainer.parking`). The orchestrator asks for nothing then that needs it; whoever does all the same gets it back first, and the other
     role is to be gone by then.
 
     A resize (`ductile.trainer.resize`) changes which slots these are. A slot that joins, or has left, holds the role

@@ -196,9 +196,7 @@ def lending_after(state: ClusterState, after: Mapping[int, tuple[Role, ...]]) ->
     return tuple(sorted(slot for slot, roles in after.items() if {"train", "generate"} <= {*roles}))
 
 
-def _wrong_lending(
-    state: ClusterState, decision: Decision, after: Mapping[int, tuple[Role, ...]]
-) -> Iterator[str]:
+def _wrong_lending(state: ClusterState, decision: Decision, after: Mapping[int, tuple[Role, ...]]) -> Iterator[str]:
     """A device that is lent has none of the trainer on it: nothing is trained until all are given back, and nothing of
     it moves. A generator cannot stay where the trainer's state has to come back to, be it to leave the slot at once."""
     if not state.limits.lends:

@@ -163,9 +163,7 @@ class Limits:
         """The same with what depends on the placement that a run begins with. share_devices: as of `may_share`.
         offloads: train slots may lend their devices where there is no memory for two roles."""
         shares = may_share(placement, on_gpu=on_gpu, share_devices=share_devices)
-        return replace(
-            self, min_score=1 if placement.score else 0, may_share=shares, lends=offloads and not shares
-        )
+        return replace(self, min_score=1 if placement.score else 0, may_share=shares, lends=offloads and not shares)
 
     def slots_per(self, role: Serving) -> int:
         """Slots that one instance of the role takes."""
