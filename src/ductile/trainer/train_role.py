@@ -63,8 +63,8 @@ class TrainRole:
     that would change the weights, or move them, wait for it first.
 
     Where the slot lends its device to another role, its part is parked in host memory meanwhile
-    (`ductile.trainer.parking`). The orchestrator asks for nothing then that needs it; whoever does all the same gets it back first, and the other
-    role is to be gone by then.
+    (`ductile.trainer.parking`). The orchestrator asks for nothing then that needs it; whoever does all the same gets it
+    back first, and the other role is to be gone by then.
 
     A resize (`ductile.trainer.resize`) changes which slots these are. A slot that joins, or has left, holds the role
     without a part of the state.
