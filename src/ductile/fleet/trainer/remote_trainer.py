@@ -254,9 +254,11 @@ class RemoteTrainer:
     async def publish_again(self, version: int) -> Manifest | None:
         """Publish the weights as they are now under the number of the live version, which no slot has any more. None
         when a later version is on its way. Raises Refused while they are parked."""
+        if not self._is_newest(version):
+            return None
         self.parking.refuse()
         async with self.boundary():
-            if max(self._kept.newest, self.version or 0) > version:
+            if not self._is_newest(version):
                 return None
             self._weights_are(version)
             return await self._keep(version)
@@ -387,6 +389,10 @@ class RemoteTrainer:
     def _weights_are(self, version: int) -> None:
         self.version, self._newest = version, max(version, self._newest)
         self._changed.notify_all()  # the slots may be about to lend their devices
+
+    def _is_newest(self, version: int) -> bool:
+        """Return whether no later version is published, or about to be."""
+        return version >= max(self._kept.newest, self.version or 0)
 
     def _still(self, version: int) -> None:
         if self.version != version:
