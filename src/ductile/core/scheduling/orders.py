@@ -211,7 +211,7 @@ def _wrong_lending(state: ClusterState, decision: Decision, after: Mapping[int, 
     if not before.issuperset(lending) and not state.batch.missing:
         yield f"{slots_of(lending)} would lend the trainer's devices, and training waits for no rollout"
     if {slot for slot, roles in after.items() if "train" in roles} != {*state.trainer.layout.slots}:
-        yield f"the trainer cannot be resized while {slots_of(lending)} lend its devices"
+        yield f"the trainer cannot be resized while {slots_of(lending)} would lend its devices"
 
 
 def _split_instances(state: ClusterState, decision: Decision, after: Mapping[int, tuple[Role, ...]]) -> Iterator[str]:
