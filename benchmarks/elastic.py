@@ -235,7 +235,12 @@ def summarised(outcomes: list[Outcome]) -> dict[str, Any]:
         "deciding_share": statistics.median(each.deciding_share for each in outcomes),
         "num_lent": statistics.median(len(each.lent) for each in outcomes),
         "lent": [
-            {"park_s": each.park_s, "unpark_s": each.unpark_s, "bytes": each.num_bytes, "device_bytes": each.device_bytes}
+            {
+                "park_s": each.park_s,
+                "unpark_s": each.unpark_s,
+                "bytes": each.num_bytes,
+                "device_bytes": each.device_bytes,
+            }
             for outcome in outcomes
             for each in outcome.lent
         ],

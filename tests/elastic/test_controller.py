@@ -96,10 +96,10 @@ class ScriptedStage:
         for slot in instance.slots:
             self.roles[slot] = tuple(held for held in self.roles[slot] if held != instance.role)
 
-    async def lend(self):
+    async def park(self):
         await self.part("lend")
 
-    async def take_back(self):
+    async def unpark(self):
         await self.part("take back")
 
     async def admit(self, instance, after=None):
@@ -197,7 +197,7 @@ def test_without_memory_for_both_it_leaves_first(tmp_path):
     assert stage.what() == ["migrate 2/0>generator-3", "dismiss 2", "prepare", "resize 0 1 2"]
 
 
-ONE_ROLE = replace(scene().limits, may_share=False, lends=True)
+ONE_ROLE = replace(scene().limits, may_share=False, offloads=True)
 """Slots have no memory for two roles, and may lend their devices."""
 
 
@@ -227,7 +227,7 @@ def test_devices_that_nobody_has_taken_go_back_at_once(tmp_path, broken):
     state = scene(limits=ONE_ROLE, to_start=64)
     lends = moved(RoleChange(0, T, B), RoleChange(1, T, B), hold_training=True)
     parts = {"lend": {"lend"}, "admit 0 and 1": {"admit 0", "admit 1"}}[broken]
-    stage, errors, changes = run_controller(tmp_path, state, Scripted(lends), one_event, broken=parts)
+    stage, errors, _ = run_controller(tmp_path, state, Scripted(lends), one_event, broken=parts)
     assert stage.what()[-2:] == ["take back", "release"]
     assert (stage.roles[0], errors) == (T, [])
 

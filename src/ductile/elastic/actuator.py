@@ -166,7 +166,7 @@ class LiveActuator:
         _, failures = await gather_all(keep_still(), work())
         return failures
 
-    async def lend(self) -> None:
+    async def park(self) -> None:
         """The weights stay published meanwhile where no slot that joins could have them from a generator."""
         try:
             await self._trainer.park(self._begun, keeps_weights=not self._generators.slots)
@@ -175,7 +175,7 @@ class LiveActuator:
         except Failure as error:
             raise NotDone(f"the trainer's devices are not lent: {error}") from error
 
-    async def take_back(self) -> None:
+    async def unpark(self) -> None:
         await self._trainer.unpark()
 
     def _trains(self, release: Release) -> bool:

@@ -73,12 +73,12 @@ class Actuator(Protocol):
         a sentence, without its full stop, for each part that was not done."""
         ...
 
-    async def lend(self) -> None:
+    async def park(self) -> None:
         """Park the trainer's state in host memory, once the version is published that has begun. All that needs it
-        waits from then on, until `take_back`."""
+        waits from then on, until `unpark`."""
         ...
 
-    async def take_back(self) -> None:
+    async def unpark(self) -> None:
         """Bring the trainer's state back to its slots, where no generator is left. Nothing happens when it is there."""
         ...
 
@@ -124,10 +124,10 @@ class Execution:
             if not await asyncio.shield(resized):
                 raise NotDone(f"{instance.id} does not begin, as its slots train on")
 
-        async def lend() -> None:
+        async def park() -> None:
             """Tell those that wait for it why the devices are not lent; "" when they are."""
             try:
-                await actuator.lend()
+                await actuator.park()
             except BaseException as error:
                 lent.set_result(str(error))
                 if not isinstance(error, NotDone):
@@ -141,10 +141,10 @@ class Execution:
             await actuator.admit(instance, partial(left, instance) if instance in later else None)
 
         async def begin() -> list[str]:
-            lending = [lend()] if delta.lends else []
+            lending = [park()] if delta.parks else []
             failures = await _done(*map(admit, delta.begin), *lending)
-            if delta.lends and not actuator.state().lending:
-                await actuator.take_back()  # none began on the devices, and nobody would give them back
+            if delta.parks and not actuator.state().lending:
+                await actuator.unpark()  # none began on the devices, and nobody would give them back
             self.joined.set()
             return failures
 
@@ -159,13 +159,13 @@ class Execution:
 
         try:
             failures = await actuator.release(delta.release_of({each.id for each in state.instances} - waiting))
-            if delta.takes_back:
+            if delta.unparks:
                 if still := actuator.state().lending:
                     why = f"the trainer has not got its devices back: {slots_of(still)} still generate"
                     return [*failures, why]
-                await actuator.take_back()
+                await actuator.unpark()
             actuator.hold_training(self._decision.hold_training)
-            if not delta.lends and not lent.done():
+            if not delta.parks and not lent.done():
                 lent.set_result("")
             of_resize, of_begin = await gather_all(resize(), begin())
             failures += [*of_resize, *of_begin, *await self._finish_migrations()]
@@ -211,9 +211,9 @@ class RoleDelta:
     leaves_trainer: frozenset[int]
     lending: frozenset[int]
     """Slots that are to lend their devices afterwards."""
-    lends: bool
+    parks: bool
     """The trainer's state is to be parked."""
-    takes_back: bool
+    unparks: bool
     """It is to come back."""
 
     @staticmethod
@@ -234,8 +234,8 @@ class RoleDelta:
             waiting=joins_trainer if state.limits.may_share else frozenset(),
             leaves_trainer=frozenset(before.slots).difference(layout.slots),
             lending=lending,
-            lends=bool(lending) and not state.lending,
-            takes_back=bool(state.lending) and not lending,
+            parks=bool(lending) and not state.lending,
+            unparks=bool(state.lending) and not lending,
         )
 
     @property

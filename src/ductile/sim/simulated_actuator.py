@@ -165,14 +165,14 @@ class SimulatedActuator:
         self.assign({slot: without(instance.role, self.roles[slot]) for slot in instance.slots})
         await self._switch(instance.slots, self.scenario.costs.release_s)
 
-    async def lend(self) -> None:
+    async def park(self) -> None:
         while self.published < self._begun:
             await self._on_published.wait()
         async with self.boundary:
             await self._switch(self.layout.slots, self.scenario.costs.park_s)
             self.lent.set(True)
 
-    async def take_back(self) -> None:
+    async def unpark(self) -> None:
         if self.lent.begun.is_set():
             await self._switch(self.layout.slots, self.scenario.costs.unpark_s)
             self.lent.set(False)

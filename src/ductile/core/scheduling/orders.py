@@ -184,14 +184,14 @@ def _wrong_moves(state: ClusterState, decision: Decision) -> Iterator[str]:
         elif len(set(move.after)) < len(move.after):
             yield f"slot {move.slot} is given a role twice: {spelled(move.after)}"
         elif {"train", "generate"} <= {*move.after} and not (
-            state.limits.may_share or state.limits.lends or {"train", "generate"} <= {*move.before}
+            state.limits.may_share or state.limits.offloads or {"train", "generate"} <= {*move.before}
         ):
             yield f"slot {move.slot} has no memory for a generator beside the trainer's state"
 
 
 def lending_after(state: ClusterState, after: Mapping[int, tuple[Role, ...]]) -> tuple[int, ...]:
     """The slots that lend their devices where slots have these roles (`ClusterState.lending`)."""
-    if not state.limits.lends:
+    if not state.limits.offloads:
         return ()
     return tuple(sorted(slot for slot, roles in after.items() if {"train", "generate"} <= {*roles}))
 
@@ -199,7 +199,7 @@ def lending_after(state: ClusterState, after: Mapping[int, tuple[Role, ...]]) ->
 def _wrong_lending(state: ClusterState, decision: Decision, after: Mapping[int, tuple[Role, ...]]) -> Iterator[str]:
     """A device that is lent has none of the trainer on it: nothing is trained until all are given back, and nothing of
     it moves. A generator cannot stay where the trainer's state has to come back to, be it to leave the slot at once."""
-    if not state.limits.lends:
+    if not state.limits.offloads:
         return
     lending, before = lending_after(state, after), {*state.lending}
     if leaving := [slot for slot in sorted(before) if "generate" in after[slot] and "train" not in after[slot]]:

@@ -93,7 +93,7 @@ class RemoteTrainer:
         self._num_expecting = 0
         """Changes under way whose messages should not wait for long (`expecting_change`)."""
         self.parking = StateParking(lambda command: self._all(command, StateMoved), float(deadlines.patience_s))
-        """While the state is parked, all that needs it waits."""
+        """Place of the state: all that needs it waits while it is parked."""
         self._kept_parked: int | None = None
         """Version that is kept published because the state is parked."""
         self.pause = Pause()

@@ -1,4 +1,4 @@
-"""Where the trainer's state is: on its slots' devices, or parked in host memory, as these are lent."""
+"""The place of the trainer's state: its slots' devices, or host memory, while these are lent."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress

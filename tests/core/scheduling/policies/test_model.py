@@ -214,7 +214,7 @@ def test_that_all_generate_is_not_ordered_where_it_would_be_undone_at_once():
     assert Model().decide(state).orders == ()
 
 
-LENDS = Limits(max_num_seqs=16, may_share=False, lends=True)
+LENDS = Limits(max_num_seqs=16, may_share=False, offloads=True)
 """A slot has no memory for two roles, and the trainer's may lend their devices."""
 LENT = {"roles": {0: BOTH, 1: BOTH}, "held": True, "limits": LENDS}
 CHEAP = replace(COSTS, park_s=0.05, unpark_s=0.05)

@@ -44,7 +44,7 @@ def states(draw, at_boundary=None):
         min_score=draw(st.integers(0, num_scorers)),
         max_num_seqs=draw(st.integers(1, 16)),
         may_share=room == "both",
-        lends=room == "lends",
+        offloads=room == "lends",
         slots_per_generator=size,
         slots_per_scorer=scorer_size,
     )

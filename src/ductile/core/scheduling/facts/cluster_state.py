@@ -150,7 +150,7 @@ class Limits:
     """Most sequences that one generator decodes at once."""
     may_share: bool = True
     """Whether a train slot may hold a generator besides: there is memory for both."""
-    lends: bool = False
+    offloads: bool = False
     """Whether a train slot without memory for both may lend its device to a generator: the state of the whole trainer
     is parked in host memory meanwhile, and training waits."""
     slots_per_generator: int = 1
@@ -163,7 +163,7 @@ class Limits:
         """The same with what depends on the placement that a run begins with. share_devices: as of `may_share`.
         offloads: train slots may lend their devices where there is no memory for two roles."""
         shares = may_share(placement, on_gpu=on_gpu, share_devices=share_devices)
-        return replace(self, min_score=1 if placement.score else 0, may_share=shares, lends=offloads and not shares)
+        return replace(self, min_score=1 if placement.score else 0, may_share=shares, offloads=offloads and not shares)
 
     def slots_per(self, role: Serving) -> int:
         """Slots that one instance of the role takes."""
@@ -264,7 +264,7 @@ class ClusterState:
     @property
     def lending(self) -> tuple[int, ...]:
         """The slots that lend their devices: those of the trainer that generate, where there is no memory for both."""
-        if not self.limits.lends:
+        if not self.limits.offloads:
             return ()
         return tuple(slot.slot for slot in self.slots if {"train", "generate"} <= {*slot.roles})
 
@@ -272,7 +272,7 @@ class ClusterState:
     def return_s(self) -> float:
         """Seconds from the decision until a trainer whose slots lend their devices has its state back: the generators
         end first."""
-        return self.costs.release_s + self.costs.unpark_s if self.limits.lends else 0.0
+        return self.costs.release_s + self.costs.unpark_s if self.limits.offloads else 0.0
 
     @property
     def ready(self) -> frozenset[int]:

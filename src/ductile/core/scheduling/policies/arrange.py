@@ -3,7 +3,7 @@
 Slots that train keep their generator beside the trainer's state where there is memory for both, so that the next step
 finds it there: from all generating to some of them training takes migrations alone, and back again nothing.
 
-Where there is not, and slots may lend their devices (`Limits.lends`), the trainer's state is parked when all generate,
+Where there is not, and slots may lend their devices (`Limits.offloads`), the trainer's state is parked when all generate,
 and is back before any of them trains; the generators of its slots end then.
 
 The other slots train, as many of them as the trainer may have (`train_sizes`); the rest have nothing to do.
@@ -70,7 +70,7 @@ class Arrangements:
         # A micro-step would stop sequences of these slots: while there are such, the trainer is held, or they are
         # migrated.
         self.shared = bool(sharing) and (
-            state.limits.lends or state.batch.to_start > 0 or any(context[group] for group in sharing)
+            state.limits.offloads or state.batch.to_start > 0 or any(context[group] for group in sharing)
         )
         self._carried_s = context_transfer(1.0, state.speeds, state.costs).seconds
         self._resize_wait_s, self._patience_s = state.resize_wait_s, state.patience_s
@@ -88,7 +88,7 @@ class Arrangements:
     def most_apart(self) -> int:
         """Most generators beside the trainer of now. A slot that lends its device cannot go on generating without the
         trainer: where slots may lend, there are no more than these once it trains again."""
-        if not self._state.limits.lends:
+        if not self._state.limits.offloads:
             return self.most
         return sum(self.trainers_now.isdisjoint(group) for group in self._order)
 
@@ -156,7 +156,7 @@ class Arrangements:
         costs, state = self._state.costs, self._state
         new = sum(not self._generates(group) for group in self._order)
         moved = 0.0 if state.batch.to_start else self._context[-1] * new / self.most
-        join_s = costs.assign_s + (costs.park_s if state.limits.lends and not state.lending else 0.0)
+        join_s = costs.assign_s + (costs.park_s if state.limits.offloads and not state.lending else 0.0)
         return 0.0, self._joining_s(join_s, new, self.most) + self._migrating_s(moved, new)
 
     def _generates(self, group: Collection[int]) -> bool:

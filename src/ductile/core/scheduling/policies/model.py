@@ -76,13 +76,13 @@ class Model:
     train it."""
 
     def decide(self, state: ClusterState) -> Decision:
-        lends = bool(state.lending)
-        if not (state.batch.steps_left or lends):
+        is_lending = bool(state.lending)
+        if not (state.batch.steps_left or is_lending):
             return Decision()
         if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.layout.slots):
-            return Decision(hold_training=state.trainer.held or lends)
-        if lends and not (state.knows_generation and state.batch.steps_left):
-            return _give_back(state) if self._must_give_back(state) else Decision(hold_training=True)
+            return Decision(hold_training=state.trainer.held or is_lending)
+        if is_lending and not (state.knows_generation and state.batch.steps_left):
+            return _unpark(state) if self._must_give_back(state) else Decision(hold_training=True)
         if not state.knows_generation:
             return self._unmeasured(state)
         if (recalled := _recall_scorers(state)).orders:
@@ -91,8 +91,8 @@ class Model:
         lengths = length_model(state)
         todo = work(state, lengths)
         if len(pool) < 2:
-            return _give_back(state) if lends else Decision()
-        if lends and not todo.to_generate and not self._must_give_back(state):
+            return _unpark(state) if is_lending else Decision()
+        if is_lending and not todo.to_generate and not self._must_give_back(state):
             return Decision(hold_training=True, reason=WAITS)
         if not todo.to_generate:
             return self._all_train(state, pool, todo)
@@ -100,7 +100,7 @@ class Model:
         arrangements = Arrangements(state, pool, remaining)
         best = self._best(state, len(pool), todo, arrangements)
         if best is None and self._must_give_back(state):
-            return _give_back(state)
+            return _unpark(state)
         if best is None:
             return _even_out(state, arrangements, remaining, self.margin, may_wait=self._may_wait(state))
         count, prediction = best
@@ -184,7 +184,7 @@ class Model:
 
     def _may_share(self, state: ClusterState) -> bool:
         """Whether train slots may generate, while training waits: beside the trainer's state, or in its place."""
-        may_lend = state.limits.lends and state.batch.missing > 0 and not state.trainer.wanted
+        may_lend = state.limits.offloads and state.batch.missing > 0 and not state.trainer.wanted
         return self._may_wait(state) and (state.limits.may_share or may_lend)
 
     def _must_give_back(self, state: ClusterState) -> bool:
@@ -211,7 +211,7 @@ class Model:
         stay_s = tokens / rates.tokens_per_s_on(len(trainers))
         go_s = cost_s + tokens / rates.tokens_per_s_on(len(trainers) + len(after))
         if not after or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
-            return _give_back(state) if back else Decision()
+            return _unpark(state) if back else Decision()
         orders, prediction = change(state, back | after), Prediction(stay_s, go_s, cost_s)
         why = sentence(orders, "nothing is left to generate", _figures(prediction))
         return Decision(orders, why, prediction=prediction)
@@ -258,7 +258,7 @@ def _decision(
     return Decision(orders, sentence(orders, alone, _figures(prediction)), pauses, prediction, topic=alone)
 
 
-def _give_back(state: ClusterState) -> Decision:
+def _unpark(state: ClusterState) -> Decision:
     """A decision that gives lent devices back to the trainer, which goes on as it was; or that waits, where rollouts
     would have nowhere to go."""
     wait = Decision(hold_training=True, reason=WAITS)

@@ -63,7 +63,9 @@ class Rules:
         if early:
             home |= {slot: _with_generate(home[slot]) for slot in _can_share(state, home)}
         # No device is lent while the trainer is resized: first it returns.
-        orders = _orders(state, home) or (_orders(state, at_home) if state.limits.lends and not state.lending else ())
+        orders = _orders(state, home) or (
+            _orders(state, at_home) if state.limits.offloads and not state.lending else ()
+        )
         # Where no train slot can generate, nothing is generated sooner because the trainer waits.
         shares = early and any({"train", "generate"} <= {*roles} for roles in home.values())
         if shares:
@@ -74,8 +76,8 @@ class Rules:
             why = f"training starts: {many(missing, 'rollout')} missing, at most half of the step's"
         else:
             why = "every slot returns to what the configuration gave it"
-        holds = shares or _lends_after(state, orders)
-        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=holds, topic=why)
+        waits = shares or _lends_after(state, orders)
+        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=waits, topic=why)
 
     def _during_the_step(self, state: ClusterState) -> Decision:
         to_generate, may_move = state.num_to_generate, state.ready
@@ -104,8 +106,8 @@ class Home:
 
     def decide(self, state: ClusterState) -> Decision:
         orders = _orders(state, _home(state)) if state.trainer.at_boundary else ()
-        holds = _lends_after(state, orders)
-        return Decision(orders, sentence(orders, "as configured") if orders else "", hold_training=holds)
+        waits = _lends_after(state, orders)
+        return Decision(orders, sentence(orders, "as configured") if orders else "", hold_training=waits)
 
 
 def _lends_after(state: ClusterState, orders: tuple[Order, ...]) -> bool:
@@ -131,7 +133,7 @@ def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:
 
 def _can_share(state: ClusterState, home: Mapping[int, tuple[Role, ...]]) -> list[int]:
     """Train slots that can hold a generator besides: their trainer's state stays with them."""
-    groups = state.groups("generate") if state.limits.may_share or state.limits.lends else ()
+    groups = state.groups("generate") if state.limits.may_share or state.limits.offloads else ()
     return [slot for group in groups if all(home.get(slot) == TRAIN for slot in group) for slot in group]
 
 
@@ -175,5 +177,5 @@ def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple
     if state.unfinished and not any("generate" in then for then in after.values()) and not state.num_external:
         return ()
     orders = change(state, moved)
-    holds = _lends_after(state, orders)
-    return () if violations(state, Decision(orders, hold_training=holds)) else orders
+    waits = _lends_after(state, orders)
+    return () if violations(state, Decision(orders, hold_training=waits)) else orders
