@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
@@ -14,10 +14,16 @@ def parameter_groups(state: Any) -> Sequence[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-def tensors_of(module: FSDPModule) -> Iterator[Tensor]:
-    """Yield the tensors that FSDP2 has for the module's own parameters: shards with their padding, gathered ones, and
-    whole gradients that are not summed yet (`trainer.model.reduce_every`). Empty ones come, too."""
-    for group in parameter_groups(fully_shard.state(module)):
+def fsdp_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that FSDP2 has for a model's parameters: shards with their padding, gathered ones, and whole
+    gradients that are not summed yet (`trainer.model.reduce_every`). Empty ones come, too."""
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in parameter_groups(fully_shard.state(module))
+    ]
+    for group in groups:
         for parameter in group.fsdp_params:
             for value in vars(parameter).values():
                 for each in cast(Sequence[object], value) if isinstance(value, list | tuple) else (value,):

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from ductile.parallel.data import reshard
-from ductile.parallel.fsdp_state import tensors_of
+from ductile.parallel.fsdp_state import fsdp_tensors
 from ductile.parallel.host_copies import Copy, host_copies
 from ductile.parallel.host_memory import host_like, is_host, plain_tensors
 from ductile.trainer.trainer import Trainer
@@ -160,9 +159,7 @@ def _tensors_of(trainer: Trainer) -> Iterator[Tensor]:
         if parameter.grad is not None:
             yield parameter.grad
     yield from trainer.model.buffers()
-    for module in trainer.model.modules():
-        if isinstance(module, FSDPModule):
-            yield from tensors_of(module)
+    yield from fsdp_tensors(trainer.model)
     for kept in trainer.optimizer.state.values():
         yield from (value for value in kept.values() if isinstance(value, Tensor))
     yield from trainer.accumulated()

@@ -80,8 +80,8 @@ def _shared_devices(config: RLConfig, placement: Placement) -> Iterator[Finding]
     cluster = config.cluster
     if cluster.share_devices is False and placement.shares:
         what = (
-            "says that a device has no memory for two roles, and the placement has actor and rollout share slots: write "
-            "true, or give the roles slots of their own"
+            "says that a device has no memory for two roles, and the placement has actor and rollout share slots: "
+            "write true, or give the roles slots of their own"
         )
         yield Finding(("cluster.share_devices", "cluster.component_placement"), what)
     if cluster.enable_offload and (asked_servers(config).urls or config.inference.registry is not None):
