@@ -21,6 +21,7 @@ from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.workers import Finalize, ForwardBackward, Freeze, Park, ReleaseRole, Unpark
 from ductile.observe import Recorder, read_jsonl
+from ductile.roles import Failure
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.cluster.memory_cluster import MemoryCluster
@@ -455,8 +456,30 @@ def test_a_trainer_that_cannot_be_parked_goes_on_as_before(told_on):
         rig.slots.cannot_park = {1}
         await rig.trainer.publish(0)
         rig.stage.begin(0)
-        with pytest.raises(NotDone, match="are not lent: .*no host memory"):
+        with pytest.raises(NotDone, match=r"are not lent: .*no host memory"):
             await rig.stage.park()
         assert await rig.train(2) == "F2 o2"
+
+    told_on(story, 0, 1)
+
+
+@pytest.mark.parametrize("how", ["a slot dies", "a slot cannot"])
+def test_who_waits_for_a_state_that_does_not_come_back_hears_of_it_at_once(told_on, how: str):
+    async def story(rig: Rig) -> None:
+        await rig.trainer.publish(0)
+        rig.stage.begin(0)
+        await rig.stage.park()
+        saving = asyncio.create_task(rig.trainer.save("somewhere"))
+        await asyncio.sleep(1)
+        if how == "a slot dies":
+            rig.trainer._mailbox.lose(1, "slot 1 is gone")
+        else:
+            rig.carrier.fail(1, "error", on=Unpark)
+            with pytest.raises(Failure):
+                await rig.stage.unpark()
+        began_s = clock()
+        with pytest.raises(Failure):
+            await saving
+        assert clock() - began_s < 1
 
     told_on(story, 0, 1)

@@ -47,10 +47,10 @@ from ductile.messages.workers import (
     Withdraw,
 )
 from ductile.records import AS_IN_SOURCE, ChatFormat, Manifest, Sample, StepReport
-from ductile.roles import Failure, Late, Refused, StateKept, TrainerLost
+from ductile.roles import Failure, Late, Refused, SlotLost, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import R, ask_each
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.mailbox import Died, Mailbox, SlotEvent
 
 VersionReceivers = Literal["slots", "servers", "both"]
 """Receivers of each version: slots of the run, for which the ranks make a snapshot that is read while training goes on,
@@ -105,6 +105,7 @@ class RemoteTrainer:
         self._kept = KeptVersions(mailbox)
         self._changed = ChangeSignal()
         self._end: TrainerLost | None = None
+        mailbox.subscribe(self._on_event)
 
     @property
     def is_held(self) -> bool:
@@ -325,7 +326,7 @@ class RemoteTrainer:
         """
         while True:
             if needs_state:
-                await self.parking.until_back(lambda: self._end is not None)
+                await self.parking.until_back(self._check_alive)
             if moves_weights and self._sending is not None:
                 await self._sending.end_of_reading()
             self._num_waiting += 1
@@ -334,7 +335,7 @@ class RemoteTrainer:
             finally:
                 self._num_waiting -= 1
             is_sending = moves_weights and self._sending is not None and self._sending.is_under_way
-            if not is_sending and not (needs_state and self.parking.is_parked and self._end is None):
+            if not is_sending and not (needs_state and self.parking.is_parked):
                 break
             self._turn.release()
         try:
@@ -385,6 +386,17 @@ class RemoteTrainer:
         """Returns when no version is left that `slot` keeps for others, or at the deadline."""
         with suppress(TimeoutError):
             await self._changed.wait_for(lambda: slot not in self.publishers, deadline_s)
+
+    def _check_alive(self) -> None:
+        """Raises TrainerLost where there is no trainer any more, and SlotLost where a slot of it is lost."""
+        self.check()
+        for slot in self.layout.slots:
+            if slot in self._mailbox.lost:
+                raise SlotLost(self._mailbox.lost[slot], slot)
+
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
+        if isinstance(event, Died):
+            self.parking.look_again()
 
     def _weights_are(self, version: int) -> None:
         self.version, self._newest = version, max(version, self._newest)

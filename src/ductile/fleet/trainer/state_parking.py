@@ -1,5 +1,6 @@
 """The place of the trainer's state: its slots' devices, or host memory, while these are lent."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class StateParking:
         self.on_moved = Listeners[[StateTravel]]()
         self._ask, self._patience_s = ask, patience_s
         self._num_wanting = 0
+        self._failure: Failure | None = None
+        """Reason for which it did not come back."""
         self._changed = ChangeSignal()
 
     @property
@@ -58,27 +61,39 @@ class StateParking:
         self._tell("park", moved)
 
     async def unpark(self) -> None:
-        """Have it taken back to the devices, which nobody else uses any more. Raises a Failure."""
-        moved = await self._ask(Unpark())
+        """Have it taken back to the devices, which nobody else uses any more. Raises a Failure, and so do all that wait
+        for it then."""
+        try:
+            moved = await self._ask(Unpark())
+        except Failure as error:
+            self._failure = error
+            self.look_again()
+            raise
         self.is_parked = False
         self._tell("unpark", moved)
         self.look_again()
 
-    async def until_back(self, has_ended: Callable[[], bool]) -> None:
-        """Return once it is on the devices, or the trainer has ended. Raises Late."""
+    async def until_back(self, check: Callable[[], None]) -> None:
+        """Return once it is on the devices. Raises Late, what has kept it from coming back, or what `check` raises of a
+        trainer that there is not any more."""
         if not self.is_parked:
             return
         self._num_wanting += 1
         self.on_wanted()
         try:
-            await self._changed.wait_for(lambda: not self.is_parked or has_ended(), self._patience_s)
+            async with asyncio.timeout(self._patience_s):
+                while self.is_parked:
+                    check()
+                    if self._failure is not None:
+                        raise self._failure
+                    await self._changed.wait()
         except TimeoutError:
             raise Late(f"for {said(self._patience_s)} the trainer's slots did not get their devices back") from None
         finally:
             self._num_wanting -= 1
 
     def look_again(self) -> None:
-        """The trainer may have ended."""
+        """Have those that wait for the state check the trainer again."""
         self._changed.notify_all()
 
     def refuse(self) -> None:
