@@ -57,7 +57,9 @@ LATER = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0.02)
 TRAIN: tuple[Role, ...] = ("train",)
 BOTH: tuple[Role, ...] = ("train", "generate")
 ALL = -1
-"""Number of generators that stands for all slots, while training waits."""
+"""Number of generators that stands for all slots, while training waits. `ALL - n`: so many leave the trainer first."""
+MOST_APART = 3
+"""Numbers of generators that are compared which may leave the trainer first."""
 WAITS = "training waits while its slots generate"
 
 
@@ -137,6 +139,9 @@ class Model:
             all_generate = arrangements.most + external, 0
             then = [count for count in counts if count <= arrangements.most_apart]
             rows += _futures(state, todo, arrangements, then, all_generate, arrangements.everybody_delays_s())
+            for count in _apart_first(state, arrangements, counts):
+                first[ALL - count] = len(rows)
+                rows += _apart_futures(state, todo, arrangements, counts, count)
         stays = len(rows)
         if ALL in first and trainers:
             kept = max(1, now + external)
@@ -153,11 +158,11 @@ class Model:
         best: tuple[int, Prediction] | None = None
         for count, start in first.items():
             go_s = float(finish_s[start : last[count]].min())
-            cost_s = fsum(arrangements.split_delays_s(count) if count != ALL else arrangements.everybody_delays_s())
+            cost_s = fsum(_delays_s(arrangements, count))
             # Generators can always get fewer later: doing so now is compared with never, as long as later is not
             # better. Getting more is compared with the best that can be made of what there is. Both together cannot go
             # in circles.
-            stay_s = fewer_s if count == ALL else never_s if count < now else later_s
+            stay_s = fewer_s if count <= ALL else never_s if count < now else later_s
             least_s = self.caution * cost_s + self.margin * min(stay_s, go_s)
             if _changed_lately(state, self.patience):
                 least_s *= 2
@@ -217,6 +222,38 @@ class Model:
         return Decision(orders, why, prediction=prediction)
 
 
+def _apart_first(state: ClusterState, arrangements: Arrangements, counts: Sequence[int]) -> list[int]:
+    """Numbers of generators that may leave the trainer before its devices are lent. A slot that lends cannot go on
+    generating when the others train again: where all slots train as a step begins, some leave the trainer for that."""
+    begins = state.limits.offloads and not state.unfinished and state.batch.to_start > 0
+    return [count for count in counts if count > arrangements.most_apart][:MOST_APART] if begins else []
+
+
+def _apart_futures(
+    state: ClusterState, todo: Work, arrangements: Arrangements, counts: Sequence[int], apart: int
+) -> list[tuple[float, ...]]:
+    """Rows of `Plans`: `apart` generators leave the trainer, then the others' devices are lent, too, until it is time
+    for a change."""
+    everybody, delays_s = (arrangements.most + arrangements.num_external, 0), _delays_s(arrangements, ALL - apart)
+    rows: list[tuple[float, ...]] = [(*everybody, -1.0, everybody[0], 0.0, NEVER, *delays_s)]
+    for count in counts:
+        if count <= apart:
+            then = count + arrangements.num_external
+            resize_s = state.return_s + (state.costs.resize_s if count < apart else 0.0)
+            rows += [(*everybody, share * todo.to_generate, then, resize_s, NEVER, *delays_s) for share in LATER]
+    return rows
+
+
+def _delays_s(arrangements: Arrangements, count: int) -> tuple[float, float]:
+    """What a candidate costs now, in seconds: of the trainer, and of generation."""
+    if count == ALL:
+        return arrangements.everybody_delays_s()
+    if count > ALL:
+        return arrangements.split_delays_s(count)
+    both = (arrangements.split_delays_s(ALL - count), arrangements.everybody_delays_s())
+    return 0.0, fsum(generate_s for _, generate_s in both)
+
+
 def _futures(
     state: ClusterState,
     todo: Work,
@@ -242,7 +279,10 @@ def _futures(
 def _decision(
     state: ClusterState, arrangements: Arrangements, count: int, prediction: Prediction, remaining: Remaining
 ) -> Decision:
-    if count == ALL:
+    if count < ALL:  # the devices of the others are lent by the next decision
+        count = ALL - count
+        roles, pauses = arrangements.split(count), True
+    elif count == ALL:
         count, roles = arrangements.most, arrangements.all_generate()
         pauses = state.batch.missing > 0
     else:
