@@ -14,6 +14,11 @@ prompts, seeds and optimizer steps in every arm, strictly on-policy:
     seed             from the same split, the keys of examples/scheduling/dynamic.yaml as they are, but for the slots;
                      only where `--arms` names it
 
+With `--no-share` a slot has no memory for two roles (`cluster.share_devices = false`): the collocated arm falls away,
+and where a policy has all slots generate, those that train lend their devices, with the trainer's state in host memory.
+Each slot says how many bytes of the trainer its device has then, and one byte ends the benchmark. `model_no_offload` is
+`model` with `cluster.enable_offload = false`: slots change roles by resizes alone.
+
 Arms alternate over `--rounds`, or until the budget ends; figures are medians of the rounds. `wall_s` is from the first
 step's start to the last one's end; starting and stopping the processes is not in it. `cpu_s` is of all processes, from
 start to stop.
@@ -56,8 +61,10 @@ DYNAMIC: dict[str, dict[str, object]] = {
         "use_wait_before_last_iter_policy": True,
     },
     "model": {"auto_scheduler": True, "policy": "model"},
+    "model_no_offload": {"auto_scheduler": True, "policy": "model", "enable_offload": False},
     "seed": seed_keys(),
 }
+NO_SHARE: dict[bool, dict[str, object]] = {False: {}, True: {"share_devices": False}}
 RACE = 1.1
 """A split that took so much longer than the best one of a round is not the best by bad luck."""
 STOLEN = 7
@@ -70,6 +77,18 @@ class Arm:
     name: str
     cluster: dict[str, Any]
     """The config's section, without the slots' share of a core."""
+
+
+@dataclass(frozen=True)
+class Lent:
+    """The trainer's slots lent their devices, and got them back."""
+
+    park_s: float
+    unpark_s: float
+    num_bytes: int
+    """Bytes in host memory meanwhile."""
+    device_bytes: int
+    """Bytes of the trainer on the devices at either end of that time."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,8 @@ class Outcome:
     """Of all slots' time; `deciding_share` is of the run's, by the orchestrator."""
     deciding_share: float
     num_switches: int
+    lent: list["Lent"]
+    """Times when slots lent their devices, in order."""
     stolen: float
     """Share of all cores' time, from start to stop, that the machine's host gave to somebody else."""
 
@@ -120,7 +141,7 @@ def run(arm: Arm, args: argparse.Namespace, work: Path, budget: Budget) -> Outco
         "clean": True,
         "max_steps": args.steps,
         "model": {"name": str(work / "model")},
-        "cluster": {"cpu_slot_fraction": args.fraction, **arm.cluster},
+        "cluster": {"cpu_slot_fraction": args.fraction, **NO_SHARE[args.no_share], **arm.cluster},
         "trainer": {
             "model": {"seq_len": args.seq_len},
             "optim": {"lr": args.lr},
@@ -176,8 +197,25 @@ def outcome(folder: Path, cpu_s: float, stolen: float, num_steps: int) -> Outcom
         switch_share=summary["switch_share"],
         deciding_share=summary["deciding_share"],
         num_switches=summary["num_switches"],
+        lent=lent_in(events),
         stolen=stolen,
     )
+
+
+def lent_in(events: list[dict[str, Any]]) -> list[Lent]:
+    """Raises CannotGoOn where a byte of the trainer was on a device that was lent, or lending has failed."""
+    failures = [failure for event in events if event["kind"] == "switched" for failure in event["failures"]]
+    if failures or any(event["kind"] == "policy_failed" for event in events):
+        raise CannotGoOn(f"a change was not done: {'; '.join(failures) or 'the policy failed'}")
+    moved = [event for event in events if event["kind"] == "parked"]
+    pairs = list(zip(moved[::2], moved[1::2], strict=True))
+    lent = [
+        Lent(there["seconds"], back["seconds"], there["num_bytes"], there["device_bytes"] + back["device_bytes"])
+        for there, back in pairs
+    ]
+    if any(not each.num_bytes or each.device_bytes for each in lent):
+        raise CannotGoOn(f"devices that were lent held bytes of the trainer: {lent}")
+    return lent
 
 
 def summarised(outcomes: list[Outcome]) -> dict[str, Any]:
@@ -195,6 +233,17 @@ def summarised(outcomes: list[Outcome]) -> dict[str, Any]:
         "num_switches": statistics.median(each.num_switches for each in outcomes),
         "switch_share": statistics.median(each.switch_share for each in outcomes),
         "deciding_share": statistics.median(each.deciding_share for each in outcomes),
+        "num_lent": statistics.median(len(each.lent) for each in outcomes),
+        "lent": [
+            {
+                "park_s": each.park_s,
+                "unpark_s": each.unpark_s,
+                "bytes": each.num_bytes,
+                "device_bytes": each.device_bytes,
+            }
+            for outcome in outcomes
+            for each in outcome.lent
+        ],
         "reward_last": [each.reward for each in outcomes],
         "longest_by_median": statistics.median(each.longest_by_median for each in outcomes),
         "stolen_rounds": [each.stolen for each in outcomes],
@@ -245,7 +294,9 @@ def main() -> None:
     parser.add_argument("--fraction", type=float, default=0.25, help="of a core, for each slot")
     parser.add_argument("--splits", type=int, nargs="+", default=[2, 3, 4], help="train slots of the static arms")
     arms = ["collocated", "model", "rules", "rules_policies"]
-    parser.add_argument("--arms", nargs="+", choices=[*arms, "seed"], default=arms, help="beside the splits")
+    further = ["seed", "model_no_offload"]
+    parser.add_argument("--arms", nargs="+", choices=[*arms, *further], help="beside the splits")
+    parser.add_argument("--no-share", action="store_true", help="slots have no memory for two roles")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=640)
@@ -255,6 +306,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-4)
     args = parser.parse_args()
+    if args.arms is None:
+        args.arms = ["model", "model_no_offload", "rules_policies"] if args.no_share else arms
+    if args.no_share and "collocated" in args.arms:
+        raise SystemExit("collocated: with --no-share a slot has no memory for two roles")
     budget = Budget(args.budget)
 
     with tempfile.TemporaryDirectory() as folder:

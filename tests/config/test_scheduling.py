@@ -161,6 +161,17 @@ SCHEDULED = ["--cluster.auto-scheduler"]
             "use-wait-before-last-iter-policy",
             'the policy is "in_turns": write policy = "model", or leave use_wait_before_last_iter_policy out',
         ),
+        (["--cluster.enable-offload"], "enable-offload", "lends devices while slots change roles, which none does"),
+        (
+            ["--cluster.component-placement", '{"actor,rollout": "0-1"}', "--no-cluster.share-devices"],
+            "share-devices",
+            "the placement has actor and rollout share slots",
+        ),
+        (
+            [*SCHEDULED, "--cluster.enable-offload", "--orchestrator.client.base-url", "http://there:8000/v1"],
+            "enable-offload",
+            "servers get weights from the trainer at any time",
+        ),
         ([*SCHEDULED, "--cluster.policy", "nowhere.at.All"], "policy", "cannot import nowhere.at"),
         ([*SCHEDULED, "--cluster.policy", "mine.py:Yours"], "policy", "mine.py has no 'Yours'"),
         ([*SCHEDULED, "--cluster.policy", "mine.py:Deaf"], "policy", "has no method decide(self, state)"),

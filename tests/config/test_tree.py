@@ -81,6 +81,8 @@ OTHER_VALUES = {
     "cluster.policy": "static",
     "cluster.use_pre_process_policy": "true",
     "cluster.use_wait_before_last_iter_policy": "true",
+    "cluster.share_devices": "false",
+    "cluster.enable_offload": "true",
     "cluster.component_placement": '{"rollout": "0-3"}',
     "cluster.cpu_slot_fraction": "0.5",
     "cluster.slots_per_device": "2",

@@ -14,13 +14,14 @@ from ductile.core.scheduling.orders import Migration, Release
 from ductile.elastic.actuator import MAX_HELD_S, LiveActuator
 from ductile.elastic.execution import NotDone
 from ductile.elastic.measuring import Measuring
-from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.elastic.trainer_resizer import ResizeNotDone, TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.requests.migration import MigrationResult
 from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
-from ductile.messages.workers import Finalize, ForwardBackward, Freeze, ReleaseRole
+from ductile.messages.workers import Finalize, ForwardBackward, Freeze, Park, ReleaseRole, Unpark
 from ductile.observe import Recorder, read_jsonl
+from ductile.roles import Failure
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.cluster.memory_cluster import MemoryCluster
@@ -79,7 +80,7 @@ class Rig:
         self.record = Recorder(folder)
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
         self.told = Told()
-        self.generators = SimpleNamespace(all_instances=())
+        self.generators = SimpleNamespace(all_instances=(), slots=(3,))
         fleet = RunRoles(self.trainer, self.generators, None, {"generate": {}})
         self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS, fleet)
         self.recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace()
@@ -401,5 +402,84 @@ def test_caches_are_measured_by_the_slot_that_takes_in_the_most(told_on, outcome
         rig.generators.migrate = migrate
         assert await rig.stage.release(Release(tuple(orders))) == []
         assert rig.told.migrations == ([] if tokens is None else [(tokens, pytest.approx(0.25))])
+
+    told_on(story, 0, 1)
+
+
+def test_what_needs_the_state_waits_until_it_is_back_and_the_policy_hears_of_commands(told_on):
+    async def story(rig: Rig) -> None:
+        heard = []
+        rig.stage.on_change.add(lambda: heard.append(rig.stage.wanted))
+        rig.slots.work_s = lambda number, command: 0.2 + number if isinstance(command, Park | Unpark) else 0.01
+        await rig.trainer.publish(0)
+        rig.stage.begin(0)
+        await rig.stage.park()
+        training = asyncio.create_task(rig.trainer.forward_backward([sample(0, SEQ_LEN)] * 2, SEQ_LEN))
+        await asyncio.sleep(5)
+        assert (training.done(), heard) == (False, []), "a policy that parks the state knows that training waits"
+        saving = asyncio.create_task(rig.trainer.save("somewhere"))
+        await rig.trainer.withdraw(0)
+        await asyncio.sleep(5)
+        assert (saving.done(), heard, rig.stage.wanted) == (False, [True], True)
+        assert await rig.trainer.score([sample(0, SEQ_LEN)], 0) is None
+        with pytest.raises(ResizeNotDone, match="is parked"):
+            await rig.resizer.resize(ParallelLayout.of((0, 1, 2)))
+        await rig.stage.unpark()
+        await asyncio.gather(training, saving)
+        assert not rig.stage.wanted
+        assert (rig.told.fixed_costs["park"], rig.told.fixed_costs["unpark"]) == (1.2, 1.2), "of the slowest slot"
+
+    told_on(story, 0, 1)
+
+
+def test_the_state_is_parked_once_the_step_s_weights_are_published_and_stay_so_where_nobody_has_them(told_on):
+    async def story(rig: Rig) -> None:
+        rig.generators.slots = ()
+        rig.stage.begin(3)
+        parking = asyncio.create_task(rig.stage.park())
+        await asyncio.sleep(5)
+        assert not parking.done()
+        manifest = await rig.trainer.publish(3)
+        await parking
+        await rig.trainer.withdraw(3)  # all that it was published for have it
+        assert rig.trainer.can_offer(3)
+        assert await rig.trainer.offer(3) == manifest
+        await rig.trainer.withdraw(3)
+        await rig.stage.unpark()
+        assert not rig.trainer.publishers, "it is withdrawn"
+
+    told_on(story, 0, 1)
+
+
+def test_a_trainer_that_cannot_be_parked_goes_on_as_before(told_on):
+    async def story(rig: Rig) -> None:
+        rig.slots.cannot_park = {1}
+        await rig.trainer.publish(0)
+        rig.stage.begin(0)
+        with pytest.raises(NotDone, match=r"are not lent: .*no host memory"):
+            await rig.stage.park()
+        assert await rig.train(2) == "F2 o2"
+
+    told_on(story, 0, 1)
+
+
+@pytest.mark.parametrize("how", ["a slot dies", "a slot cannot"])
+def test_who_waits_for_a_state_that_does_not_come_back_hears_of_it_at_once(told_on, how: str):
+    async def story(rig: Rig) -> None:
+        await rig.trainer.publish(0)
+        rig.stage.begin(0)
+        await rig.stage.park()
+        saving = asyncio.create_task(rig.trainer.save("somewhere"))
+        await asyncio.sleep(1)
+        if how == "a slot dies":
+            rig.trainer._mailbox.lose(1, "slot 1 is gone")
+        else:
+            rig.carrier.fail(1, "error", on=Unpark)
+            with pytest.raises(Failure):
+                await rig.stage.unpark()
+        began_s = clock()
+        with pytest.raises(Failure):
+            await saving
+        assert clock() - began_s < 1
 
     told_on(story, 0, 1)

@@ -38,7 +38,7 @@ class ScriptedStage:
         self.roles = {slot.slot: slot.roles for slot in state.slots}
         self.layout = state.trainer.layout
         self.instances = state.instances
-        self.under_way, self.where, self.lost = 0, {}, set()
+        self.under_way, self.where, self.lost, self.wanted = 0, {}, set(), False
 
     @property
     def now_s(self):
@@ -95,6 +95,12 @@ class ScriptedStage:
         self.instances = tuple(each for each in self.instances if each != instance)
         for slot in instance.slots:
             self.roles[slot] = tuple(held for held in self.roles[slot] if held != instance.role)
+
+    async def park(self):
+        await self.part("lend")
+
+    async def unpark(self):
+        await self.part("take back")
 
     async def admit(self, instance, after=None):
         if after is not None:
@@ -189,6 +195,50 @@ def test_without_memory_for_both_it_leaves_first(tmp_path):
     policy = Scripted(moved(RoleChange(2, G, T), Migration("2/0", id_on(2), id_on(3))))
     stage, _, _ = run_controller(tmp_path, state, policy, one_event)
     assert stage.what() == ["migrate 2/0>generator-3", "dismiss 2", "prepare", "resize 0 1 2"]
+
+
+ONE_ROLE = replace(scene().limits, may_share=False, offloads=True)
+"""Slots have no memory for two roles, and may lend their devices."""
+
+
+def test_devices_are_lent_once_the_state_is_parked_and_nobody_else_waits_for_that(tmp_path):
+    state = scene(limits=ONE_ROLE, to_start=64, roles={5: NONE})
+    lends = moved(RoleChange(0, T, B), RoleChange(1, T, B), RoleChange(5, NONE, G), hold_training=True)
+    stage, errors, _ = run_controller(tmp_path, state, Scripted(lends), one_event)
+    at = {what: at for at, what in stage.diary}
+    assert at["lend"] == at["admit 5"] < at["admit 0"] == at["admit 1"]
+    assert [what for _, what in stage.diary if what in ("hold", "release")] == ["hold", "release"], "until the run ends"
+    assert errors == []
+
+
+def test_devices_go_back_when_their_generators_have_ended_and_only_then_the_trainer_goes_on(tmp_path):
+    state = scene(limits=ONE_ROLE, roles={0: B, 1: B}, running={0: [10], 2: [20]}, held=True)
+    back = moved(RoleChange(0, B, T), RoleChange(1, B, T), RoleChange(2, G, T), Migration("0/0", id_on(0), id_on(3)))
+    back = replace(back, orders=(*back.orders, Migration("2/0", id_on(2), id_on(3))))
+    stage, errors, _ = run_controller(tmp_path, state, Scripted(back), one_event)
+    assert stage.what()[0].startswith("migrate")
+    order = [what for _, what in stage.diary]
+    assert order.index("dismiss 0") < order.index("take back") < order.index("prepare") < order.index("resize 0 1 2")
+    assert errors == []
+
+
+@pytest.mark.parametrize("broken", ["lend", "admit 0 and 1"])
+def test_devices_that_nobody_has_taken_go_back_at_once(tmp_path, broken):
+    state = scene(limits=ONE_ROLE, to_start=64)
+    lends = moved(RoleChange(0, T, B), RoleChange(1, T, B), hold_training=True)
+    parts = {"lend": {"lend"}, "admit 0 and 1": {"admit 0", "admit 1"}}[broken]
+    stage, errors, _ = run_controller(tmp_path, state, Scripted(lends), one_event, broken=parts)
+    assert stage.what()[-2:] == ["take back", "release"]
+    assert (stage.roles[0], errors) == (T, [])
+
+
+def test_a_generator_that_stays_keeps_its_device(tmp_path):
+    state = scene(limits=ONE_ROLE, roles={0: B, 1: B}, held=True)
+    back = moved(RoleChange(0, B, T), RoleChange(1, B, T))
+    waits = [Decision(hold_training=True)] * 9
+    stage, errors, _ = run_controller(tmp_path, state, Scripted(back, *waits), one_event, broken={"dismiss 0"})
+    assert "take back" not in stage.what()
+    assert errors == []
 
 
 def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):

@@ -129,6 +129,20 @@ class ThroughLayouts:
         return Decision(orders, sentence(orders, f"{batch.trained} rollouts are trained"), hold_training=hold)
 
 
+class Lends:
+    """As long as more than half of a step's rollouts are missing, all slots that train lend their devices."""
+
+    def decide(self, state):
+        batch, trainers = state.batch, state.trainer.layout.slots
+        may_wait = batch.missing > batch.num_rollouts // 2 and not state.trainer.wanted
+        if not state.trainer.at_boundary or not state.ready.issuperset(trainers):
+            return Decision(hold_training=bool(state.lending))
+        if bool(state.lending) == may_wait or not (batch.steps_left or state.lending):
+            return Decision(hold_training=bool(state.lending))
+        orders = change(state, dict.fromkeys(trainers, B if may_wait else T))
+        return Decision(orders, sentence(orders, f"{batch.missing} rollouts are missing"), hold_training=may_wait)
+
+
 class Endless:
     """It never decides."""
 

@@ -41,7 +41,7 @@ USED = [
     (
         _fully_shard.fully_shard,
         "state",
-        "parallel.torch_pipelining: gradients that were held back, as torch's pipelines do it",
+        "parallel.torch_pipelining: gradients that were held back, as torch's pipelines do it; parallel.fsdp_state",
     ),
     (_fsdp_state.FSDPStateContext(), "all_states", "parallel.torch_pipelining"),
     (_fsdp_state.FSDPState, "_root_post_backward_final_callback", "parallel.torch_pipelining"),

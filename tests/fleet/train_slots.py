@@ -25,6 +25,7 @@ from ductile.messages.workers import (
     Freeze,
     Frozen,
     OptimStep,
+    Park,
     PreparationEnded,
     Prepare,
     Publish,
@@ -33,9 +34,11 @@ from ductile.messages.workers import (
     Reply,
     Rollback,
     SlotPhase,
+    StateMoved,
     StateTransferred,
     Stepped,
     TransferState,
+    Unpark,
     Withdraw,
 )
 from ductile.records import Manifest, Sample, StepReport, TrainProgress
@@ -75,6 +78,7 @@ class Slot:
     """Between `Commit` and `Finalize`."""
     holds: bool = False
     change: ResizeOrder | None = None
+    parked: bool = False
     prepared: bool = False
     frozen: bool = False
     committed: bool = False
@@ -99,6 +103,7 @@ class TrainSlots:
         """Slot to how many seconds it takes to prepare; none unless it is named here."""
         self.cannot: dict[int, str] = {}
         """Slot to why it cannot prepare."""
+        self.cannot_park: set[int] = set()
         self.tell: Callable[[int, Event], None] = lambda number, event: None
         """Told what slots say unasked: `MemoryTransport.emit`."""
         self.asked: list[tuple[int, Command]] = []
@@ -123,7 +128,17 @@ class TrainSlots:
                 return Failed(str(error))
 
     def _respond(self, slot: Slot, command: Command) -> Reply:
+        assert not slot.parked or isinstance(command, Park | Unpark | Withdraw), "its state is parked"
         match command:
+            case Park():
+                assert slot.live is not None and slot.change is None, "has no state, or is about to move it"
+                if slot.number in self.cannot_park:
+                    return Failed("there is no host memory for it")
+                slot.parked = True
+                return StateMoved(1000, 0, self.work_s(slot.number, command))
+            case Unpark():
+                was, slot.parked = slot.parked, False
+                return StateMoved(1000 if was else 0, 0, self.work_s(slot.number, command))
             case ForwardBackward(micro_batches=micro_batches):
                 assert slot.live is not None, "has no state"
                 assert not slot.frozen, "is frozen"

@@ -14,6 +14,7 @@ def scenario(
     limits=None,
     coalesce_s=0.2,
     on_gpu=False,
+    offloads=False,
     rules=NO_RULES,
     **work,
 ):
@@ -46,6 +47,7 @@ def scenario(
         coalesce_s=coalesce_s,
         score=score,
         on_gpu=on_gpu,
+        offloads=offloads,
         rules=rules,
     )
     return made.at(placement)

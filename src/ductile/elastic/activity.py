@@ -26,6 +26,7 @@ from ductile.messages.workers import (
     MigrateOut,
     OfferWeights,
     OptimStep,
+    Park,
     Prepare,
     Publish,
     Receive,
@@ -34,6 +35,7 @@ from ductile.messages.workers import (
     SaveState,
     Score,
     TransferState,
+    Unpark,
     Withdraw,
 )
 from ductile.transport.mailbox import Mailbox, SlotEvent
@@ -57,7 +59,7 @@ ACTIVITIES: dict[type[Command], Activity] = {
         ),
         "publish",
     ),
-    **dict.fromkeys((AssignRole, ReleaseRole, MigrateOut, Forget, OfferWeights, EndOffer), "switch"),
+    **dict.fromkeys((AssignRole, ReleaseRole, Park, Unpark, MigrateOut, Forget, OfferWeights, EndOffer), "switch"),
     **dict.fromkeys((Prepare, Freeze, TransferState, Commit, Rollback, Finalize), "switch"),
 }
 

@@ -26,7 +26,7 @@ from ductile.elastic.step_accounting import StepAccounting
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.fleet.run_roles import RunRoles
 from ductile.messages.workers import Finished, SlotPhase
-from ductile.roles import Failure
+from ductile.roles import Failure, TrainerLost
 from ductile.transport.mailbox import Died, SlotEvent
 
 WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})
@@ -54,10 +54,14 @@ class LiveActuator:
         self._resizer, self._recovery, self._activity = resizer, recovery, activity
         self._accounting, self._measured, self._clock = accounting, measured, clock
         self._moves: tuple[RoleChange, ...] = ()
+        self._begun = -1
+        """Version of the step that has begun; -1 before the first."""
         self._since_s: dict[int, float] = {}
         self.on_change = Listeners[[]]()
-        """Told when a completion has ended, or a slot has died."""
+        """Told when a completion has ended, a slot has died, or a command waits for a trainer that is parked."""
         cluster.mailbox.subscribe(self._on_event)
+        self._trainer.parking.on_wanted.add(self.on_change)
+        self._trainer.parking.on_moved.add(lambda travel: measured.took(travel.what, travel.seconds))
 
     @property
     def now_s(self) -> float:
@@ -84,9 +88,10 @@ class LiveActuator:
             trainer=TrainerState(
                 self._trainer.layout,
                 not self._resizer.under_way,
-                self._trainer.is_held,
+                self._trainer.is_held or self._trainer.parking.is_parked,
                 self._setting.seq_len,
                 self._resizer.rules,
+                self.wanted,
             ),
             speeds=self._measured.speeds(),
             costs=self._measured.costs(),
@@ -111,8 +116,13 @@ class LiveActuator:
 
     # -- what the controller has it do
 
+    @property
+    def wanted(self) -> bool:
+        return self._trainer.parking.is_wanted
+
     def begin(self, version: int) -> None:
         """The loop's books are those of the new step already."""
+        self._begun = version
 
     def hold_training(self, held: bool) -> None:
         if held != self._trainer.is_held:
@@ -140,7 +150,7 @@ class LiveActuator:
         held, released = asyncio.Event(), asyncio.Event()
 
         async def keep_still() -> None:
-            async with self._trainer.boundary():
+            async with self._trainer.boundary(needs_state=False):
                 held.set()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(MAX_HELD_S):
@@ -155,6 +165,18 @@ class LiveActuator:
 
         _, failures = await gather_all(keep_still(), work())
         return failures
+
+    async def park(self) -> None:
+        """The weights stay published meanwhile where no slot that joins could have them from a generator."""
+        try:
+            await self._trainer.park(self._begun, keeps_weights=not self._generators.slots)
+        except TrainerLost:
+            raise
+        except Failure as error:
+            raise NotDone(f"the trainer's devices are not lent: {error}") from error
+
+    async def unpark(self) -> None:
+        await self._trainer.unpark()
 
     def _trains(self, release: Release) -> bool:
         """True when an instance that has a part in the release shares a slot with the trainer."""

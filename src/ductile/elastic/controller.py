@@ -155,10 +155,16 @@ class ElasticController(StepListener):
                     continue  # a change that failed meanwhile has put it off
                 self._happened.clear()
                 async with self._deciding:
-                    if not self._publishing and self._change is None and self._failed is None:
+                    if self._may_decide and self._change is None and self._failed is None:
                         await self._decide()
         except Exception as error:
             self._fail(error)
+
+    @property
+    def _may_decide(self) -> bool:
+        """Whether weights are live, and not on their way; while a command waits for the trainer's state, in any case:
+        who has its devices is to give them back."""
+        return not self._publishing or self._actuator.wanted
 
     def _fail(self, error: Exception) -> None:
         self._failed = error

@@ -1,9 +1,13 @@
 """Carries a decision out. Its parts come in this order:
 
-    1. rollouts leave with what they have, for generators that are there; then instances end
+    1. rollouts leave with what they have, for generators that are there; then instances end. A trainer whose slots have
+       lent their devices gets its state back
     2. the trainer resizes               beside it, instances begin
     3. those on slots that have left the trainer take work
     4. rollouts go to the new generators, and generators that have kept them until then end
+
+Where slots are about to lend their devices, the trainer's state is parked first, and instances begin on them after
+that: a device never has two roles.
 
 A generator whose slots join the trainer ends only when the resize is prepared and the trainer stands still for it:
 until then it generates on. (Where there is no memory for both, it ends first.) A part that is not done is told in a
@@ -20,9 +24,19 @@ from typing import Protocol
 
 from ductile.concurrency.structured import gather_all
 from ductile.core.instances.instances import Instance, InstanceId, in_order
+from ductile.core.instances.placement import slots_of
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.facts.cluster_state import ClusterState
-from ductile.core.scheduling.orders import Decision, Migration, Release, RoleChange, instances_after, layout_after
+from ductile.core.scheduling.orders import (
+    Decision,
+    Migration,
+    Release,
+    RoleChange,
+    instances_after,
+    layout_after,
+    lending_after,
+    roles_after,
+)
 
 
 class NotDone(Exception):
@@ -36,6 +50,11 @@ class Actuator(Protocol):
     def now_s(self) -> float: ...
 
     def state(self) -> ClusterState: ...
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a command waits for the trainer's state, which is parked."""
+        ...
 
     def begin(self, version: int) -> None:
         """The trainer has this version, and is about to publish it: the step that trains it begins."""
@@ -52,6 +71,15 @@ class Actuator(Protocol):
     async def release(self, release: Release) -> list[str]:
         """Rollouts migrate, but for those that have ended meanwhile; then instances generate or score no more. Returns
         a sentence, without its full stop, for each part that was not done."""
+        ...
+
+    async def park(self) -> None:
+        """Park the trainer's state in host memory, once the version is published that has begun. All that needs it
+        waits from then on, until `unpark`."""
+        ...
+
+    async def unpark(self) -> None:
+        """Bring the trainer's state back to its slots, where no generator is left. Nothing happens when it is there."""
         ...
 
     async def admit(self, instance: Instance, after: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -87,6 +115,7 @@ class Execution:
     async def run(self) -> list[str]:
         """Carry the parts out. Returns a sentence, without its full stop, for each that was not done."""
         state, delta, actuator = self._state, self._delta, self._actuator
+        lent: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         later = {each for each in delta.begin if not delta.leaves_trainer.isdisjoint(each.slots)}
         waiting = {each.id for each in state.instances if not delta.waiting.isdisjoint(each.slots)}
         resized: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -95,9 +124,27 @@ class Execution:
             if not await asyncio.shield(resized):
                 raise NotDone(f"{instance.id} does not begin, as its slots train on")
 
+        async def park() -> None:
+            """Tell those that wait for it why the devices are not lent; "" when they are."""
+            try:
+                await actuator.park()
+            except BaseException as error:
+                lent.set_result(str(error))
+                if not isinstance(error, NotDone):
+                    raise
+            else:
+                lent.set_result("")
+
+        async def admit(instance: Instance) -> None:
+            if not delta.lending.isdisjoint(instance.slots) and (why := await asyncio.shield(lent)):
+                raise NotDone(f"{instance.id} does not begin: {why}")
+            await actuator.admit(instance, partial(left, instance) if instance in later else None)
+
         async def begin() -> list[str]:
-            after = {each: partial(left, each) for each in later}
-            failures = await _done(*(actuator.admit(each, after.get(each)) for each in delta.begin))
+            lending = [park()] if delta.parks else []
+            failures = await _done(*map(admit, delta.begin), *lending)
+            if delta.parks and not actuator.state().lending:
+                await actuator.unpark()  # none began on the devices, and nobody would give them back
             self.joined.set()
             return failures
 
@@ -112,7 +159,14 @@ class Execution:
 
         try:
             failures = await actuator.release(delta.release_of({each.id for each in state.instances} - waiting))
+            if delta.unparks:
+                if still := actuator.state().lending:
+                    why = f"the trainer has not got its devices back: {slots_of(still)} still generate"
+                    return [*failures, why]
+                await actuator.unpark()
             actuator.hold_training(self._decision.hold_training)
+            if not delta.parks and not lent.done():
+                lent.set_result("")
             of_resize, of_begin = await gather_all(resize(), begin())
             failures += [*of_resize, *of_begin, *await self._finish_migrations()]
         finally:
@@ -155,6 +209,12 @@ class RoleDelta:
     waiting: frozenset[int]
     """Slots that join the trainer, and whose instances end only when it stands still."""
     leaves_trainer: frozenset[int]
+    lending: frozenset[int]
+    """Slots that are to lend their devices afterwards."""
+    parks: bool
+    """The trainer's state is to be parked."""
+    unparks: bool
+    """It is to come back."""
 
     @staticmethod
     def of(state: ClusterState, decision: Decision) -> "RoleDelta":
@@ -163,6 +223,7 @@ class RoleDelta:
         begin = in_order({*there}.difference(state.instances))
         joining = {each.id for each in begin if each.role == "generate"}
         joins_trainer = frozenset(layout.slots).difference(before.slots)
+        lending = frozenset(lending_after(state, roles_after(state, decision)))
         return RoleDelta(
             end=in_order({*state.instances}.difference(there)),
             begin=begin,
@@ -172,6 +233,9 @@ class RoleDelta:
             resizes=layout != before,
             waiting=joins_trainer if state.limits.may_share else frozenset(),
             leaves_trainer=frozenset(before.slots).difference(layout.slots),
+            lending=lending,
+            parks=bool(lending) and not state.lending,
+            unparks=bool(state.lending) and not lending,
         )
 
     @property

@@ -83,6 +83,8 @@ class TrainerResizer:
         if before == after:
             sentence = f"Trainer is on {describe(before)} already."
             return Resized("unchanged", sentence, self._cluster.mailbox.epoch, before, after)
+        if self._trainer.parking.is_parked:
+            raise ResizeNotDone("the trainer's state is parked, as its slots lend their devices")
         self._target, began_s = after, time.monotonic()
         self._involved = frozenset({*before.slots, *after.slots})
         try:

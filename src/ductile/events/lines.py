@@ -45,6 +45,7 @@ KINDS: dict[str, type[RunEvent]] = {
         scheduling.OrdersGiven,
         scheduling.TrainingHeld,
         scheduling.OrdersDone,
+        scheduling.StateParked,
         scheduling.PolicyFailed,
         resizes.TrainerResized,
         resizes.ResizeRolledBack,

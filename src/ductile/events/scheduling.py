@@ -43,6 +43,21 @@ class OrdersDone(RunEvent, tag="switched", frozen=True):
     """Instances that ended."""
 
 
+class StateParked(RunEvent, tag="parked", frozen=True):
+    """The trainer's state has left the devices of its slots, which are lent to generators, or is back on them."""
+
+    slots: tuple[int, ...]
+    back: bool
+    """Whether it is back."""
+    num_bytes: int
+    """Bytes that were moved, all slots together."""
+    device_bytes: int
+    """Bytes of the trainer on the devices while it was parked: right after it had left, or right before it came back.
+    More than 0 is a mistake in ductile."""
+    seconds: float
+    """Seconds that it took the slowest slot."""
+
+
 class PolicyFailed(RunEvent, tag="policy_failed", frozen=True):
     """The policy fails, or orders what cannot be carried out: it is asked no more, and slots return to their
     placement."""

@@ -8,6 +8,7 @@ import torch
 import xxhash
 
 from ductile.fabric.fingerprint import box_fingerprint
+from ductile.fabric.memory import as_array
 
 ROW_BYTES = 1 << 12
 """Bytes that are fingerprinted as a row of a matrix: a dim as long as a segment would need as many weights."""
@@ -34,7 +35,7 @@ class Digests:
 def _content(data: torch.Tensor | bytes) -> bytes | memoryview:
     if isinstance(data, bytes):
         return data
-    return data.numpy().data if data.device.type == "cpu" else fingerprint_of_bytes(data)
+    return as_array(data).data if data.device.type == "cpu" else fingerprint_of_bytes(data)
 
 
 def fingerprint_of_bytes(data: torch.Tensor) -> bytes:

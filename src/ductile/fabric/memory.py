@@ -6,8 +6,10 @@ denormals are only bits.
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ductile.core.layout.geometry.holdings import Box, View
@@ -90,10 +92,16 @@ class Memory:
         return self.at(self.place(name, box))
 
 
+def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Return a view of a tensor on the CPU. After `Tensor.numpy` torch would never again let the memory be freed and
+    filled while tensors refer to it (`ductile.trainer.parking`)."""
+    return np.from_dlpack(tensor)
+
+
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy words from box to box; the two do not overlap."""
     if source.device.type == target.device.type == "cpu":
-        boxes.copy(target.numpy(), source.numpy())
+        boxes.copy(as_array(target), as_array(source))
     else:
         target.copy_(source)
 

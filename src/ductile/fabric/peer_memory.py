@@ -24,7 +24,7 @@ from ductile.fabric.alignment import aligned
 from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs
 from ductile.fabric.digest import Digests
 from ductile.fabric.exchange import Exchange
-from ductile.fabric.memory import Memory
+from ductile.fabric.memory import Memory, as_array
 from ductile.fabric.process import Process
 from ductile.fabric.slabs import ACROSS_BYTES, MAX_PIECES, SLAB_BYTES, Slab, slabs
 
@@ -255,7 +255,7 @@ def _slabs_of(inputs: TransferInputs, message: PeerMessage) -> Iterator[tuple[in
 
 
 def _bytes(memory: Memory, buffer: str) -> Bytes:
-    return memory.words(buffer).numpy().view(np.uint8)
+    return as_array(memory.words(buffer)).view(np.uint8)
 
 
 def _hash_sent(old: Memory, sends: Sequence[PeerMessage], sent: Digests, staging: Bytes) -> None:

@@ -13,7 +13,7 @@ from ductile.core.scheduling.orders import Migration, Release
 from ductile.fleet.requests.generators import RemoteGenerators
 from ductile.fleet.requests.scorer import RemoteScorer
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
-from ductile.roles import Failure, SlotLost
+from ductile.roles import Failure, Refused, SlotLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,12 @@ class RunRoles:
         version = pool.version
         if takes_work or version is None or pool.instances:
             return
-        if manifest := await self.trainer.publish_again(version):
+        try:
+            manifest = await self.trainer.publish_again(version)
+        except Refused:
+            await pool.release(instance)  # nobody has weights for it, and its slots are not to wait for any
+            raise
+        if manifest:
             try:
                 await pool.go_live(manifest)
             finally:

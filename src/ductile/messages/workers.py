@@ -110,6 +110,16 @@ class Withdraw(Message):
     version: int
 
 
+class Park(Message):
+    """Move this slot's part of the trainer to host memory, and free what it had on the device, which is lent to another
+    role. Reply: `StateMoved`. Done already: nothing happens."""
+
+
+class Unpark(Message):
+    """Take the state back to where it was on the device, which no other role uses any more. Reply: `StateMoved`.
+    Nothing happens where it is there."""
+
+
 class SaveState(Message):
     """Write the trainer's state under `path` (DCP). Reply: `Done`."""
 
@@ -328,6 +338,17 @@ class Published(Message):
     manifest: Manifest | None = None
 
 
+class StateMoved(Message):
+    """A train slot has parked its part of the trainer in host memory, or has it back."""
+
+    num_bytes: int
+    """Bytes that were moved."""
+    device_bytes: int
+    """Bytes of the trainer on the device while it is parked: right after it was moved to host memory, or right before
+    it came back."""
+    seconds: float
+
+
 class Scores(Message):
     logprobs: tuple[Floats, ...]
     """One column a sample, as long as its tokens; entry 0 is 0."""
@@ -394,7 +415,7 @@ class EngineStats(Message):
 
 
 TrainCommand = (
-    ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
+    ForwardBackward | OptimStep | Publish | Withdraw | Park | Unpark | SaveState | LoadState | ExportModel
     | BeginUpdate | FinishUpdate | LeaveOut | Prepare | Freeze | TransferState | Commit | Rollback | Finalize
 )  # fmt: skip
 Command = (
@@ -403,7 +424,7 @@ Command = (
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed
-    | ForwardBackwardDone | Stepped | Frozen | StateTransferred | Published | UpdateBegun
+    | ForwardBackwardDone | Stepped | StateMoved | Frozen | StateTransferred | Published | UpdateBegun
     | Scores | WeightDigests | MigratedOut
 )  # fmt: skip
 Event = Hello | Heartbeat | PreparationEnded | UpdateSent | Finished | EngineStats

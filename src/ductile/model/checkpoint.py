@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -354,7 +355,8 @@ def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryvi
         largest, name = float(tensor.detach().abs().max()), str(dtype).removeprefix("torch.")
         what = f"has numbers up to {largest:.3g}, and as {name} some are NaN or infinite"
         raise ModelFolderError(f"{parameter.name} {what}; give another ckpt.export_dtype")
-    return memoryview(whole.flatten().view(torch.uint8).numpy().data)
+    # Not `Tensor.numpy`: after it torch would let the trainer's memory never be freed and filled (`trainer.parking`).
+    return memoryview(np.from_dlpack(whole.flatten().view(torch.uint8)).data)
 
 
 def _replace(folder: Path, building: Path, old: Path) -> None:

@@ -7,6 +7,8 @@
 Tied embeddings are on the first and on the last stage of pp. Each has a term of their gradient, and gets the sum.
 """
 
+from collections.abc import Iterator
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -64,6 +66,11 @@ class GradientReduction:
             end_backward_passes(self._root)
         if self._ends is not None:
             self._sum_embeddings(self._ends)
+
+    def pending(self) -> Iterator[Tensor]:
+        """Yield what is kept apart from the parameters and from FSDP2 while a sum is pending."""
+        if self._summed is not None:
+            yield self._summed
 
     def _sum_embeddings(self, ends: dist.ProcessGroup) -> None:
         embeddings = self._model.embed.weight

@@ -18,6 +18,8 @@ from torch.distributed.pipelining import _backward, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
+from ductile.parallel.fsdp_state import parameter_groups
+
 Schedule = _PipelineSchedule
 
 HAS_DESCRIPTIONS = hasattr(_utils, "_TensorMeta")
@@ -107,13 +109,6 @@ def end_backward_passes(model: FSDPModule) -> None:
     as `torch.distributed.pipelining` asks for it. Collective."""
     root = fully_shard.state(model)
     for state in root._state_ctx.all_states:
-        for group in _parameter_groups(state):
+        for group in parameter_groups(state):
             group.post_backward()
     root._root_post_backward_final_callback()
-
-
-def _parameter_groups(state: Any) -> Sequence[Any]:
-    """What FSDP2 sums and reshards together in one module; torch 2.11 has one group for it, or none."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group else []

@@ -61,6 +61,8 @@ def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]], sta
     for name, policy in arms:
         if policy is not None:
             yield _run(name, scenario, policy)
+        elif name == COLLOCATED and scenario.share_devices is False:
+            raise ValueError(f"the arm {COLLOCATED} needs slots with memory for two roles (cluster.share_devices)")
         elif name == COLLOCATED:
             yield _run(name, scenario.at(collocate(scenario.placement, scenario.rules)), InTurns())
         else:

@@ -51,6 +51,7 @@ def _written(config: SimulateConfig) -> Scenario:
         coalesce_s=cluster.coalesce_s,
         score=bool(placement.score),
         on_gpu=cluster.device == "cuda",
+        offloads=cluster.enable_offload,
         rules=LayoutRules(asked=replace(DATA_PARALLELISM, seq_len=seq_len), listed=_listed(cluster.layouts)),
     )
     return scenario.at(placement)
@@ -61,6 +62,8 @@ def _changed(scenario: Scenario, config: SimulateConfig) -> Scenario:
     cluster, work, speeds = _said(config.cluster), _said(config.work), _said(config.speeds)
     if "device" in cluster:
         scenario = replace(scenario, on_gpu=config.cluster.device == "cuda").at(scenario.placement)
+    if "enable_offload" in cluster:
+        scenario = replace(scenario, offloads=config.cluster.enable_offload).at(scenario.placement)
     if "component_placement" in cluster:
         scenario = scenario.at(place(config.cluster.component_placement))
         scenario = replace(scenario, score=bool(scenario.placement.score))

@@ -145,6 +145,8 @@ def recorded_scenario(recording: Recording, seed: int = 0) -> Scenario:
         score=bool(setting.home.score) and isfinite(last.speeds.score_tokens_per_s),
         rules=setting.rules,
         on_gpu=setting.on_gpu,
+        share_devices=setting.share_devices,
+        offloads=setting.offloads,
         servers=tuple(each for each in setting.instances if not each.slots),
     )
 

@@ -73,10 +73,15 @@ class Scenario:
     """Which layout the trainer has on any number of slots."""
     on_gpu: bool = False
     """The slots are GPUs, which have memory for two roles only where the placement says so."""
+    share_devices: bool | None = None
+    """Whether a slot has memory for two roles, where that is said."""
+    offloads: bool = False
+    """Train slots without that memory may lend their devices."""
 
     def at(self, placement: Placement) -> "Scenario":
         """The same scenario begun with another placement, with what a run may do there."""
-        return replace(self, placement=placement, limits=self.limits.at(placement, on_gpu=self.on_gpu))
+        limits = self.limits.at(placement, on_gpu=self.on_gpu, share_devices=self.share_devices, offloads=self.offloads)
+        return replace(self, placement=placement, limits=limits)
 
     @property
     def block_tokens(self) -> int:

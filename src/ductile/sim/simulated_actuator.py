@@ -7,10 +7,12 @@ is it reads from the loop's own books (`elastic.step_accounting`), as a live run
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import fsum
 
+from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import Pause
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
@@ -53,6 +55,14 @@ class SimulatedActuator:
         """Held by the trainer in a micro-step, and by a change of its slots."""
         self.pause = Pause()
         """No micro-step begins while the policy holds training."""
+        self.lent = Pause()
+        """The trainer's state is parked: nothing that needs it begins."""
+        self.num_wanting = 0
+        """Commands that wait for the trainer's state."""
+        self.published = -1
+        """Version that the trainer has published; -1 before the first."""
+        self._begun = -1
+        self._on_published = ChangeSignal()
         self.pending = SamplesInFlight()
         """Samples that the trainer has been given and has not done yet."""
         self.live_version = -1
@@ -66,6 +76,8 @@ class SimulatedActuator:
         self.on_finished = Listeners[[list[SimulatedRequest]]]()
         self.on_capacity = Listeners[[]]()
         """Told when slots begin or cease to take requests."""
+        self.on_wanted = Listeners[[]]()
+        """Told when a command begins to wait for the trainer's state."""
         self._loads = SimulatedLoads(scenario.cache_block)
         self._generates, self._scores = asyncio.Event(), asyncio.Event()
         self._doing: dict[Activity, Counter[int]] = {activity: Counter() for activity in DOING}
@@ -104,7 +116,12 @@ class SimulatedActuator:
 
     # -- what the controller has it do
 
+    @property
+    def wanted(self) -> bool:
+        return self.num_wanting > 0
+
     def begin(self, version: int) -> None:
+        self._begun = version
         if version:
             self.step_s.append(self.now_s - fsum(self.step_s))
 
@@ -147,6 +164,40 @@ class SimulatedActuator:
             self._look_for_generators()
         self.assign({slot: without(instance.role, self.roles[slot]) for slot in instance.slots})
         await self._switch(instance.slots, self.scenario.costs.release_s)
+
+    async def park(self) -> None:
+        while self.published < self._begun:
+            await self._on_published.wait()
+        async with self.boundary:
+            await self._switch(self.layout.slots, self.scenario.costs.park_s)
+            self.lent.set(True)
+
+    async def unpark(self) -> None:
+        if self.lent.begun.is_set():
+            await self._switch(self.layout.slots, self.scenario.costs.unpark_s)
+            self.lent.set(False)
+
+    @asynccontextmanager
+    async def with_state(self) -> AsyncGenerator[None]:
+        """Hold the trainer between two micro-steps, with its state on its devices. Waits for these where they are
+        lent."""
+        while True:
+            if self.lent.begun.is_set():
+                self.num_wanting += 1
+                self.on_wanted()
+                try:
+                    await self.lent.over.wait()
+                finally:
+                    self.num_wanting -= 1
+            async with self.boundary:
+                if not self.lent.begun.is_set():
+                    yield
+                    return
+
+    def now_published(self, version: int) -> None:
+        """The trainer has published this version."""
+        self.published = version
+        self._on_published.notify_all()
 
     async def admit(self, instance: Instance, after: Callable[[], Awaitable[None]] | None = None) -> None:
         if after is not None:
@@ -361,7 +412,9 @@ class SimulatedActuator:
                 for slot, roles in self.roles.items()
             ),
             batch=self._batch(),
-            trainer=TrainerState(self.layout, True, self.pause.begun.is_set(), work.seq_len, scenario.rules),
+            trainer=TrainerState(
+                self.layout, True, self.pause.begun.is_set(), work.seq_len, scenario.rules, self.wanted
+            ),
             speeds=scenario.speeds,
             costs=scenario.costs,
             home=scenario.placement,

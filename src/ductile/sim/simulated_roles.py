@@ -95,8 +95,9 @@ class SimTrainer:
         actuator.on_given(SamplesInFlight(len(left), sum(left)))
         while left:
             await actuator.pause.over.wait()
+            await actuator.lent.over.wait()  # a policy that lends the devices knows that training waits
             async with actuator.boundary:
-                if actuator.pause.begun.is_set():
+                if actuator.pause.begun.is_set() or actuator.lent.begun.is_set():
                     continue
                 slots = actuator.layout.slots
                 pipeline, shape = PipelineShape.of(actuator.layout), actuator.layout.dims.rank_shape
@@ -111,7 +112,7 @@ class SimTrainer:
         actuator = self._actuator
         if loss_denominator == 0:
             return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=0)
-        async with actuator.boundary:
+        async with actuator.with_state():
             await actuator.busy("train", actuator.layout.slots, actuator.scenario.speeds.optim_s)
         actuator.on_updated()
         self._controller.notify()
@@ -119,8 +120,9 @@ class SimTrainer:
 
     async def publish(self, version: int) -> Manifest:
         actuator = self._actuator
-        async with actuator.boundary:
+        async with actuator.with_state():
             await actuator.busy("publish", actuator.layout.slots, actuator.scenario.speeds.publish_s)
+        actuator.now_published(version)
         return Manifest(version, "shared_memory", "nowhere", 0, 0, ())
 
     async def withdraw(self, version: int) -> None:

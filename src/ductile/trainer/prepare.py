@@ -33,10 +33,11 @@ from ductile.fabric.groups import Groups, names_of
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
 from ductile.kernels.device import is_out_of_memory
-from ductile.messages.workers import Failed, PreparationEnded, SlotPhase
+from ductile.messages.workers import Failed, PreparationEnded, SlotPhase, StateMoved
 from ductile.observe import timed
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import OutOfMemory, Refused, RoleAssignment
+from ductile.trainer.parking import ParkedTrainer, ParkingFailed, park
 from ductile.trainer.state import StatePlans, device_of, named_state, parts_of
 from ductile.trainer.trainer import Trainer
 
@@ -59,14 +60,36 @@ class TrainerPart:
     """The slot's part of the trainer; None before it is built, and once it has failed."""
     state: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The trainer's parameters and moments, flat, by name. They stay where they are as long as it lives, and are looked
-    up once: in the middle of a micro-step the model has FSDP2's gathered parameters instead."""
+    up once: in the middle of a micro-step the model has FSDP2's gathered parameters instead. While the trainer is
+    parked there is nothing in them."""
+    parked: ParkedTrainer | None = None
+    """The trainer in host memory; None while it is on its device."""
 
     def attach(self, trainer: Trainer) -> None:
-        self.trainer, self.state = trainer, parts_of(named_state(trainer))
+        self.trainer, self.state, self.parked = trainer, parts_of(named_state(trainer)), None
 
     def drop(self) -> None:
         """Free the slot's part of the trainer; the groups stay."""
-        self.trainer, self.state = None, {}
+        self.trainer, self.state, self.parked = None, {}, None
+
+    def park(self) -> StateMoved:
+        """Move the trainer to host memory, unless it is there. Raises ParkingFailed, and it is where it was."""
+        if self.trainer is None:
+            raise ParkingFailed("this slot lost its part of the trainer's state in an earlier failure")
+        if self.parked is None:
+            self.parked = park(self.trainer)
+        return StateMoved(self.parked.num_bytes, self.parked.device_bytes, self.parked.seconds)
+
+    def unpark(self) -> StateMoved:
+        """Bring the trainer back to its device, if it is parked. Raises ParkingFailed where something has come to its
+        device meanwhile, and what torch raises where the device has no room; it may be called again."""
+        if self.parked is None:
+            return StateMoved(0, 0, 0.0)
+        if self.parked.is_whole and (left := self.parked.device_bytes):
+            raise ParkingFailed(f"{left} bytes of the parked trainer have come to its device")
+        moved = StateMoved(self.parked.num_bytes, 0, self.parked.restore())
+        self.parked = None
+        return moved
 
     def destroy(self) -> None:
         self.drop()  # before its groups: what refers to them would keep their sockets open

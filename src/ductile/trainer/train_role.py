@@ -24,6 +24,7 @@ from ductile.messages.workers import (
     Freeze,
     LoadState,
     OptimStep,
+    Park,
     Prepare,
     Publish,
     Published,
@@ -31,8 +32,10 @@ from ductile.messages.workers import (
     SaveState,
     Score,
     Scores,
+    StateMoved,
     Stepped,
     TransferState,
+    Unpark,
     Withdraw,
 )
 from ductile.parallel.distributed_checkpoint import StateError
@@ -49,12 +52,19 @@ from ductile.trainer.resize import Resize
 from ductile.trainer.state import StatePlans
 from ductile.trainer.trainer import LossFailed, Trainer, spec_of
 
+WITHOUT_STATE = (Park, Unpark, Prepare, Rollback, Finalize, Withdraw, FinishUpdate, LeaveOut)
+"""Commands that are carried out while the state is parked. For every other one it is taken back first."""
+
 
 class TrainRole:
     """Follows `ductile.roles.SlotRole`. Every command but `Withdraw` goes to all slots that train; they work in step.
 
     A weight update (`BeginUpdate`) sends this slot's part of the weights beside the commands that come after it. Those
     that would change the weights, or move them, wait for it first.
+
+    Where the slot lends its device to another role, its part is parked in host memory meanwhile
+    (`ductile.trainer.parking`). The orchestrator asks for nothing then that needs it; whoever does all the same gets it
+    back first, and the other role is to be gone by then.
 
     A resize (`ductile.trainer.resize`) changes which slots these are. A slot that joins, or has left, holds the role
     without a part of the state.
@@ -91,6 +101,8 @@ class TrainRole:
                 instance.attach(Trainer(self._config, context, assignment.device))
 
     def handle(self, command: Any) -> Any:
+        if not isinstance(command, WITHOUT_STATE):
+            self._unpark()
         match command:
             case ForwardBackward(micro_batches=micro_batches):
                 watch = DeviceStopwatch(self._assignment.device)
@@ -118,6 +130,11 @@ class TrainRole:
                 self._outgoing.finish(update_id, aborted)
             case LeaveOut(update_id=update_id, instance=instance, reason=reason):
                 self._outgoing.leave_out(update_id, instance, reason)
+            case Park():
+                self._outgoing.fence("parking")
+                return self._park()
+            case Unpark():
+                return self._unpark()
             case SaveState(path=path):
                 with self._keeping_state():
                     self._save(path)
@@ -172,6 +189,18 @@ class TrainRole:
         if instance is not None:
             instance.destroy()
 
+    def _park(self) -> StateMoved:
+        """A failure leaves the trainer where it was."""
+        with self._preparing:
+            if self._resize is not None and not self._resize.is_committed:
+                raise ValueError(f"change {self._resize.order.epoch} is under way: its slots need the state")
+            if self._instance is None:
+                raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
+            return self._instance.park()
+
+    def _unpark(self) -> StateMoved:
+        return StateMoved(0, 0, 0.0) if self._instance is None else self._instance.unpark()
+
     def _prepare(self, change: ResizeOrder) -> None:
         """The main thread may be in the middle of a micro-step meanwhile."""
         with self._preparing:
@@ -179,6 +208,8 @@ class TrainRole:
                 raise ValueError(f"change {change.epoch} was taken back before this slot had heard of it")
             if self._resize is not None and self._resize.is_committed:
                 self._finalize(self._resize)  # what came before the next resize is not taken back
+            if self._instance is not None and self._instance.parked is not None:
+                raise ValueError("the state is parked: it is to be taken back before a change begins")
             if self._resize is not None:
                 raise ValueError(f"change {self._resize.order.epoch} is neither finalized nor rolled back")
             self._resize = Resize(change, self._assignment, self._config, self._plans, self._instance)

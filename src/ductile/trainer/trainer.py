@@ -197,6 +197,11 @@ class Trainer:
         self.optimizer.zero_grad()
         self._sums = {}
 
+    def accumulated(self) -> Iterator[Tensor]:
+        """Yield what has been accumulated since the last step besides the parameters' gradients; not copies."""
+        yield from self._sums.values()
+        yield from self._reduction.pending()
+
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Floats]:
         """Log-probs of a few samples, one column each, as long as its tokens; 0 where the mask is false. The same on

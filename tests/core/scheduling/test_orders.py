@@ -122,3 +122,43 @@ def test_a_full_generator_gets_no_more_while_another_has_room():
 def test_leaving_without_a_receiver_is_an_error():
     with pytest.raises(ValueError, match="there is no generator for 1 rollout of generator-2, "):
         change(scene(running={2: [5]}), dict.fromkeys((2, 3, 4, 5), TRAIN))
+
+
+BOTH = ("train", "generate")
+LEND_0 = RoleChange(0, TRAIN, BOTH)
+RETURN_0, RETURN_1 = RoleChange(0, BOTH, TRAIN), RoleChange(1, BOTH, TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("lent", "batch", "orders", "waits", "wrong"),
+    [
+        (False, {"to_start": 8}, [LEND_0], True, ""),
+        (False, {"to_start": 8}, [LEND_0], False, "slot 0 would lend the trainer's devices while training goes on"),
+        (False, {"ready": 64}, [LEND_0], True, "training waits for no rollout"),
+        (
+            False,
+            {"to_start": 8},
+            [LEND_0, RoleChange(2, GENERATE, TRAIN)],
+            True,
+            "cannot be resized while slot 0 would",
+        ),
+        (True, {"ready": 64}, [], True, ""),
+        (True, {"to_start": 8}, [], False, "slots 0-1 would lend the trainer's devices while training goes on"),
+        (True, {"to_start": 8}, [RETURN_0, RETURN_1], False, ""),
+        (True, {"to_start": 8}, [RETURN_0], False, "slot 1 would lend the trainer's devices while training goes on"),
+        (
+            True,
+            {"to_start": 8},
+            [RoleChange(0, BOTH, GENERATE), RETURN_1],
+            False,
+            "slot 0 cannot leave the trainer and",
+        ),
+    ],
+)
+def test_a_device_that_is_lent_has_nothing_of_the_trainer(lent, batch, orders, waits, wrong):
+    limits = Limits(max_num_seqs=8, may_share=False, offloads=True)
+    state = scene(roles={0: BOTH, 1: BOTH} if lent else {}, limits=limits, held=lent, **batch)
+    assert state.lending == ((0, 1) if lent else ())
+    found = violations(state, Decision(tuple(orders), hold_training=waits))
+    assert bool(found) == bool(wrong)
+    assert wrong in " ".join(found)

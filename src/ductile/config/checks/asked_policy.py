@@ -74,6 +74,11 @@ def scheduling_findings(cluster: ClusterConfig) -> Iterator[Finding]:
                 f"leave {key} out"
             )
             yield Finding((f"cluster.{key}", "cluster.policy"), what)
+    if cluster.enable_offload and not cluster.auto_scheduler:
+        what = (
+            "lends devices while slots change roles, which none does: write auto_scheduler = true too, or leave it out"
+        )
+        yield Finding(("cluster.enable_offload", "cluster.auto_scheduler"), what)
     if known and name != "static" and not cluster.auto_scheduler:
         what = 'moves slots, and auto_scheduler is false: write auto_scheduler = true too, or policy = "static"'
         yield Finding(("cluster.policy", "cluster.auto_scheduler"), what)

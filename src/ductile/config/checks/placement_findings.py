@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.checks.scorer_findings import scorer_findings
 from ductile.config.checks.trainer_layout import layout_findings
 from ductile.config.finding import Finding
@@ -59,6 +60,7 @@ def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Itera
             about = ("inference.parallel.dp", "inference.parallel.tp", *keys, "deployment.num_infer_gpus")
             yield Finding(about, what + " Or leave it out")
         yield from _shared_memory(config, placement)
+        yield from _shared_devices(config, placement)
         yield from scorer_findings(config, placement)
     yield from _trainer_layout(config, len(placement.train))
 
@@ -71,6 +73,23 @@ def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:
     if share is not None and share * most_on_one > 1:
         what = f"must be at most {int(1000 / most_on_one) / 1000}: {most_on_one} generators share a GPU"
         yield Finding(("inference.gpu_memory_utilization", "cluster.slots_per_device"), what)
+
+
+def _shared_devices(config: RLConfig, placement: Placement) -> Iterator[Finding]:
+    """Roles share slots only where there is memory for both, and devices are lent only where no server gets weights."""
+    cluster = config.cluster
+    if cluster.share_devices is False and placement.shares:
+        what = (
+            "says that a device has no memory for two roles, and the placement has actor and rollout share slots: "
+            "write true, or give the roles slots of their own"
+        )
+        yield Finding(("cluster.share_devices", "cluster.component_placement"), what)
+    if cluster.enable_offload and (asked_servers(config).urls or config.inference.registry is not None):
+        what = (
+            "parks the trainer's state while slots generate in its place, and servers get weights from the trainer at "
+            "any time: leave it out, or have slots alone generate"
+        )
+        yield Finding(("cluster.enable_offload", "orchestrator.client.base_url", "inference.registry"), what)
 
 
 def _trainer_layout(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:

@@ -21,6 +21,13 @@ class ClusterConfig(Section):
     use_wait_before_last_iter_policy: bool | None = None
     """The last optimizer step of a batch may wait for generation and scoring, to be taken on all slots: `model` does so
     where it pays (false forbids it), `rules` always do (only if true)."""
+    share_devices: bool | None = None
+    """Whether a device has memory for the trainer's state and a generator at once. Absent: a slot on a CPU has; a GPU
+    where `component_placement` has `actor` and `rollout` share slots."""
+    enable_offload: bool | None = None
+    """Whether train slots may lend devices that have no memory for two roles to generators, with the trainer's state in
+    host memory meanwhile; with `auto_scheduler`. Absent: they may. False: a slot that is to generate leaves the trainer
+    for that, which is resized."""
     policy: ImportPath | None = None
     """Who decides: "model" (the default with `auto_scheduler`: moves what pays, as measured), "rules" (rules of
     thumb), "static" (no slot changes roles), "in_turns" (all generate, then all train: for `actor,rollout: all`), or

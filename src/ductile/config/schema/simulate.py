@@ -24,6 +24,9 @@ class SimulatedCluster(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """What the slots are. On a CPU each has memory for the trainer's state and a generator; a GPU ("cuda") where the
     placement has `actor` and `rollout` share slots, as in a run."""
+    enable_offload: bool = True
+    """Train slots without memory for two roles may lend their devices to generators, as in a run; the trainer's state
+    is in host memory meanwhile."""
     coalesce_s: float = Field(default=0.5, ge=0)
     """Seconds from one decision to the next at the least; events in between are looked at together."""
 
@@ -87,6 +90,10 @@ class SimulatedCosts(Section):
     resize_s: float = Field(default=0.5, ge=0)
     assign_s: float = Field(default=0.5, ge=0)
     release_s: float = Field(default=0.1, ge=0)
+    park_s: float = Field(default=0.1, ge=0)
+    """Seconds in which the trainer's state leaves devices that are lent."""
+    unpark_s: float = Field(default=0.1, ge=0)
+    """Seconds in which it comes back."""
     migration_s: float = Field(default=0.01, ge=0)
     """Seconds that rollouts wait while they migrate, however many migrate at once."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0)

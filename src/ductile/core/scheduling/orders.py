@@ -130,11 +130,13 @@ def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
 def violations(state: ClusterState, decision: Decision) -> list[str]:
     """What is wrong with the decision, a sentence for each defect; none when it may be carried out."""
     if not decision.orders:
-        return []  # all stays as it is: what is wrong with that is not the decision's
+        # All stays as it is: what else is wrong with that is not the decision's.
+        return [*_wrong_lending(state, decision, roles_after(state, decision))]
     after, instances = roles_after(state, decision), instances_after(state, decision)
     found = [*_wrong_moves(state, decision), *_split_instances(state, decision, after)]
     found += _wrong_migrations(state, decision, instances)
     return found or [
+        *_wrong_lending(state, decision, after),
         *_broken_floors(state, after, instances),
         *_wrong_layout(state, decision),
     ]
@@ -182,9 +184,34 @@ def _wrong_moves(state: ClusterState, decision: Decision) -> Iterator[str]:
         elif len(set(move.after)) < len(move.after):
             yield f"slot {move.slot} is given a role twice: {spelled(move.after)}"
         elif {"train", "generate"} <= {*move.after} and not (
-            state.limits.may_share or {"train", "generate"} <= {*move.before}
+            state.limits.may_share or state.limits.offloads or {"train", "generate"} <= {*move.before}
         ):
             yield f"slot {move.slot} has no memory for a generator beside the trainer's state"
+
+
+def lending_after(state: ClusterState, after: Mapping[int, tuple[Role, ...]]) -> tuple[int, ...]:
+    """The slots that lend their devices where slots have these roles (`ClusterState.lending`)."""
+    if not state.limits.offloads:
+        return ()
+    return tuple(sorted(slot for slot, roles in after.items() if {"train", "generate"} <= {*roles}))
+
+
+def _wrong_lending(state: ClusterState, decision: Decision, after: Mapping[int, tuple[Role, ...]]) -> Iterator[str]:
+    """A device that is lent has none of the trainer on it: nothing is trained until all are given back, and nothing of
+    it moves. A generator cannot stay where the trainer's state has to come back to, be it to leave the slot at once."""
+    if not state.limits.offloads:
+        return
+    lending, before = lending_after(state, after), {*state.lending}
+    if leaving := [slot for slot in sorted(before) if "generate" in after[slot] and "train" not in after[slot]]:
+        yield f"{slots_of(leaving)} cannot leave the trainer and go on generating: it is to get its state back first"
+    if not lending:
+        return
+    if not decision.hold_training:
+        yield f"{slots_of(lending)} would lend the trainer's devices while training goes on"
+    if not before.issuperset(lending) and not state.batch.missing:
+        yield f"{slots_of(lending)} would lend the trainer's devices, and training waits for no rollout"
+    if {slot for slot, roles in after.items() if "train" in roles} != {*state.trainer.layout.slots}:
+        yield f"the trainer cannot be resized while {slots_of(lending)} would lend its devices"
 
 
 def _split_instances(state: ClusterState, decision: Decision, after: Mapping[int, tuple[Role, ...]]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.fleet.trainer.kept_versions import KeptVersions
 from ductile.fleet.trainer.micro_steps import AHEAD_S, IN_FLIGHT, MicroStep, MicroStepDone, PendingSamples, in_steps
 from ductile.fleet.trainer.sending import Sending
+from ductile.fleet.trainer.state_parking import StateParking
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun
 from ductile.messages.updates import Offer, SendReport, WeightCarrier, WeightUpdate
 from ductile.messages.workers import (
@@ -41,14 +42,15 @@ from ductile.messages.workers import (
     SaveState,
     Score,
     Scores,
+    StateMoved,
     Stepped,
     Withdraw,
 )
 from ductile.records import AS_IN_SOURCE, ChatFormat, Manifest, Sample, StepReport
-from ductile.roles import Failure, Late, Refused, StateKept, TrainerLost
+from ductile.roles import Failure, Late, Refused, SlotLost, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import R, ask_each
-from ductile.transport.mailbox import Mailbox
+from ductile.transport.mailbox import Died, Mailbox, SlotEvent
 
 VersionReceivers = Literal["slots", "servers", "both"]
 """Receivers of each version: slots of the run, for which the ranks make a snapshot that is read while training goes on,
@@ -90,6 +92,10 @@ class RemoteTrainer:
         """Changes and commands that wait for the next boundary."""
         self._num_expecting = 0
         """Changes under way whose messages should not wait for long (`expecting_change`)."""
+        self.parking = StateParking(lambda command: self._all(command, StateMoved), float(deadlines.patience_s))
+        """Place of the state: all that needs it waits while it is parked."""
+        self._kept_parked: int | None = None
+        """Version that is kept published because the state is parked."""
         self.pause = Pause()
         """No micro-step begins while the scheduling policy holds training; those in flight end."""
         self._given: list[PendingSamples] = []
@@ -99,6 +105,7 @@ class RemoteTrainer:
         self._kept = KeptVersions(mailbox)
         self._changed = ChangeSignal()
         self._end: TrainerLost | None = None
+        mailbox.subscribe(self._on_event)
 
     @property
     def is_held(self) -> bool:
@@ -147,6 +154,8 @@ class RemoteTrainer:
                 await asyncio.sleep(0)
                 async with self._turn:
                     self.check()
+                    if self.parking.is_parked:
+                        continue
                     if packed_for != self.layout:
                         packed_for, pipeline = self.layout, PipelineShape.of(self.layout)
                         packed = pack(left, self.num_ranks, seq_len, pipeline=pipeline)
@@ -218,9 +227,9 @@ class RemoteTrainer:
 
     async def score(self, samples: Sequence[Sample], version: int) -> Sequence[Floats] | None:
         """Return log-probs of a few samples under a published version, one column each, between two micro-steps. None
-        once the weights are another version, or where stages of a pipeline have them, which cannot score. Raises Late,
-        SlotLost or Refused."""
-        if self.version != version or self.layout.dims.pp > 1:
+        once the weights are another version, while they are parked, or where stages of a pipeline have them, which
+        cannot score. Raises Late, SlotLost or Refused."""
+        if self.version != version or self.layout.dims.pp > 1 or self.parking.is_parked:
             return None
         async with self.boundary():
             if self.version != version:
@@ -230,13 +239,14 @@ class RemoteTrainer:
 
     def can_offer(self, version: int) -> bool:
         """Return whether the weights still are this version, or it is still published."""
-        return version == self.version or self._kept.has(version)
+        return (version == self.version and not self.parking.is_parked) or self._kept.has(version)
 
     async def offer(self, version: int) -> Manifest:
         """Publish as `publish` does, for slots that join. Raises Refused when training has gone on from this
         version."""
         if manifest := self._kept.use(version):
             return manifest
+        self.parking.refuse()
         self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
         async with self.boundary():
             self._still(version)
@@ -244,15 +254,46 @@ class RemoteTrainer:
 
     async def publish_again(self, version: int) -> Manifest | None:
         """Publish the weights as they are now under the number of the live version, which no slot has any more. None
-        when a later version is on its way."""
+        when a later version is on its way. Raises Refused while they are parked."""
+        if not self._is_newest(version):
+            return None
+        self.parking.refuse()
         async with self.boundary():
-            if max(self._kept.newest, self.version or 0) > version:
+            if not self._is_newest(version):
                 return None
             self._weights_are(version)
             return await self._keep(version)
 
+    async def park(self, version: int, keeps_weights: bool) -> None:
+        """Have the ranks move the state to host memory, once `version` is published. What needs it waits from then on.
+        Raises the Failure of a rank that cannot; then all have it as before.
+
+        keeps_weights: keep the weights published meanwhile, for slots that join: nobody else has them.
+        """
+        while self._newest < version:
+            self.check()
+            await self._changed.wait()
+        async with self.boundary(moves_weights=True):
+            kept = self.version if keeps_weights else None
+            if kept is not None:
+                await self._keep(kept)
+            self._kept_parked = kept
+            await self.parking.park()
+
+    async def unpark(self) -> None:
+        """Have the ranks take it back to their devices, which nobody else uses any more. Nothing happens where it is
+        there. Raises a Failure: there is no trainer that could go on then."""
+        if self.parking.is_parked:
+            async with self._turn:
+                self.check()
+                await self.parking.unpark()
+            self._changed.notify_all()
+        if self._kept_parked is not None:
+            kept, self._kept_parked = self._kept_parked, None
+            await self.withdraw(kept)
+
     async def withdraw(self, version: int) -> None:
-        async with self.boundary():
+        async with self.boundary(needs_state=False):
             if not self._kept.end_use(version):
                 return
             # A slot that has left the trainer may be gone by now, and with it what it kept.
@@ -276,13 +317,16 @@ class RemoteTrainer:
             await self._all(ExportModel(path, dtype, self._chat_format), Done)
 
     @asynccontextmanager
-    async def boundary(self, moves_weights: bool = False) -> AsyncGenerator[None]:
+    async def boundary(self, moves_weights: bool = False, needs_state: bool = True) -> AsyncGenerator[None]:
         """Hold the trainer between two micro-steps, with none in flight: it gets no other command meanwhile. Raises
         TrainerLost where there is no trainer any more.
 
         moves_weights: no rank sends its weights then, either; training goes on until they have been sent.
+        needs_state: the state is on the devices. Raises Late where these are lent and do not come back.
         """
         while True:
+            if needs_state:
+                await self.parking.until_back(self._check_alive)
             if moves_weights and self._sending is not None:
                 await self._sending.end_of_reading()
             self._num_waiting += 1
@@ -290,7 +334,8 @@ class RemoteTrainer:
                 await self._turn.acquire()
             finally:
                 self._num_waiting -= 1
-            if not (moves_weights and self._sending is not None and self._sending.is_under_way):
+            is_sending = moves_weights and self._sending is not None and self._sending.is_under_way
+            if not is_sending and not (needs_state and self.parking.is_parked):
                 break
             self._turn.release()
         try:
@@ -325,6 +370,7 @@ class RemoteTrainer:
         self._end = error
         if self._sending is not None:
             self._sending.end(error)
+        self.parking.look_again()
         self._changed.notify_all()
 
     @property
@@ -341,8 +387,24 @@ class RemoteTrainer:
         with suppress(TimeoutError):
             await self._changed.wait_for(lambda: slot not in self.publishers, deadline_s)
 
+    def _check_alive(self) -> None:
+        """Raises TrainerLost where there is no trainer any more, and SlotLost where a slot of it is lost."""
+        self.check()
+        for slot in self.layout.slots:
+            if slot in self._mailbox.lost:
+                raise SlotLost(self._mailbox.lost[slot], slot)
+
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
+        if isinstance(event, Died):
+            self.parking.look_again()
+
     def _weights_are(self, version: int) -> None:
         self.version, self._newest = version, max(version, self._newest)
+        self._changed.notify_all()  # the slots may be about to lend their devices
+
+    def _is_newest(self, version: int) -> bool:
+        """Return whether no later version is published, or about to be."""
+        return version >= max(self._kept.newest, self.version or 0)
 
     def _still(self, version: int) -> None:
         if self.version != version:
@@ -365,8 +427,11 @@ class RemoteTrainer:
             await self._changed.wait_for(may_change, self._deadlines.patience_s)
 
     async def _until_not_held(self, given: PendingSamples) -> None:
+        def may_go_on() -> bool:
+            return not (self.is_held or self.parking.is_parked) or self._end is not None
+
         try:
-            await self._changed.wait_for(lambda: not self.is_held or self._end is not None, self._deadlines.patience_s)
+            await self._changed.wait_for(may_go_on, self._deadlines.patience_s)
         except TimeoutError:
             raise Late(
                 f"the scheduling policy held training back for {said(self._deadlines.patience_s)}, with "

@@ -6,9 +6,11 @@ from functools import partial
 from ductile.cluster.cluster import Cluster
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import policy_arguments, policy_name, policy_of
+from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.inference import shared_block_tokens
 from ductile.config.schema.run import RLConfig
+from ductile.core.instances.placement import slots_of
 from ductile.core.layout.choice.layout_rules import LayoutRules
 from ductile.core.scheduling.costs.cost_model import CostModel
 from ductile.core.scheduling.facts.cluster_state import Limits
@@ -23,9 +25,12 @@ from ductile.elastic.recovery import Recovery
 from ductile.elastic.situation import situation_of
 from ductile.elastic.step_accounting import StepAccounting
 from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.error_text import capitalised
 from ductile.events.decisions import DecisionJournal
 from ductile.events.rollouts import RequestRestarted
+from ductile.events.scheduling import StateParked
 from ductile.fleet.run_roles import RunRoles
+from ductile.fleet.trainer.state_parking import StateTravel
 from ductile.observe import Recorder
 from ductile.orchestrator.commands.compose import Prepared
 from ductile.orchestrator.loop.buffer import Buffer
@@ -66,6 +71,7 @@ class Scheduling:
         )
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:
+            fleet.trainer.parking.on_moved.add(self._on_state_moved)
             actuator = LiveActuator(
                 setting,
                 self._cluster,
@@ -83,6 +89,22 @@ class Scheduling:
             for each in (actuator, measuring, buffer, self._recovery):
                 each.on_change.add(self._controller.notify)
         return self._controller
+
+    def _on_state_moved(self, travel: StateTravel) -> None:
+        slots, size = capitalised(slots_of(travel.slots)), f"{travel.num_bytes / 2**20:.1f} MiB"
+        back = travel.what == "unpark"
+        said = f"{slots} have their devices back: {size} of the trainer came from host memory"
+        if not back:
+            said = f"{slots} lend their devices: {size} of the trainer are in host memory"
+        event = StateParked(
+            travel.slots,
+            back,
+            travel.num_bytes,
+            travel.device_bytes,
+            round(travel.seconds, 4),
+            sentence=f"{said}, after {travel.seconds:.2f} s.",
+        )
+        self._record.event(event)
 
     def spent(self) -> dict[str, object]:
         """Shares of all slots' time, for the summary."""
@@ -130,6 +152,13 @@ class Scheduling:
         return self._controller.num_changes if self._controller else 0
 
 
+def offloads(config: RLConfig) -> bool:
+    """Whether train slots may lend their devices. Servers get each version from the trainer's ranks at any time, and so
+    a run with servers does not lend."""
+    has_servers = bool(asked_servers(config).urls) or config.inference.registry is not None
+    return config.cluster.enable_offload is not False and not has_servers
+
+
 def limits_of(config: RLConfig) -> Limits:
     """The limits that follow from the config alone."""
     return Limits(max_num_seqs=config.inference.max_num_seqs, slots_per_scorer=config.scorer.tp)
@@ -139,7 +168,9 @@ def setting_of(config: RLConfig, prepared: Prepared, fleet: RunRoles, rules: Lay
     orchestrator, home = config.orchestrator, placement_of(config)
     return Setting(
         home=home,
-        limits=limits_of(config).at(home, on_gpu=on_gpu),
+        limits=limits_of(config).at(
+            home, on_gpu=on_gpu, share_devices=config.cluster.share_devices, offloads=offloads(config)
+        ),
         policy=policy_name(config.cluster),
         num_steps=prepared.schedule.max_steps,
         groups_per_step=prepared.schedule.groups_per_step,
@@ -154,6 +185,8 @@ def setting_of(config: RLConfig, prepared: Prepared, fleet: RunRoles, rules: Lay
         use_pre_process_policy=config.cluster.use_pre_process_policy,
         use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,
         on_gpu=on_gpu,
+        share_devices=config.cluster.share_devices,
+        offloads=offloads(config),
         instances=fleet.instances,
         layout=fleet.trainer.layout,
         rules=rules,

@@ -212,3 +212,65 @@ def test_that_all_generate_is_not_ordered_where_it_would_be_undone_at_once():
         max_tokens=1000,
     )
     assert Model().decide(state).orders == ()
+
+
+LENDS = Limits(max_num_seqs=16, may_share=False, offloads=True)
+"""A slot has no memory for two roles, and the trainer's may lend their devices."""
+LENT = {"roles": {0: BOTH, 1: BOTH}, "held": True, "limits": LENDS}
+CHEAP = replace(COSTS, park_s=0.05, unpark_s=0.05)
+
+
+@pytest.mark.parametrize(("park_s", "lends"), [(0.05, True), (60.0, False)])
+def test_the_trainer_lends_its_devices_where_that_pays(park_s, lends):
+    costs = replace(COSTS, park_s=park_s, unpark_s=park_s)
+    decision = decide(scene(to_start=64, group_size=2, limits=LENDS, costs=costs))
+    assert [move.slot for move in decision.moves if move.after == BOTH] == ([0, 1] if lends else [])
+    assert decision.hold_training == lends
+
+
+def test_a_first_step_begins_on_lent_devices_too():
+    state = replace(scene(to_start=64, group_size=2, limits=LENDS), knows_generation=False)
+    assert [move.after for move in decide(state).moves] == [BOTH, BOTH]
+
+
+@pytest.mark.parametrize(
+    ("changed", "goes_back"),
+    [
+        ({"to_start": 64, "group_size": 2}, False),
+        ({}, False),
+        ({"ready": 64, "ready_tokens": 9000}, True),
+        ({"ready": 64, "ready_tokens": 9000, "running": {0: [10], 3: [20]}, "steps_ahead": 1}, True),
+        ({"running": {3: [100] * 8}, "ready": 48, "ready_tokens": 9000}, True),
+    ],
+    ids=[
+        "the step has just begun",
+        "its rollouts are not asked for yet",
+        "the whole batch is there",
+        "and others of the next step are under way",
+        "what is left is elsewhere",
+    ],
+)
+def test_devices_go_back_when_there_is_something_to_train_and_not_before(changed, goes_back):
+    decision = decide(scene(**LENT, costs=CHEAP, **changed))
+    assert ({(move.slot, move.after) for move in decision.moves} >= {(0, ("train",)), (1, ("train",))}) == goes_back
+    assert decision.hold_training or goes_back
+
+
+def test_devices_go_back_for_a_command_that_waits_for_the_trainer():
+    state = scene(**LENT, costs=CHEAP, to_start=64, group_size=2)
+    wanted = replace(state, trainer=replace(state.trainer, wanted=True))
+    decision = decide(wanted)
+    assert {(move.slot, move.after) for move in decision.moves} >= {(0, ("train",)), (1, ("train",))}
+
+
+def test_lent_devices_are_kept_where_their_rollouts_have_nowhere_to_go():
+    """All slots train, and all have lent their devices; the next step's rollouts are under way on them."""
+    lent = {"roles": dict.fromkeys(range(6), BOTH), "held": True, "limits": LENDS}
+    state = scene(**lent, running={0: [10], 1: [20]}, ready=64, ready_tokens=9000, steps_ahead=1)
+    decision = decide(state)
+    assert (decision.moves, decision.hold_training) == ((), True)
+
+
+def test_without_the_permission_no_device_is_lent():
+    decision = Model(pre_process=False).decide(scene(to_start=64, group_size=2, limits=LENDS, costs=CHEAP))
+    assert not [move for move in decision.moves if move.after == BOTH]

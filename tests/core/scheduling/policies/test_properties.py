@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ductile.core.instances.instances import Instance, InstanceId, instance_on, slot_groups
@@ -37,16 +37,18 @@ def states(draw, at_boundary=None):
         for name, first, last in zip(["actor", "rollout", "inference"], bounds, bounds[1:], strict=False)
         if last > first
     }
+    room = draw(st.sampled_from(["both", "one", "lends"]))
     limits = Limits(
         min_train=draw(st.integers(1, num_train)),
         min_generate=1,
         min_score=draw(st.integers(0, num_scorers)),
         max_num_seqs=draw(st.integers(1, 16)),
-        may_share=draw(st.booleans()),
+        may_share=room == "both",
+        offloads=room == "lends",
         slots_per_generator=size,
         slots_per_scorer=scorer_size,
     )
-    shapes = [("train",), ("generate",), ("generate",)] + ([("train", "generate")] if limits.may_share else [])
+    shapes = [("train",), ("generate",), ("generate",)] + ([("train", "generate")] if room != "one" else [])
     groups = slot_groups(range(num_train, bounds[2]), range(bounds[2]), size)
     roles = dict.fromkeys(range(bounds[2]), ("train",))
     for group in groups:
@@ -61,6 +63,7 @@ def states(draw, at_boundary=None):
     generators += [server.id for server in servers]
     to_generate = bool(generators) and draw(st.booleans())
     running = {name: draw(st.lists(st.integers(0, 999), max_size=8)) for name in generators} if to_generate else {}
+    lending = room == "lends" and any({"train", "generate"} <= {*held} for held in roles.values())
     num_rollouts = 64
     ready = draw(st.integers(0, num_rollouts))
     trained = draw(st.integers(0, num_rollouts - 1))
@@ -69,8 +72,8 @@ def states(draw, at_boundary=None):
         roles=roles,
         running=running,
         not_ready=draw(st.sets(st.integers(0, bounds[-1] - 1), max_size=2)),
-        at_boundary=draw(st.booleans()) if at_boundary is None else at_boundary,
-        held=draw(st.booleans()),
+        at_boundary=draw(st.booleans()) if at_boundary is None and not lending else True,
+        held=draw(st.booleans()) or lending,
         limits=limits,
         servers=servers,
         lengths=Lengths(tuple(draw(st.lists(st.integers(1, 999), max_size=30))), (), 100.0),
@@ -86,7 +89,14 @@ def states(draw, at_boundary=None):
     tp = draw(st.sampled_from([1, 1, 2, 3]))
     slots = state.trainer.layout.slots
     layout = ParallelLayout.of(slots, tp=tp if len(slots) % tp == 0 else 1)
-    return replace(state, trainer=replace(state.trainer, layout=layout, rules=LayoutRules(asked=AskedLayout(tp=tp))))
+    wanted = lending and draw(st.booleans())
+    rules = LayoutRules(asked=AskedLayout(tp=tp))
+    return replace(state, trainer=replace(state.trainer, layout=layout, rules=rules, wanted=wanted))
+
+
+def may_be_asked(policy, state):
+    """Policies that lend no device are not asked while one is lent."""
+    return not (state.lending and isinstance(policy, Static | InTurns))
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -94,6 +104,7 @@ def states(draw, at_boundary=None):
 @given(state=states())
 def test_every_decision_can_be_carried_out(policy, state):
     """Devices conserved, floors respected, no rollout left behind, nobody moved who is not ready."""
+    assume(may_be_asked(policy, state))
     decision = policy.decide(state)
     assert violations(state, decision) == []
     assert {*roles_after(state, decision)} == {slot.slot for slot in state.slots}
@@ -147,6 +158,7 @@ def carried_out(state, decision):
 @given(state=states(at_boundary=True))
 def test_under_constant_load_it_comes_to_rest(policy, later_s, state):
     """Asked again and again while nothing but its own orders changes anything, it stops giving orders."""
+    assume(may_be_asked(policy, state))
     seen = []
     for _ in range(12):
         decision = policy.decide(state)

@@ -167,6 +167,11 @@ class SwitchCosts:
     slot waits for it."""
     release_s: float = 0.0
     """Seconds until a slot that stops generating or scoring has freed its cache and weights."""
+    park_s: float = 0.0
+    """Seconds in which the trainer's state leaves the devices of its slots for host memory, so that they can be lent;
+    all slots at once."""
+    unpark_s: float = 0.0
+    """Seconds until it is back."""
     migration_s: float = 0.0
     """Seconds in which rollouts change generators, however many at once: messages and bookkeeping. Rollouts that
     migrate wait for it, others do not. Neither prefill nor caches are in it."""

@@ -9,7 +9,8 @@ only one resize, its first.
     prefill         as fast as 32 decoding sequences
     training        a third of the prefill speed: forward and backward are three times the work of forward alone
     a resize        as long as the weights took to be published, for each of parameters, two moments and the gradient;
-                    0.5 s before any were. Preparing it takes as long again
+                    0.5 s before any were. Preparing it takes as long again, and so do parking the state and taking
+                    it back
     an assignment   as long as the weights took to be published and received; 1 s before any were
     release, optimizer step, publish, receive     0.05 s, nothing
     a migration     50 ms, and a cache that can travel does so at 1 GB/s
@@ -26,7 +27,9 @@ from ductile.core.layout.geometry.parallel_layout import ONE_SLOT_RANK, RankShap
 from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed, assumed_rank_speed
 from ductile.core.scheduling.costs.fits import by_slots, line, migration_cost, trim_outliers
 
-FixedCost = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "assign", "release"]
+FixedCost = Literal[
+    "optim", "publish", "receive", "resize", "warm_up", "prepare", "assign", "release", "park", "unpark"
+]
 """Kind of cost that is about the same each time. `warm_up` is what the first micro-step after a resize takes longer
 than others."""
 
@@ -38,8 +41,9 @@ TRAIN_WORK = 3.0
 PRIORS: dict[FixedCost, float] = {
     "optim": 0.0, "publish": 0.0, "receive": 0.0,
     "resize": 0.5, "warm_up": 0.0, "prepare": 0.5, "assign": 1.0, "release": 0.05,
+    "park": 0.5, "unpark": 0.5,
 }  # fmt: skip
-RARE: frozenset[FixedCost] = frozenset({"resize", "prepare", "assign"})
+RARE: frozenset[FixedCost] = frozenset({"resize", "prepare", "assign", "park", "unpark"})
 STATE = 4
 """A resize moves so many times the bytes of a published version: parameters, two moments and the gradient."""
 WINDOW = 64
@@ -124,6 +128,8 @@ class CostModel:
             prepare_s=self._usual("prepare"),
             assign_s=self._usual("assign"),
             release_s=self._usual("release"),
+            park_s=self._usual("park"),
+            unpark_s=self._usual("unpark"),
             migration_s=migration_s,
             cache_bytes_per_token=self._cache_bytes_per_token,
             cache_bytes_per_s=1 / per_byte_s if self._cache_bytes_per_token else 0.0,
@@ -171,7 +177,7 @@ class CostModel:
 
     def _prior(self, what: FixedCost) -> float:
         if "publish" in self._fixed_costs:
-            if what in ("resize", "prepare"):
+            if what in ("resize", "prepare", "park", "unpark"):
                 return STATE * self._usual("publish")
             if what == "assign":
                 return self._usual("publish") + self._usual("receive")

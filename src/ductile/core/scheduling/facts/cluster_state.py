@@ -132,6 +132,8 @@ class TrainerState:
     """Most tokens of one micro-batch, which is a data-parallel rank's."""
     rules: LayoutRules = NO_RULES
     """Which layout the trainer has on any number of slots."""
+    wanted: bool = False
+    """Whether a command waits for the trainer's state, which is parked: a checkpoint, or an optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,26 +150,33 @@ class Limits:
     """Most sequences that one generator decodes at once."""
     may_share: bool = True
     """Whether a train slot may hold a generator besides: there is memory for both."""
+    offloads: bool = False
+    """Whether a train slot without memory for both may lend its device to a generator: the state of the whole trainer
+    is parked in host memory meanwhile, and training waits."""
     slots_per_generator: int = 1
     """Slots that one generator takes."""
     slots_per_scorer: int = 1
 
-    def at(self, placement: Placement, *, on_gpu: bool) -> "Limits":
-        """The same with what depends on the placement that a run begins with."""
-        return replace(self, min_score=1 if placement.score else 0, may_share=may_share(placement, on_gpu=on_gpu))
+    def at(
+        self, placement: Placement, *, on_gpu: bool, share_devices: bool | None = None, offloads: bool = False
+    ) -> "Limits":
+        """The same with what depends on the placement that a run begins with. share_devices: as of `may_share`.
+        offloads: train slots may lend their devices where there is no memory for two roles."""
+        shares = may_share(placement, on_gpu=on_gpu, share_devices=share_devices)
+        return replace(self, min_score=1 if placement.score else 0, may_share=shares, offloads=offloads and not shares)
 
     def slots_per(self, role: Serving) -> int:
         """Slots that one instance of the role takes."""
         return self.slots_per_generator if role == "generate" else self.slots_per_scorer
 
 
-def may_share(placement: Placement, *, on_gpu: bool) -> bool:
+def may_share(placement: Placement, *, on_gpu: bool, share_devices: bool | None = None) -> bool:
     """Whether a train slot has memory for a generator besides, in a run with this placement.
 
-    A slot on a CPU has. A GPU has where the configuration has the two roles share slots: elsewhere the configuration
-    does not say that both fit, and nothing is offloaded.
+    share_devices: what the configuration says of it (`cluster.share_devices`). None: a slot on a CPU has; a GPU has
+    where the placement has the two roles share slots, as nothing else says that both fit.
     """
-    return not on_gpu or placement.shares
+    return share_devices if share_devices is not None else not on_gpu or placement.shares
 
 
 def groups_of(role: Serving, home: Placement, slots: Iterable[int], limits: Limits) -> tuple[tuple[int, ...], ...]:
@@ -251,6 +260,19 @@ class ClusterState:
 
     def roles(self, slot: int) -> tuple[Role, ...]:
         return next(known.roles for known in self.slots if known.slot == slot)
+
+    @property
+    def lending(self) -> tuple[int, ...]:
+        """The slots that lend their devices: those of the trainer that generate, where there is no memory for both."""
+        if not self.limits.offloads:
+            return ()
+        return tuple(slot.slot for slot in self.slots if {"train", "generate"} <= {*slot.roles})
+
+    @property
+    def return_s(self) -> float:
+        """Seconds from the decision until a trainer whose slots lend their devices has its state back: the generators
+        end first."""
+        return self.costs.release_s + self.costs.unpark_s if self.limits.offloads else 0.0
 
     @property
     def ready(self) -> frozenset[int]:

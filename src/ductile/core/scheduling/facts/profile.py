@@ -50,6 +50,10 @@ class Setting:
     """`cluster.use_wait_before_last_iter_policy` as configured; None when it was not."""
     on_gpu: bool = False
     """Whether the slots are GPUs: which roles may share one then follows from the placement (`state.may_share`)."""
+    share_devices: bool | None = None
+    """`cluster.share_devices` as configured; None when it was not."""
+    offloads: bool = False
+    """Whether train slots may lend their devices, with the trainer's state in host memory meanwhile."""
     instances: tuple[Instance, ...] = ()
     """Generators and scorers that the run begins with."""
     layout: ParallelLayout = ONE_SLOT

@@ -3,6 +3,9 @@
 Slots that train keep their generator beside the trainer's state where there is memory for both, so that the next step
 finds it there: from all generating to some of them training takes migrations alone, and back again nothing.
 
+Where there is not, and slots may lend their devices (`Limits.offloads`), the trainer's state is parked when all generate,
+and is back before any of them trains; the generators of its slots end then.
+
 The other slots train, as many of them as the trainer may have (`train_sizes`); the rest have nothing to do.
 
 A generator takes a whole group of slots (`ClusterState.groups`). Groups are ordered once a decision; every number of
@@ -66,7 +69,9 @@ class Arrangements:
         sharing = [group for group in groups if not self.trainers_now.isdisjoint(group) and self._generates(group)]
         # A micro-step would stop sequences of these slots: while there are such, the trainer is held, or they are
         # migrated.
-        self.shared = bool(sharing) and (state.batch.to_start > 0 or any(context[group] for group in sharing))
+        self.shared = bool(sharing) and (
+            state.limits.offloads or state.batch.to_start > 0 or any(context[group] for group in sharing)
+        )
         self._carried_s = context_transfer(1.0, state.speeds, state.costs).seconds
         self._resize_wait_s, self._patience_s = state.resize_wait_s, state.patience_s
         self._trainers: dict[int, frozenset[int]] = {}
@@ -78,6 +83,14 @@ class Arrangements:
     def most(self) -> int:
         """Most generators that the slots can hold."""
         return len(self._order)
+
+    @property
+    def most_apart(self) -> int:
+        """Most generators beside the trainer of now. A slot that lends its device cannot go on generating without the
+        trainer: where slots may lend, there are no more than these once it trains again."""
+        if not self._state.limits.offloads:
+            return self.most
+        return sum(self.trainers_now.isdisjoint(group) for group in self._order)
 
     @property
     def working(self) -> list[InstanceId]:
@@ -129,7 +142,8 @@ class Arrangements:
     def split_delays_s(self, count: int) -> tuple[float, float]:
         """What `split` costs now, in seconds: of the trainer, and of generation."""
         costs, generators = self._state.costs, self._order[:count]
-        resize_s = costs.resize_s if self.resizes(count) else 0.0
+        return_s = self._state.return_s if self._state.lending else 0.0
+        resize_s = return_s + (costs.resize_s if self.resizes(count) else 0.0)
         new = sum(not self._generates(group) for group in generators)
         # A slot that leaves the trainer waits for the resize before it generates.
         stopped = sum(not self.trainers_now.isdisjoint(group) for group in generators)
@@ -139,9 +153,11 @@ class Arrangements:
 
     def everybody_delays_s(self) -> tuple[float, float]:
         """What `all_generate` costs now, in seconds: of the trainer, and of generation."""
+        costs, state = self._state.costs, self._state
         new = sum(not self._generates(group) for group in self._order)
-        moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / self.most
-        return 0.0, self._joining_s(self._state.costs.assign_s, new, self.most) + self._migrating_s(moved, new)
+        moved = 0.0 if state.batch.to_start else self._context[-1] * new / self.most
+        join_s = costs.assign_s + (costs.park_s if state.limits.offloads and not state.lending else 0.0)
+        return 0.0, self._joining_s(join_s, new, self.most) + self._migrating_s(moved, new)
 
     def _generates(self, group: Collection[int]) -> bool:
         return not self.generators_now.isdisjoint(group)

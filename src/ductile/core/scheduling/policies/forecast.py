@@ -190,7 +190,9 @@ def _rest_s(
         return np.maximum(rest / _tokens_per_s(state, todo, rates, slots), whole)
 
     most = np.full_like(stay, float(num_slots))
-    return np.minimum(seconds(stay), seconds(most) + np.where(stay < most, way_s, 0.0))
+    # So does one that waits for its state, if its slots lend their devices.
+    return_s = np.where(trainers > 0, 0.0, state.return_s)
+    return return_s + np.minimum(seconds(stay), seconds(most) + np.where(stay < most, way_s, 0.0))
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,10 @@
 
 Before anything is measured, a run's first step begins on all slots: there is nothing to train yet.
 
+Where a slot has no memory for two roles, that all generate means that the trainer's slots lend their devices: what
+parking its state and taking it back costs is counted (`Arrangements`), nothing is trained meanwhile, and all are given
+back at once when training may not wait any more, or has nothing to wait for.
+
 Two permissions say whether training may wait for what train slots generate: `pre_process` until the batch's last part,
 `wait_before_last_iter` in it.
 
@@ -53,7 +57,9 @@ LATER = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0.02)
 TRAIN: tuple[Role, ...] = ("train",)
 BOTH: tuple[Role, ...] = ("train", "generate")
 ALL = -1
-"""Number of generators that stands for all slots, while training waits."""
+"""Number of generators that stands for all slots, while training waits. `ALL - n`: so many leave the trainer first."""
+MOST_APART = 3
+"""Numbers of generators that are compared which may leave the trainer first."""
 WAITS = "training waits while its slots generate"
 
 
@@ -72,10 +78,13 @@ class Model:
     train it."""
 
     def decide(self, state: ClusterState) -> Decision:
-        if not state.batch.steps_left:
+        is_lending = bool(state.lending)
+        if not (state.batch.steps_left or is_lending):
             return Decision()
         if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.layout.slots):
-            return Decision(hold_training=state.trainer.held)
+            return Decision(hold_training=state.trainer.held or is_lending)
+        if is_lending and not (state.knows_generation and state.batch.steps_left):
+            return _unpark(state) if self._must_give_back(state) else Decision(hold_training=True)
         if not state.knows_generation:
             return self._unmeasured(state)
         if (recalled := _recall_scorers(state)).orders:
@@ -84,12 +93,16 @@ class Model:
         lengths = length_model(state)
         todo = work(state, lengths)
         if len(pool) < 2:
-            return Decision()
+            return _unpark(state) if is_lending else Decision()
+        if is_lending and not todo.to_generate and not self._must_give_back(state):
+            return Decision(hold_training=True, reason=WAITS)
         if not todo.to_generate:
             return self._all_train(state, pool, todo)
         remaining = remaining_tokens(state, lengths)
         arrangements = Arrangements(state, pool, remaining)
         best = self._best(state, len(pool), todo, arrangements)
+        if best is None and self._must_give_back(state):
+            return _unpark(state)
         if best is None:
             return _even_out(state, arrangements, remaining, self.margin, may_wait=self._may_wait(state))
         count, prediction = best
@@ -104,7 +117,8 @@ class Model:
         counts = [
             count
             for count in _counts(now, least, arrangements.most)
-            if count + external >= state.limits.min_generate
+            if not (state.lending and count > arrangements.most_apart)
+            and count + external >= state.limits.min_generate
             and len(arrangements.trainers(count)) >= max(1, state.limits.min_train)
         ]
         changes = [count for count in counts if arrangements.shared or count != now or arrangements.resizes(count)]
@@ -120,10 +134,14 @@ class Model:
             first_way = count + external, len(arrangements.trainers(count))
             rows += [(*first_way, np.inf, first_way[0], 0.0, fill, *delays_s) for fill in FILLS]
         more = not arrangements.generators_now.issuperset(arrangements.all_generate())
-        if self._may_wait(state) and state.limits.may_share and more:
+        if self._may_share(state) and more:
             first[ALL] = len(rows)
             all_generate = arrangements.most + external, 0
-            rows += _futures(state, todo, arrangements, counts, all_generate, arrangements.everybody_delays_s())
+            then = [count for count in counts if count <= arrangements.most_apart]
+            rows += _futures(state, todo, arrangements, then, all_generate, arrangements.everybody_delays_s())
+            for count in _apart_first(state, arrangements, counts):
+                first[ALL - count] = len(rows)
+                rows += _apart_futures(state, todo, arrangements, counts, count)
         stays = len(rows)
         if ALL in first and trainers:
             kept = max(1, now + external)
@@ -134,17 +152,17 @@ class Model:
         never_s, later_s = float(finish_s[0]), float(finish_s[:num_stays].min())
         # All generating is compared with letting generators end one by one as well: else it would be undone at once.
         fewer_s = float(finish_s[[int(finish_s[:num_stays].argmin()), *range(stays, len(rows))]].min())
-        if not now + external:
+        if not now + external or self._must_give_back(state):
             never_s = later_s = fewer_s = float("inf")
         last = dict(zip(first, [*[*first.values()][1:], stays], strict=True))
         best: tuple[int, Prediction] | None = None
         for count, start in first.items():
             go_s = float(finish_s[start : last[count]].min())
-            cost_s = fsum(arrangements.split_delays_s(count) if count != ALL else arrangements.everybody_delays_s())
+            cost_s = fsum(_delays_s(arrangements, count))
             # Generators can always get fewer later: doing so now is compared with never, as long as later is not
             # better. Getting more is compared with the best that can be made of what there is. Both together cannot go
             # in circles.
-            stay_s = fewer_s if count == ALL else never_s if count < now else later_s
+            stay_s = fewer_s if count <= ALL else never_s if count < now else later_s
             least_s = self.caution * cost_s + self.margin * min(stay_s, go_s)
             if _changed_lately(state, self.patience):
                 least_s *= 2
@@ -158,7 +176,7 @@ class Model:
         """A decision for when no generator has told how fast it is: a run's first step begins with nothing to train, so
         that all slots generate, where that is permitted."""
         begins = not state.unfinished and state.batch.to_start > len(state.instances_of("generate"))
-        if not (begins and self._may_wait(state) and state.limits.may_share):
+        if not (begins and self._may_share(state)):
             return Decision(hold_training=state.trainer.held)
         arrangements = Arrangements(state, _pool(state), {})
         orders = change(state, arrangements.all_generate(), arrangements.generators(arrangements.most))
@@ -168,6 +186,16 @@ class Model:
     def _may_wait(self, state: ClusterState) -> bool:
         """Whether training may wait for what train slots generate meanwhile."""
         return self.wait_before_last_iter if state.batch.last_update else self.pre_process
+
+    def _may_share(self, state: ClusterState) -> bool:
+        """Whether train slots may generate, while training waits: beside the trainer's state, or in its place."""
+        may_lend = state.limits.offloads and state.batch.missing > 0 and not state.trainer.wanted
+        return self._may_wait(state) and (state.limits.may_share or may_lend)
+
+    def _must_give_back(self, state: ClusterState) -> bool:
+        """Whether slots lend their devices, and training may not wait for what they generate any more. It waits on
+        where the step's next rollouts have not been asked for yet."""
+        return bool(state.lending) and not self._may_share(state)
 
     def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
         """A decision for when nothing is left to generate: the rest is trained on all slots, when it is worth the way
@@ -181,16 +209,49 @@ class Model:
         generators = state.of("generate") if state.limits.may_share else ()
         idle = [slot for slot in (*pool, *scorers) if slot not in trainers]
         after = fitted(state, {slot: BOTH if slot in generators else TRAIN for slot in idle})
+        back: dict[int, tuple[Role, ...]] = dict.fromkeys(state.lending, TRAIN)
         tokens, rates = todo.ready_tokens + todo.coming_tokens, train_rates(state)
         cost_s = state.costs.resize_s
         back_s = cost_s if state.batch.steps_left > 1 else 0.0
         stay_s = tokens / rates.tokens_per_s_on(len(trainers))
         go_s = cost_s + tokens / rates.tokens_per_s_on(len(trainers) + len(after))
         if not after or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
-            return Decision()
-        orders, prediction = change(state, after), Prediction(stay_s, go_s, cost_s)
+            return _unpark(state) if back else Decision()
+        orders, prediction = change(state, back | after), Prediction(stay_s, go_s, cost_s)
         why = sentence(orders, "nothing is left to generate", _figures(prediction))
         return Decision(orders, why, prediction=prediction)
+
+
+def _apart_first(state: ClusterState, arrangements: Arrangements, counts: Sequence[int]) -> list[int]:
+    """Numbers of generators that may leave the trainer before its devices are lent. A slot that lends cannot go on
+    generating when the others train again: where all slots train as a step begins, some leave the trainer for that."""
+    begins = state.limits.offloads and not state.unfinished and state.batch.to_start > 0
+    return [count for count in counts if count > arrangements.most_apart][:MOST_APART] if begins else []
+
+
+def _apart_futures(
+    state: ClusterState, todo: Work, arrangements: Arrangements, counts: Sequence[int], apart: int
+) -> list[tuple[float, ...]]:
+    """Rows of `Plans`: `apart` generators leave the trainer, then the others' devices are lent, too, until it is time
+    for a change."""
+    everybody, delays_s = (arrangements.most + arrangements.num_external, 0), _delays_s(arrangements, ALL - apart)
+    rows: list[tuple[float, ...]] = [(*everybody, -1.0, everybody[0], 0.0, NEVER, *delays_s)]
+    for count in counts:
+        if count <= apart:
+            then = count + arrangements.num_external
+            resize_s = state.return_s + (state.costs.resize_s if count < apart else 0.0)
+            rows += [(*everybody, share * todo.to_generate, then, resize_s, NEVER, *delays_s) for share in LATER]
+    return rows
+
+
+def _delays_s(arrangements: Arrangements, count: int) -> tuple[float, float]:
+    """What a candidate costs now, in seconds: of the trainer, and of generation."""
+    if count == ALL:
+        return arrangements.everybody_delays_s()
+    if count > ALL:
+        return arrangements.split_delays_s(count)
+    both = (arrangements.split_delays_s(ALL - count), arrangements.everybody_delays_s())
+    return 0.0, fsum(generate_s for _, generate_s in both)
 
 
 def _futures(
@@ -203,10 +264,12 @@ def _futures(
 ) -> list[tuple[float, ...]]:
     """Rows of `Plans`: so many generate and train now, for good (the first row) or until it is time for a change."""
     generators, trainers = now
+    # A trainer that waits has its state to take back first, if its slots lend their devices.
+    return_s = 0.0 if trainers else state.return_s
     rows: list[tuple[float, ...]] = [(generators, trainers, -1.0, generators, 0.0, NEVER, *delays_s)]
     for count in counts:
         if (then := count + arrangements.num_external) < generators:
-            resize_s = state.costs.resize_s if arrangements.resizes(count) else 0.0
+            resize_s = return_s + (state.costs.resize_s if arrangements.resizes(count) else 0.0)
             rows += [
                 (generators, trainers, share * todo.to_generate, then, resize_s, NEVER, *delays_s) for share in LATER
             ]
@@ -216,7 +279,10 @@ def _futures(
 def _decision(
     state: ClusterState, arrangements: Arrangements, count: int, prediction: Prediction, remaining: Remaining
 ) -> Decision:
-    if count == ALL:
+    if count < ALL:  # the devices of the others are lent by the next decision
+        count = ALL - count
+        roles, pauses = arrangements.split(count), True
+    elif count == ALL:
         count, roles = arrangements.most, arrangements.all_generate()
         pauses = state.batch.missing > 0
     else:
@@ -230,6 +296,20 @@ def _decision(
         orders = (*orders, *spread(state, there, remaining))
     alone = "" if orders else WAITS if pauses else "training goes on"
     return Decision(orders, sentence(orders, alone, _figures(prediction)), pauses, prediction, topic=alone)
+
+
+def _unpark(state: ClusterState) -> Decision:
+    """A decision that gives lent devices back to the trainer, which goes on as it was; or that waits, where rollouts
+    would have nowhere to go."""
+    wait = Decision(hold_training=True, reason=WAITS)
+    lending = {*state.lending}
+    apart = [each.id for each in state.instances_of("generate") if lending.isdisjoint(each.slots)]
+    if state.unfinished and not apart:
+        return wait
+    orders = change(state, dict.fromkeys(sorted(lending), TRAIN))
+    why = "training goes on" if state.num_to_generate else "nothing is left to generate"
+    decision = Decision(orders, sentence(orders, why))
+    return wait if violations(state, decision) else decision
 
 
 def _pool(state: ClusterState) -> tuple[int, ...]:
@@ -294,6 +374,8 @@ def _changed_lately(state: ClusterState, patience: float) -> bool:
 def _recall_scorers(state: ClusterState) -> Decision:
     """Slots that score by configuration do so as soon as there is a new batch to generate; and whenever something
     waits for a score and none of them would give it one, as when a short batch was generated while they were away."""
+    if state.lending:
+        return Decision()  # first the trainer gets its devices back
     unscored = state.batch.to_score > 0 and not state.of("score")
     if not unscored and not (state.num_to_generate and state.step_begins):
         return Decision()
@@ -312,5 +394,5 @@ def _recall_scorers(state: ClusterState) -> Decision:
 
 def _figures(prediction: Prediction) -> str:
     if prediction.stay_s == float("inf"):
-        return f"cost {prediction.cost_s:.2g} s, nothing would be generated otherwise"
+        return f"cost {prediction.cost_s:.2g} s, nothing would go on otherwise"
     return f"cost {prediction.cost_s:.2g} s, net gain {prediction.gain_s:.2g} s"

@@ -14,7 +14,8 @@ do (`train_sizes`).
 When the next step begins every slot returns to what the configuration gave it. Two further rules, each on request:
 
 - `pre_process`: until half of the step's rollouts are finished, the train slots generate too, and the trainer waits.
-  Where no train slot has memory for a generator besides, it waits for nothing.
+  Where a slot has no memory for two roles, it lends its device, or, where that is forbidden, the trainer waits for
+  nothing.
 - `wait_before_last_iter`: before its last optimizer step (of a batch with one: before its last quarter) the trainer
   waits until generation and scoring are done, and then takes all slots.
 
@@ -32,7 +33,7 @@ from ductile.core.scheduling.costs.arithmetic import whole_times
 from ductile.core.scheduling.costs.train_sizes import fitted
 from ductile.core.scheduling.facts.cluster_state import BatchProgress, ClusterState
 from ductile.core.scheduling.migration_targets import change, remaining_tokens
-from ductile.core.scheduling.orders import Decision, Order, sentence, violations
+from ductile.core.scheduling.orders import Decision, Order, lending_after, roles_after, sentence, violations
 
 TRAIN: tuple[Role, ...] = ("train",)
 
@@ -43,11 +44,11 @@ class Rules:
     wait_before_last_iter: bool = False
 
     def decide(self, state: ClusterState) -> Decision:
-        if not state.batch.steps_left:
+        if not (state.batch.steps_left or state.lending):
             return Decision()
         if not state.trainer.at_boundary:
-            return Decision(hold_training=state.trainer.held)
-        if state.step_begins:
+            return Decision(hold_training=state.trainer.held or bool(state.lending))
+        if state.step_begins or state.lending:
             return self._before_the_step(state)
         if self.wait_before_last_iter and state.batch.last_update and (awaited := _awaited(state.batch)):
             why = f"the last part of the batch waits for {awaited}, to train on all slots"
@@ -57,10 +58,14 @@ class Rules:
     def _before_the_step(self, state: ClusterState) -> Decision:
         home = _home(state)
         missing, half = state.batch.missing, state.batch.num_rollouts // 2
-        early = self.pre_process and not state.batch.trained and missing > half
+        early = self.pre_process and not (state.batch.trained or state.trainer.wanted) and missing > half
+        at_home = dict(home)
         if early:
             home |= {slot: _with_generate(home[slot]) for slot in _can_share(state, home)}
-        orders = _orders(state, home)
+        # No device is lent while the trainer is resized: first it returns.
+        orders = _orders(state, home) or (
+            _orders(state, at_home) if state.limits.offloads and not state.lending else ()
+        )
         # Where no train slot can generate, nothing is generated sooner because the trainer waits.
         shares = early and any({"train", "generate"} <= {*roles} for roles in home.values())
         if shares:
@@ -71,7 +76,8 @@ class Rules:
             why = f"training starts: {many(missing, 'rollout')} missing, at most half of the step's"
         else:
             why = "every slot returns to what the configuration gave it"
-        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=shares, topic=why)
+        waits = shares or _lends_after(state, orders)
+        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=waits, topic=why)
 
     def _during_the_step(self, state: ClusterState) -> Decision:
         to_generate, may_move = state.num_to_generate, state.ready
@@ -100,7 +106,13 @@ class Home:
 
     def decide(self, state: ClusterState) -> Decision:
         orders = _orders(state, _home(state)) if state.trainer.at_boundary else ()
-        return Decision(orders, sentence(orders, "as configured") if orders else "")
+        waits = _lends_after(state, orders)
+        return Decision(orders, sentence(orders, "as configured") if orders else "", hold_training=waits)
+
+
+def _lends_after(state: ClusterState, orders: tuple[Order, ...]) -> bool:
+    """Whether slots lend their devices once these orders are carried out: then training has to wait."""
+    return bool(lending_after(state, roles_after(state, Decision(orders))))
 
 
 def _awaited(batch: BatchProgress) -> str:
@@ -121,7 +133,7 @@ def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:
 
 def _can_share(state: ClusterState, home: Mapping[int, tuple[Role, ...]]) -> list[int]:
     """Train slots that can hold a generator besides: their trainer's state stays with them."""
-    groups = state.groups("generate") if state.limits.may_share else ()
+    groups = state.groups("generate") if state.limits.may_share or state.limits.offloads else ()
     return [slot for group in groups if all(home.get(slot) == TRAIN for slot in group) for slot in group]
 
 
@@ -165,4 +177,5 @@ def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple
     if state.unfinished and not any("generate" in then for then in after.values()) and not state.num_external:
         return ()
     orders = change(state, moved)
-    return () if violations(state, Decision(orders)) else orders
+    waits = _lends_after(state, orders)
+    return () if violations(state, Decision(orders, hold_training=waits)) else orders

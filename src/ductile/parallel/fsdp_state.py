@@ -1,0 +1,31 @@
+"""What FSDP2 keeps of a module's parameters, and has no public name for: `tests/fabric/test_private_torch.py` holds it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+def parameter_groups(state: Any) -> Sequence[Any]:
+    """Return what FSDP2 sums and reshards together in one module; torch 2.11 has one group for it, or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def fsdp_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that FSDP2 has for a model's parameters: shards with their padding, gathered ones, and whole
+    gradients that are not summed yet (`trainer.model.reduce_every`). Empty ones come, too."""
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in parameter_groups(fully_shard.state(module))
+    ]
+    for group in groups:
+        for parameter in group.fsdp_params:
+            for value in vars(parameter).values():
+                for each in cast(Sequence[object], value) if isinstance(value, list | tuple) else (value,):
+                    if isinstance(each, Tensor):
+                        yield each
