@@ -131,7 +131,8 @@ class TrainSlots:
         assert not slot.parked or isinstance(command, Park | Unpark | Withdraw), "its state is parked"
         match command:
             case Park():
-                assert slot.live is not None and slot.change is None, "has no state, or is about to move it"
+                assert slot.live is not None, "it has no state"
+                assert slot.change is None, "its state is about to move"
                 if slot.number in self.cannot_park:
                     return Failed("there is no host memory for it")
                 slot.parked = True

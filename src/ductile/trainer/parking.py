@@ -1,6 +1,6 @@
 """Parking: a slot's part of the trainer waits in host memory while another role has the slot's device.
 
-    parked = park(trainer)      parameters, gradient, moments and all else that it keeps: not a byte is left on the device
+    parked = park(trainer)      parameters, gradient, moments and all else that it keeps: not a byte stays on the device
     parked.restore()            all is there again, bit for bit
 
 Whole storages move, and each comes back into itself, as FSDP2 frees and fills gathered parameters: whatever refers to

@@ -32,7 +32,8 @@ class Unread:
 
 def _unscheduled(command: str) -> Unread:
     keys = ("auto_scheduler", "policy", "use_pre_process_policy", "use_wait_before_last_iter_policy", "share_devices",
-            "enable_offload", "max_restarts", "progress_timeout_s", "group_timeout_s", "patience_timeout_s")  # fmt: skip
+            "enable_offload", "max_restarts", "progress_timeout_s", "group_timeout_s",
+            "patience_timeout_s")  # fmt: skip
     why = f"it is for `ductile rl`, and the slots of `ductile {command}` have one role"
     return Unread(tuple(f"cluster.{key}" for key in keys), why)
 

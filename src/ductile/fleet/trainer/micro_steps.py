@@ -1,9 +1,14 @@
 """The trainer's micro-steps, sent one at a time: a micro-batch or a few of each data-parallel rank, and how it went."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
+from ductile.concurrency.listeners import Listeners
+from ductile.messages.workers import ForwardBackwardDone
 from ductile.records import MicroBatch
 
 IN_FLIGHT = 2
@@ -51,6 +56,61 @@ class PendingSamples:
     def did(self, step: MicroStep) -> None:
         self.num_samples -= sum(len(micro_batch.samples) for of_rank in step for micro_batch in of_rank)
         self.num_tokens -= sum(micro_batch.num_tokens for of_rank in step for micro_batch in of_rank)
+
+
+Send = Callable[[MicroStep, float], Coroutine[Any, Any, Mapping[int, ForwardBackwardDone]]]
+"""Function of a micro-step and a deadline in seconds that has the trainer's slots run it, and returns their replies."""
+
+
+class MicroSteps:
+    """Micro-steps on their way through the trainer's slots: the next one is sent shortly before the one that runs is
+    expected to end."""
+
+    def __init__(self, send: Send, most_in_flight: Callable[[], int], command_s: float) -> None:
+        """most_in_flight: says how many the slots may have now. command_s: deadline of one."""
+        self._send, self._most_in_flight, self._command_s = send, most_in_flight, command_s
+        self._latest: MicroStepDone | None = None
+        """The latest micro-step in this layout, which says how long the next one takes."""
+        self.on_done = Listeners[[MicroStepDone]]()
+
+    def forget(self) -> None:
+        """Expect nothing of the next one: the layout is another."""
+        self._latest = None
+
+    async def run(self, steps: deque[MicroStep], given: PendingSamples) -> None:
+        """Run `steps` from the left, and take them out, until none is left, or none may be in flight."""
+        in_flight: deque[tuple[MicroStep, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()  # of the one that runs
+        try:
+            while True:
+                limit = self._most_in_flight()
+                if steps and 0 < len(in_flight) < limit:
+                    ahead_s = began_s + self._expected_s(in_flight[0][0]) - AHEAD_S - now_s()
+                    if ahead_s > 0 and not in_flight[0][1].done():
+                        await asyncio.wait({in_flight[0][1]}, timeout=ahead_s)
+                        continue
+                while steps and len(in_flight) < limit:
+                    step = steps.popleft()
+                    deadline_s = (1 + len(in_flight)) * self._command_s
+                    in_flight.append((step, asyncio.create_task(self._send(step, deadline_s))))
+                if not in_flight:
+                    return
+                step, task = in_flight[0]
+                done = await task
+                in_flight.popleft()
+                began_s = now_s()
+                given.did(step)
+                self._latest = MicroStepDone.of(step, max(reply.busy_s for reply in done.values()))
+                self.on_done(self._latest)
+        finally:
+            for _, task in in_flight:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
+
+    def _expected_s(self, step: MicroStep) -> float:
+        """Return the seconds that a micro-step takes, by the latest one; 0 where there was none in this layout."""
+        return self._latest.expected_s(step) if self._latest else 0.0
 
 
 def in_steps(packed: Sequence[Sequence[MicroBatch]], sizes: Iterable[int]) -> Iterator[MicroStep]:

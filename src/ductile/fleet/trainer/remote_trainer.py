@@ -10,21 +10,20 @@ other commands come between two, too.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Literal
+from typing import Any, Literal
 
 from ductile.columns import Floats
 from ductile.concurrency.background import finish
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
-from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.fleet.trainer.kept_versions import KeptVersions
-from ductile.fleet.trainer.micro_steps import AHEAD_S, IN_FLIGHT, MicroStep, MicroStepDone, PendingSamples, in_steps
+from ductile.fleet.trainer.micro_steps import IN_FLIGHT, MicroStep, MicroSteps, PendingSamples, in_steps
 from ductile.fleet.trainer.sending import Sending
 from ductile.fleet.trainer.state_parking import StateParking
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun
@@ -99,9 +98,8 @@ class RemoteTrainer:
         self.pause = Pause()
         """No micro-step begins while the scheduling policy holds training; those in flight end."""
         self._given: list[PendingSamples] = []
-        self.on_micro_step = Listeners[[MicroStepDone]]()
-        self._latest: MicroStepDone | None = None
-        """The latest micro-step in this layout, which says how long the next one takes."""
+        self._micro_steps = MicroSteps(self._send, self._most_in_flight, deadlines.command_s)
+        self.on_micro_step = self._micro_steps.on_done
         self._kept = KeptVersions(mailbox)
         self._changed = ChangeSignal()
         self._end: TrainerLost | None = None
@@ -131,7 +129,8 @@ class RemoteTrainer:
 
     def go_on_in(self, layout: ParallelLayout, epoch: int) -> None:
         """Have the trainer go on in another layout; called within `boundary`."""
-        self.layout, self.epoch, self._latest = layout, epoch, None
+        self.layout, self.epoch = layout, epoch
+        self._micro_steps.forget()
 
     def hold_training(self, held: bool) -> None:
         """Hold training, or let it go on."""
@@ -149,7 +148,7 @@ class RemoteTrainer:
             while packed_for is None or steps:
                 await self._until_not_held(given)
                 # A change that waits for a boundary and is cancelled counts in `_num_waiting` until its task has run.
-                # `_micro_steps` returns at once till then, and a free lock does not suspend: without this line, the
+                # `MicroSteps.run` returns at once till then, and a free lock does not suspend: without this line, the
                 # loop here would keep that task from ever running.
                 await asyncio.sleep(0)
                 async with self._turn:
@@ -160,7 +159,7 @@ class RemoteTrainer:
                         packed_for, pipeline = self.layout, PipelineShape.of(self.layout)
                         packed = pack(left, self.num_ranks, seq_len, pipeline=pipeline)
                         steps = deque(in_steps(packed, pipeline.messages(len(packed[0]))))
-                    await self._micro_steps(steps, given)
+                    await self._micro_steps.run(steps, given)
                 batches = [micro_batch for step in steps for of_rank in step for micro_batch in of_rank]
                 left = [sample for micro_batch in batches for sample in micro_batch.samples]
         finally:
@@ -449,48 +448,13 @@ class RemoteTrainer:
             raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
         return self._kept.keep(version, manifest, slot=first)
 
-    async def _micro_steps(self, steps: deque[MicroStep], given: PendingSamples) -> None:
-        """Run `steps` from the left, and take them out, until none is left, a change is due or training is held."""
-        in_flight: deque[tuple[MicroStep, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
-        now_s = asyncio.get_running_loop().time
-        began_s = now_s()  # of the one that runs
-        try:
-            while True:
-                limit = 0 if self._num_waiting or self.is_held else 1 if self._num_expecting else IN_FLIGHT
-                if steps and 0 < len(in_flight) < limit:
-                    ahead_s = began_s + self._expected_s(in_flight[0][0]) - AHEAD_S - now_s()
-                    if ahead_s > 0 and not in_flight[0][1].done():
-                        await asyncio.wait({in_flight[0][1]}, timeout=ahead_s)
-                        continue
-                while steps and len(in_flight) < limit:
-                    step = steps.popleft()
-                    deadline_s = self._deadlines.command_s + len(in_flight) * self._deadlines.command_s
-                    in_flight.append((step, asyncio.create_task(self._micro_step(step, deadline_s))))
-                    self.with_gradient = True
-                if not in_flight:
-                    return
-                step, task = in_flight[0]
-                done = await task
-                in_flight.popleft()
-                began_s = now_s()
-                given.did(step)
-                self._tell(step, done)
-        finally:
-            for _, task in in_flight:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
+    def _most_in_flight(self) -> int:
+        return 0 if self._num_waiting or self.is_held else 1 if self._num_expecting else IN_FLIGHT
 
-    def _expected_s(self, step: MicroStep) -> float:
-        """Return the seconds that a micro-step takes, by the latest one; 0 where there was none in this layout."""
-        return self._latest.expected_s(step) if self._latest else 0.0
-
-    def _tell(self, step: MicroStep, done: Mapping[int, ForwardBackwardDone]) -> None:
-        self._latest = MicroStepDone.of(step, max(reply.busy_s for reply in done.values()))
-        self.on_micro_step(self._latest)
-
-    async def _micro_step(self, step: MicroStep, deadline_s: float) -> Mapping[int, ForwardBackwardDone]:
+    def _send(self, step: MicroStep, deadline_s: float) -> Coroutine[Any, Any, Mapping[int, ForwardBackwardDone]]:
+        self.with_gradient = True
         commands = self.layout.deal([ForwardBackward(of_rank) for of_rank in step])
-        return await self._ask(commands, ForwardBackwardDone, deadline_s)
+        return self._ask(commands, ForwardBackwardDone, deadline_s)
 
     async def _all(self, command: Command, expected: type[R]) -> Mapping[int, R]:
         return await self._ask(dict.fromkeys(self.layout.slots, command), expected)

@@ -3,8 +3,8 @@
 Slots that train keep their generator beside the trainer's state where there is memory for both, so that the next step
 finds it there: from all generating to some of them training takes migrations alone, and back again nothing.
 
-Where there is not, and slots may lend their devices (`Limits.offloads`), the trainer's state is parked when all generate,
-and is back before any of them trains; the generators of its slots end then.
+Where there is not, and slots may lend their devices (`Limits.offloads`), the trainer's state is parked when all
+generate, and is back before any of them trains; the generators of its slots end then.
 
 The other slots train, as many of them as the trainer may have (`train_sizes`); the rest have nothing to do.
 
