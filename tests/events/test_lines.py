@@ -27,6 +27,7 @@ EVENTS = (
     slots.SlotRestarting(3),
     slots.SlotRestarted(3, ("score",), "cuda:1", 18, 1.5, 2, (INSTANCE,)),
     slots.SlotGivenBack(3, ("score",)),
+    scheduling.StateParked((2, 3), False, 1 << 20, 0, 0.25),
     servers.ServerJoined("10.0.0.7:8000", "http://10.0.0.7:8000", 3, 1.5),
     servers.ServerChanged("10.0.0.7:8000", "ready", "suspect"),
     servers.ServerLeft("10.0.0.7:8000", True),
