@@ -313,12 +313,12 @@ def test_a_receiver_that_stops_while_its_group_is_made_keeps_no_rank_from_finish
 
 
 def segments() -> set[str]:
-    """Names of the memory of ductile's that this process has open, without what makes them unlike any other."""
+    """Names of the memory of weights that this process has open, without what makes them unlike any other."""
     links: list[str] = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             links.append(os.readlink(f"/proc/self/fd/{name}"))
-    return {match[1] for link in links if (match := re.match(r"/memfd:(ductile-[a-z]+(-[0-9]+)?)", link))}
+    return {match[1] for link in links if (match := re.match(r"/memfd:(ductile-(?:buckets|weights)(-[0-9]+)?)", link))}
 
 
 def in_memory(role: TrainRole, hold: str) -> None:

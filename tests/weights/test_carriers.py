@@ -528,8 +528,8 @@ def test_a_disk_that_hangs_fails_its_carrier_and_no_other(
     (failed,) = made.report().failed.items()
     assert failed[0] == "by-disk"
     assert f"did not take bucket {max(at, 0)} within 2 s" in failed[1]
-    made.senders[0].finish(WAIT_S)
     hanging.let_go.set()
+    made.senders[0].finish(WAIT_S)
 
 
 @pytest.mark.parametrize("ends", ["abort", "total_timeout_s"])
@@ -547,8 +547,8 @@ def test_an_update_that_ends_waits_for_no_disk(
         made.senders[0].abort()
     why = "the update was aborted" if ends == "abort" else "the update took more than 0.5 s"
     assert made.report().failed == {"by-disk": f"by-disk was left out: {why}"}
-    made.senders[0].finish(WAIT_S)
     hanging.let_go.set()
+    made.senders[0].finish(WAIT_S)
 
 
 def test_a_folder_of_another_sender_is_not_loaded(fleet: Callable[[WeightCarrier], Fleet]) -> None:

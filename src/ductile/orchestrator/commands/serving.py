@@ -64,8 +64,10 @@ def _server(config: InferenceRunConfig) -> Iterator[str]:
     """
     fd = _in_memory(config)
     words = [*_command(fd), str(os.getpid())]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, pass_fds=(fd,))
-    os.close(fd)
+    try:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, pass_fds=(fd,))
+    finally:
+        os.close(fd)
     try:
         assert process.stdout is not None
         with process.stdout as said:
