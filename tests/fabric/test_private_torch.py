@@ -9,7 +9,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_param_group, _fsdp_state, _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common, _fsdp_param_group, _fsdp_state, _fully_shard
 from torch.distributed.pipelining import _utils, stage
 from torch.distributed.tensor import debug, placement_types
 
@@ -43,6 +43,7 @@ USED = [
         "state",
         "parallel.torch_pipelining: gradients that were held back, as torch's pipelines do it; parallel.fsdp_state",
     ),
+    (_fsdp_common, "_from_local_no_grad", "parallel.fsdp_state: a DTensor's part may lie in host memory"),
     (_fsdp_state.FSDPStateContext(), "all_states", "parallel.torch_pipelining"),
     (_fsdp_state.FSDPState, "_root_post_backward_final_callback", "parallel.torch_pipelining"),
     (_fsdp_param_group.FSDPParamGroup, "post_backward", "parallel.torch_pipelining"),

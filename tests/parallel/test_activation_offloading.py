@@ -1,14 +1,19 @@
 """Activations that layers save wait in host memory, and no more of them than asked for are in flight."""
 
+import random
+from weakref import WeakSet
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ductile.parallel.activation_offloading import CLASSES, LEAST_BYTES, ActivationOffload, size_class
+from ductile.core.layout.memory.offloaded import LEAST_BYTES
+from ductile.parallel.activation_offloading import ActivationOffload, HostPool
 from ductile.parallel.host_copies import Copy, HostCopies, host_copies
 from ductile.parallel.host_memory import is_host
+from ductile.parallel.live_memory import MemoryCounter
 
 CPU = torch.device("cpu")
 WIDTH = 64
@@ -29,7 +34,7 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.begun: list[tuple[Tensor, Tensor]] = []
-        self._num_done = 0
+        self.num_done = 0
 
     def start(self, source: Tensor, target: Tensor) -> Copy:
         copy = LateCopy(self)
@@ -37,9 +42,9 @@ class LateCopies:
         return copy
 
     def run(self, until: int) -> None:
-        for source, target in self.begun[self._num_done : until]:
+        for source, target in self.begun[self.num_done : until]:
             target.copy_(source)
-        self._num_done = max(self._num_done, until)
+        self.num_done = max(self.num_done, until)
 
 
 @pytest.fixture(params=["immediate", "late"])
@@ -125,8 +130,40 @@ def test_memory_that_is_used_again_is_not_taken_for_what_it_held() -> None:
     assert torch.equal(ours, x.grad)
 
 
-@given(st.integers(1, 1 << 40))
-def test_classes_leave_at_most_an_eighth_over(num_bytes: int) -> None:
-    size = size_class(num_bytes)
-    assert num_bytes <= size <= num_bytes + num_bytes / CLASSES + 1
-    assert size_class(size) == size
+def test_what_no_backward_pass_uses_any_more_is_kept_until_its_copy_is_done() -> None:
+    offload = ActivationOffload(3, copies := LateCopies(), CPU)
+    x = torch.linspace(0, 1, 4096).requires_grad_()
+    middle = offload.run(nn.Identity(), lambda x: torch.sin(torch.sin(torch.sin(torch.sin(x)))), x)
+    y = offload.run(nn.Identity(), lambda x: torch.sin(torch.sin(torch.sin(torch.sin(x)))), middle)
+    torch.autograd.grad(y.sum(), middle)  # the last half alone: some of the first half come back ahead
+    assert offload.counters.num_returned
+    del y, middle
+    assert copies.num_done < len(copies.begun)
+    run(nn.ModuleList([Block()]), offload)
+    assert copies.num_done == len(copies.begun), "copies to memory that was given up have been waited for"
+
+
+@given(st.lists(st.lists(st.integers(1, 10_000), max_size=6), max_size=20))
+def test_a_pool_has_no_more_buffers_than_were_used_at_a_time(passes: list[list[int]]) -> None:
+    pool, seen = HostPool(CPU), WeakSet[torch.UntypedStorage]()
+    for sizes in passes:
+        buffers = [pool.take(size) for size in sizes]
+        assert all(len(buffer) >= size for buffer, size in zip(buffers, sizes, strict=True))
+        assert len({buffer.data_ptr() for buffer in buffers}) == len(buffers)
+        for buffer in buffers:
+            seen.add(buffer.untyped_storage())
+            pool.put(buffer)
+        del buffers[:]
+        buffer = None
+    assert len(seen) <= max(map(len, passes), default=0)
+
+
+def test_micro_batches_that_vary_take_little_more_than_the_largest() -> None:
+    pool, tensors, counter = HostPool(CPU), [1000, 4000, 1000, 2000] * 3, MemoryCounter()
+    rng = random.Random(1)
+    with counter.watch():
+        for _ in range(50):
+            scale = rng.uniform(0.1, 1)
+            for buffer in [pool.take(int(scale * size)) for size in tensors]:
+                pool.put(buffer)
+    assert counter.peak_bytes("host") < 1.5 * sum(tensors)

@@ -9,6 +9,7 @@ import pytest
 from ductile.cli import main
 from ductile.config.checks.trainer_layout import asked_layout, slot_memory
 from ductile.config.reading.parse import parse
+from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.run import RLConfig, SFTConfig
 from ductile.core.layout.choice.planner import plan_layout
 from ductile.core.layout.model.spec import spec_from_hf
@@ -80,6 +81,34 @@ def test_what_it_prints_is_a_config_that_fits(
         assert sum(each["device_bytes"].values()) <= room.room_bytes
         assert sum(each["host_bytes"].values()) <= 200 * 2**30
         assert "fsdp_cpu_offload" not in each["settings"] or "optim_cpu_offload" not in each["settings"]
+
+
+def test_axes_and_knobs_that_the_config_has_and_the_fit_has_not_are_taken_back(tmp_path: Path) -> None:
+    words = ["[trainer.model]", "tp = 4", "optim_cpu_offload = true", "reshard_after_forward = false"]
+    words += ["[trainer.model.ac]", 'mode = "selective"', "freq = 2", "[trainer.model.ac_offloading]"]
+    (tmp_path / "own.toml").write_text("\n".join(words))
+    sizes = ("--gpus", "8", "--gpu-memory", "80GiB")
+    for seq_len in ("512", "65536"):
+        config = ("@", "good.toml", *OF_LARGE[:-1], seq_len)
+        assert fit(*config, *sizes, "--json", "plain.json") == 0
+        assert fit(*config[:2], "@", "own.toml", *config[2:], *sizes, "--json", "own.json") == 0
+        plain, own = (json.loads((tmp_path / name).read_text())["fits"] for name in ("plain.json", "own.json"))
+        assert [each["settings"] for each in own] == [each["settings"] for each in plain]
+        for each, same in zip(plain[:4], own[:4], strict=True):
+            models: list[TrainerModelConfig] = []
+            for over, laid in (([], each), (["@", "own.toml"], same)):
+                (tmp_path / "fit.toml").write_text(laid["toml"])
+                models.append(parse(RLConfig, ["@", "good.toml", *over, "@", "fit.toml"], across=False).config.trainer.model)
+            assert models[0] == models[1]
+
+
+def test_where_only_host_memory_is_too_small_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("@", "good.toml", *OF_LARGE, "--gpus", "1", "--gpu-memory", "40GiB", "--host-memory", "20GiB")
+    assert fit(*words) == 1
+    said = capsys.readouterr().out
+    assert "Nothing fits. With one slot and " in said
+    assert "a GPU's own memory suffices, but it takes " in said
+    assert "and has 20 GiB: write a larger --host-memory" in said
 
 
 def test_one_that_it_prints_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

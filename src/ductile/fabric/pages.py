@@ -14,9 +14,11 @@ HUGE_BYTES = 2 << 20
 _libc = ctypes.CDLL(None)
 
 
-def zeros(size: int, dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+def zeros(size: int, dtype: torch.dtype, device: str | torch.device, *, pin_memory: bool = False) -> torch.Tensor:
     """A flat tensor whose pages are all there, so that no transfer waits for them later. It is torch's own memory,
     which can be freed and filled again while tensors refer to it (`ductile.trainer.parking`)."""
+    if pin_memory:
+        return torch.zeros(size, dtype=dtype, device=device, pin_memory=True)
     num_bytes = size * dtype.itemsize
     if torch.device(device).type != "cpu" or num_bytes < HUGE_BYTES:
         return torch.zeros(size, dtype=dtype, device=device)

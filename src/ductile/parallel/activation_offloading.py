@@ -2,14 +2,16 @@
 
 While a layer runs, each tensor that it saves is copied to host memory, and the device's own memory of it is let go of.
 At most `max_inflight_activations` of them are in flight: once there is one more, the oldest must have arrived, and the
-device holds it no longer. In the backward pass they come back in the opposite order, as many ahead of their use. Those
-that are still in flight when they are used have never left. With checkpointing what a layer saves is its input, and
-what a module of it kept.
+device holds it no longer. In the backward pass they come back in the opposite order, ahead of their use; those that are
+used, those on their way back and those that have not left yet are together no more than that. Those that are still in
+flight when they are used have never left. With checkpointing what a layer saves is its input, and what a module of it
+kept.
 
 Host memory is taken from a pool and goes back to it, as pinned memory is slow to get. What is small stays, and so do
 weights, and what all layers share: cos and sin.
 """
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -23,14 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ductile.config.schema.model import ActivationOffloading
+from ductile.core.layout.memory.offloaded import LEAST_BYTES, buffer_bytes
 from ductile.model.transformer import Transformer
 from ductile.parallel.host_copies import Copy, HostCopies, host_copies
 from ductile.parallel.host_memory import host_like
-
-LEAST_BYTES = 1024
-"""Smallest tensor that is offloaded: a smaller one takes longer to copy than it is worth."""
-CLASSES = 8
-"""Sizes of pooled buffers between a power of two and the next: at most an eighth of a buffer is left over."""
 
 
 @dataclass(slots=True)
@@ -54,8 +52,8 @@ class ActivationOffload:
         self._pool = HostPool(device, pin_memory)
         self._leaving: deque[_Activation] = deque()
         """Activations whose copies to host memory are in flight, oldest first."""
-        self._coming: deque[ref[_Activation]] = deque()
-        """Activations that are on their way back ahead of their use."""
+        self._here: list[_Returned] = []
+        """Activations that are back on the device, or on their way there, and are still to be used."""
         self._saved: WeakValueDictionary[_Place, _Activation] = WeakValueDictionary()
         """Activations by their place on the device: one that several operators save leaves once."""
         self._latest: ref[_Activation] | None = None
@@ -102,7 +100,8 @@ class ActivationOffload:
         )
 
     def _offload(self, tensor: Tensor) -> "_Activation":
-        while len(self._leaving) >= self._max_in_flight:
+        self._forget_dead()
+        while self._leaving and len(self._leaving) + len(self._here) >= self._max_in_flight:
             oldest = self._leaving.popleft()
             oldest.copy.wait()
             oldest.on_device = None
@@ -117,45 +116,56 @@ class ActivationOffload:
         self._leaving.append(activation)
         self.counters.num_offloaded += 1
         self.counters.num_bytes += tensor.nbytes
-        self._count(len(self._leaving))
+        self._count()
         return activation
 
     def _unpack(self, saved: "Tensor | _Saved") -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        self._forget_dead()
         activation = saved.activation
         if activation in self._leaving:
             self._leaving.remove(activation)
+            self._here.append(_Returned(ref(activation), activation.copy, activation.on_device))
         elif activation.on_device is None:
             self._bring_back(activation)
-        self._coming = deque(each for each in self._coming if each() not in (None, activation))
         activation.copy.wait()
         on_device = activation.on_device
         assert on_device is not None
+        self._count()
         activation.num_uses -= 1
         if activation.num_uses <= 0:
             activation.on_device = None
+            self._here = [each for each in self._here if each.activation() is not activation]
         self._bring_ahead(activation)
         return on_device.view(saved.shape)
 
-    def _bring_ahead(self, activation: "_Activation") -> None:
-        """Begin to bring back what was saved before this one, and is thus used after it."""
-        before = activation.before and activation.before()
-        while before is not None and len(self._coming) < self._max_in_flight - 1:
+    def _bring_ahead(self, used: "_Activation") -> None:
+        """Begin to bring back what was saved before this one, which is used now, and is thus used after it."""
+        before = used.before and used.before()
+        own = used.on_device is None  # no longer among those that are here
+        while before is not None and own + len(self._leaving) + len(self._here) < self._max_in_flight:
             if before.on_device is None and before.num_uses > 0:
                 self._bring_back(before)
-                self._coming.append(ref(before))
+                self._count(own)
             before = before.before and before.before()
-        self._count(len(self._coming) + 1)
 
     def _bring_back(self, activation: "_Activation") -> None:
-        activation.on_device = torch.empty(
-            activation.content.shape, dtype=activation.content.dtype, device=self._device
-        )
-        activation.copy = self._copies.start(activation.content, activation.on_device)
+        on_device = torch.empty(activation.content.shape, dtype=activation.content.dtype, device=self._device)
+        activation.on_device, activation.copy = on_device, self._copies.start(activation.content, on_device)
+        self._here.append(_Returned(ref(activation), activation.copy, on_device))
         self.counters.num_returned += 1
 
-    def _count(self, in_flight: int) -> None:
+    def _forget_dead(self) -> None:
+        """Let go of what came back for a backward pass that nobody runs any more. Its memory is used again after the
+        copy to it."""
+        for each in self._here:
+            if each.activation() is None:
+                each.copy.wait()
+        self._here = [each for each in self._here if each.activation() is not None]
+
+    def _count(self, others: int = 0) -> None:
+        in_flight = len(self._leaving) + len(self._here) + others
         self.counters.most_in_flight = max(self.counters.most_in_flight, in_flight)
 
 
@@ -188,25 +198,38 @@ class _Saved:
     shape: torch.Size
 
 
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """An activation on the device in a backward pass."""
+
+    activation: "ref[_Activation]"
+    copy: Copy
+    on_device: Tensor | None
+    """Memory that is kept until the copy is waited for, also if the activation is gone before."""
+
+
 class HostPool:
-    """Buffers in host memory that are used again and again; sizes are rounded up to few classes."""
+    """Buffers in host memory that are used again and again."""
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
         self._pin_memory = pin_memory
         self._byte = torch.empty(1, dtype=torch.uint8, device=device)
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: list[Tensor] = []
+        """Buffers that nobody uses, smallest first."""
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer of at least so many bytes, uint8."""
-        size = size_class(num_bytes)
-        free = self._free.get(size)
-        return free.pop() if free else host_like(self._byte.expand(size), pin_memory=self._pin_memory)
+        """Return a buffer of at least so many bytes, uint8.
+
+        It is the smallest free one that is large enough. Where none is, the largest free one is given up for a new one:
+        micro-batches of many sizes end with the buffers that the largest needs, not with some for each size.
+        """
+        size = buffer_bytes(num_bytes, self._pin_memory and self._byte.is_cuda)
+        place = bisect_left(self._free, size, key=len)
+        if place < len(self._free):
+            return self._free.pop(place)
+        if self._free:
+            del self._free[-1]
+        return host_like(self._byte.expand(size), pin_memory=self._pin_memory)
 
     def put(self, buffer: Tensor) -> None:
-        self._free.setdefault(len(buffer), []).append(buffer)
-
-
-def size_class(num_bytes: int) -> int:
-    """Return the smallest class that holds so many bytes: of `CLASSES` sizes between two powers of two."""
-    step = max(1, (1 << (num_bytes - 1).bit_length()) // 2 // CLASSES)
-    return -(-num_bytes // step) * step
+        insort(self._free, buffer, key=len)

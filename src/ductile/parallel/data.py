@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ductile.core.layout.geometry.holdings import volume
 from ductile.model.transformer import Transformer
 from ductile.parallel.fsdp_collectives import DirectAllGather, DirectReduceScatter
+from ductile.parallel.fsdp_state import shard_like
 from ductile.parallel.host_memory import mark_host
 from ductile.parallel.parts import SlotParts
 
@@ -105,15 +106,7 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     """A tensor in the layout of a parameter, whose part on this rank is `local` (flat, not copied)."""
     if not isinstance(parameter, DTensor):
         return local.view(parameter.shape)
-    shape = parameter.to_local().shape
-    return DTensor.from_local(
-        local.view(shape),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return shard_like(parameter, local.view(parameter.to_local().shape))
 
 
 def local_shard(tensor: Tensor) -> Tensor:

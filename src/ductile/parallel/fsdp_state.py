@@ -6,6 +6,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+from torch.distributed.tensor import DTensor
 
 
 def parameter_groups(state: Any) -> Sequence[Any]:
@@ -30,3 +32,11 @@ def fsdp_tensors(model: nn.Module) -> Iterator[Tensor]:
                 for each in cast(Sequence[object], value) if isinstance(value, list | tuple) else (value,):
                     if isinstance(each, Tensor):
                         yield each
+
+
+def shard_like(parameter: DTensor, local: Tensor) -> DTensor:
+    """Return a tensor in the layout of a parameter, whose part on this rank is `local`, of that part's shape.
+
+    `DTensor.from_local` would move a part in host memory to the device of the mesh.
+    """
+    return cast(DTensor, _from_local_no_grad(local, parameter._spec))

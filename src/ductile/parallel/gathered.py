@@ -86,7 +86,7 @@ def _whole(
         whole = _joined(parameter, part, model.spec, context)
     if dims.pp > 1:
         if whole is None:
-            whole = torch.empty(parameter.shape, dtype=dtype, device=next(model.parameters()).device)
+            whole = torch.empty(parameter.shape, dtype=dtype, device=context.mesh.device_type)
         stage = int(_over_stages(model.spec, context.layout)[parameter.name].holdings.slots[0])
         in_stages = context.layout.group(context.slot, ("pp",))
         whole = whole.contiguous()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 class Copy(Protocol):
-    """A copy under way. Its part in host memory must stay until it is done."""
+    """A copy under way. Both tensors must stay until it was waited for: no allocator knows of it, as one that does would
+    use the memory again only once the device has come that far (`Tensor.record_stream`)."""
 
     def wait(self) -> None:
         """Have what is queued on the device from now on come after the copy."""
@@ -66,9 +67,6 @@ class _StreamCopies:
 
     def start(self, source: Tensor, target: Tensor) -> Copy:
         self._stream.wait_stream(torch.cuda.current_stream())
-        for each in (source, target):
-            if each.is_cuda:
-                each.record_stream(self._stream)  # whoever let go of it meanwhile, its memory is used again only then
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()

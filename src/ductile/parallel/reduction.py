@@ -27,6 +27,7 @@ class GradientReduction:
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._root = model if isinstance(model, FSDPModule) else None
         self._once_a_step, self._in_stages = once_a_step, context.layout.dims.pp > 1
+        self._device_type = context.mesh.device_type
         self._ends = context.ends if model.spec.tie_embeddings else None
         self._is_pending = False
         self._summed: Tensor | None = None
@@ -77,7 +78,10 @@ class GradientReduction:
         assert embeddings.grad is not None, "both ends have run their part of every micro-batch"
         local = local_shard(embeddings.grad)
         if local.numel():
-            dist.all_reduce(local, group=ends)
+            on_device = local.to(self._device_type)  # a copy where the gradient is in host memory
+            dist.all_reduce(on_device, group=ends)
+            if on_device is not local:
+                local.copy_(on_device)
         if self._summed is not None:
             local += local_shard(self._summed)
         self._summed = None

@@ -1,4 +1,4 @@
-"""What `ductile fit` finds, as text, as TOML and as JSON."""
+"""The fits that `ductile fit` finds, as text, as TOML and as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,17 +16,19 @@ from ductile.config.checks.trainer_layout import (
     slot_memory,
 )
 from ductile.config.schema.cluster import MultiNodeDeployment, MultiNodeTrainDeployment, SingleNodeDeployment
+from ductile.config.schema.model import TrainerModelConfig
+from ductile.config.schema.section import Section
 from ductile.core.instances.placement import many
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_text import in_words
+from ductile.core.layout.choice.memory_levers import AXES, relief, spelled
 from ductile.core.layout.choice.memory_levers import in_words as relief_in_words
-from ductile.core.layout.choice.memory_levers import relief, spelled
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import SlotMemory
 from ductile.core.layout.memory.parts import GIB, gib
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.scheduling.costs.layout_time import SlotSpeed
-from ductile.core.scheduling.layout_search import TrainingFit, best_fits
+from ductile.core.scheduling.layout_search import KNOBS, TrainingFit, best_fits
 
 ASSUMED_SAMPLES = 64
 """Samples of an optimizer step where the config does not say how many."""
@@ -34,14 +36,14 @@ ASSUMED_SAMPLES = 64
 
 @dataclass(frozen=True)
 class FitRequest:
-    """What is asked. Its properties raise ValueError for what cannot be reckoned with."""
+    """A config and the GPUs to fit it on. Its properties raise ValueError for what cannot be reckoned with."""
 
     config: TrainingConfig
     gpus: int
     gpu_memory: int
     """Bytes of each."""
     gpu: str
-    """Name whose peak is reckoned with."""
+    """Name of the GPU, whose peak is reckoned with."""
     host_memory: int
     """Bytes of host memory for each."""
     tokens_per_s: float | None = None
@@ -92,43 +94,73 @@ class FitRequest:
         return f"{self.spec.num_parameters / 1e9:.3g}B parameters on {gpus}: {steps}"
 
 
-def find_fits(request: FitRequest) -> list[TrainingFit]:
-    """Return the best way to train for each layout that fits, the fastest first."""
+def find_fits(request: FitRequest, host_memory: int | None) -> list[TrainingFit]:
+    """Return the best way to train for each layout that fits, the fastest first. host_memory: bytes of it that each GPU
+    may take; None: any number."""
     spec, memory, speed = request.spec, request.memory, request.speed
-    samples, host = request.num_samples, request.host_memory
-    return best_fits(spec, request.gpus, request.asked, memory, samples, speed, built_keys(), host)
+    return best_fits(
+        spec, request.gpus, request.asked, memory, request.num_samples, speed, built_keys(), host_memory
+    )
 
 
 def table(fits: Sequence[TrainingFit]) -> str:
-    """Lines for a person: predicted times and bytes."""
-    rows = [f"{'':4}{'step':>10}{'GiB':>8}{'host':>8}  {'layout':36}parts of the memory"]
-    for number, fit in enumerate(fits, 1):
+    """Return lines for a person: predicted times and bytes."""
+    layouts = [in_words(fit.dims) or "one slot" for fit in fits]
+    width = max(36, *(len(layout) + 2 for layout in layouts))
+    rows = [f"{'':4}{'step':>10}{'GiB':>8}{'host':>8}  {'layout':{width}}parts of the memory"]
+    for number, (fit, layout) in enumerate(zip(fits, layouts, strict=True), 1):
         device, host = fit.use.device, fit.use.host
         rows.append(
             f"{f'#{number}':4}{fit.time.step_s:>8.3g} s{gib(device.total):>8}{gib(host.total):>8}  "
-            f"{in_words(fit.dims) or 'one slot':36}{device.in_words()}"
+            f"{layout:{width}}{device.in_words()}"
         )
     return "\n".join(rows)
 
 
 def toml(fit: TrainingFit, request: FitRequest) -> str:
-    """What to lay over the config, so that it trains so."""
-    _, root = model_section(request.config)
-    section = f"{root}model"
-    plain = {key: value for key, value in fit.settings.items() if not isinstance(value, Mapping)}
-    tables = {key: value for key, value in fit.settings.items() if isinstance(value, Mapping)}
+    """Return what to lay over the config, so that it trains so: every axis and knob of which the config has another
+    value."""
+    model, root = model_section(request.config)
     lines = ["[cluster]", f"device_memory_gib = {request.gpu_memory / GIB:.6g}", "", *_deployment(request)]
-    if plain:
-        lines += ["", f"[{section}]", *(f"{key} = {spelled(value)}" for key, value in plain.items())]
-    for key, values in tables.items():
-        written = cast("Mapping[str, object]", values)
-        lines += ["", f"[{section}.{key}]", *(f"{name} = {spelled(value)}" for name, value in written.items())]
+    changes = _changes(fit, model)
+    if plain := {key: value for key, value in changes.items() if not isinstance(value, Mapping)}:
+        lines += ["", f"[{root}model]", *(f"{key} = {spelled(value)}" for key, value in plain.items())]
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            written = cast("Mapping[str, object]", value)
+            lines += ["", f"[{root}model.{key}]", *(f"{name} = {spelled(each)}" for name, each in written.items())]
     return "\n".join(lines)
 
 
+def _changes(fit: TrainingFit, model: TrainerModelConfig) -> dict[str, object]:
+    """Values of `trainer.model` that make the fit, but for those that the config has already. Of a table that the
+    config has, too, those are left out that are the same there."""
+    own = TrainerModelConfig()
+    wanted: dict[str, object] = {axis: getattr(fit.dims, axis) for axis in AXES}
+    wanted |= {key: getattr(own, key) for key, _ in KNOBS if key != "fused_lm_head_token_chunk_size"} | {**fit.settings}
+    changes: dict[str, object] = {}
+    for key, value in wanted.items():
+        now = getattr(model, key)
+        if isinstance(value, Mapping) and isinstance(now, Section):
+            values = type(now).model_validate(value).model_dump()
+            value = {name: each for name, each in values.items() if each != getattr(now, name)}
+            if not value:
+                continue
+        if value != now:
+            changes[key] = value
+    return changes
+
+
 def why_nothing_fits(request: FitRequest) -> str:
-    """What a slot needs at least, and what would have to be."""
+    """Return what a slot needs at least, and what would have to be."""
     spec, memory, asked = request.spec, request.memory, request.asked
+    if fits := find_fits(request, host_memory=None):
+        fit = min(fits, key=lambda each: each.use.host.total)
+        return (
+            f"With {in_words(fit.dims) or 'one slot'} and {_in_words(fit.settings)} a GPU's own memory suffices, but "
+            f"it takes {gib(fit.use.host.total)} GiB of host memory ({fit.use.host.in_words()}), and has "
+            f"{gib(request.host_memory)} GiB: write a larger --host-memory if the machine has it, or take more GPUs."
+        )
     layouts = possible_layouts(spec, request.gpus, asked.cp_style, asked.num_runs)
     least = min(layouts, key=lambda dims: memory.use(spec, dims, asked).device.total, default=None)
     if least is None:
@@ -142,8 +174,14 @@ def why_nothing_fits(request: FitRequest) -> str:
     )
 
 
+def _in_words(settings: Mapping[str, object]) -> str:
+    """ "ac and ac_offloading" of the knobs among the settings."""
+    knobs = [key for key, _ in KNOBS if key in settings]
+    return " and ".join(filter(None, (", ".join(knobs[:-1]), *knobs[-1:]))) or "no knob"
+
+
 def as_json(fit: TrainingFit, request: FitRequest) -> dict[str, Any]:
-    """The fit as plain values."""
+    """Return the fit as plain values."""
     return {
         "layout": asdict(fit.dims),
         "settings": dict(fit.settings),
@@ -157,7 +195,7 @@ def as_json(fit: TrainingFit, request: FitRequest) -> dict[str, Any]:
 
 
 def _deployment(request: FitRequest) -> list[str]:
-    """Lines that give the trainer so many slots."""
+    """Return lines that give the trainer so many slots."""
     gpus, deployment = request.gpus, request.config.deployment
     if request.config.cluster.component_placement is not None:
         return [f"# cluster.component_placement says who has which slots: give actor {gpus} of them"]

@@ -90,8 +90,8 @@ def _print_fits(request: "FitRequest", asked: argparse.Namespace) -> int:
     from ductile.observe import write_json
     from ductile.sim.fit import as_json, find_fits, table, toml, why_nothing_fits
 
-    fits = find_fits(request)
-    print(f"{request.sentence}\n")
+    print(f"{request.sentence}\n", flush=True)
+    fits = find_fits(request, request.host_memory)
     if asked.json is not None:
         write_json(asked.json, {"fits": [as_json(fit, request) for fit in fits]})
     if not fits:
@@ -104,7 +104,7 @@ def _print_fits(request: "FitRequest", asked: argparse.Namespace) -> int:
     more = f"{len(fits)} layouts fit. " if len(fits) > len(shown) else ""
     print(
         f"\n{more}Memory is counted by tensors, and times are predicted from data sheets: lay one over the config "
-        "(`@ this.toml`), and `--bench` measures it."
+        "(`@ run.toml @ this.toml`), and `--bench` measures it."
     )
     return DONE
 

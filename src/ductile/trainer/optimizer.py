@@ -2,7 +2,8 @@
 
 What it keeps is described (`ductile.config.schema.optimizer_state`), and all that saves, moves or builds it reads the
 description. What it keeps in host memory (`trainer.model.optim_cpu_offload`) comes to the device for a step, a bucket
-of parameters at a time: while one bucket is updated the next one comes, and the one before goes back.
+of parameters at a time: while one bucket is updated the next one comes, and the one before goes back. So the device
+has three of them at most.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -13,13 +14,10 @@ from torch import Tensor, nn
 
 from ductile.config.schema.optimizer_state import OptimizerTensor, Supported
 from ductile.config.schema.trainer import AdamWConfig
+from ductile.core.layout.memory.step_memory import BUCKET_BYTES
 from ductile.parallel.data import like, local_shard
 from ductile.parallel.host_copies import Copy, host_copies
 from ductile.parallel.host_memory import host_like, is_host, mark_host
-
-BUCKET_BYTES = 64 << 20
-"""Most bytes of offloaded state that come to the device at a time, but for a parameter that has more; there are two
-such buckets."""
 
 
 class Optimizer:
@@ -43,7 +41,7 @@ class Optimizer:
         self._described, self._parameters = described, parameters
         for name, parameter in parameters.items():
             self.state[name] = {
-                kept.name: _made(kept, parameter, None if buffers is None else buffers, f"{kept.name}/{name}")
+                kept.name: _made(kept, parameter, buffers, f"{kept.name}/{name}")
                 for kept in described[name]
             }
         self._buckets = [
@@ -61,7 +59,7 @@ class Optimizer:
             self._update(bucket, here, lr)
             leaving.append(self._return(here))
             for moving in leaving[:-1]:
-                moving.finish()  # the device has room for two buckets
+                moving.finish()  # so that the device has three buckets at most
             del leaving[:-1]
         leaving[0].finish()
 

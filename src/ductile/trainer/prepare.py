@@ -349,7 +349,8 @@ class Preparation:
         for name, (dtype, size) in plan.target.buffer_sizes(slot).items():
             if name not in unchanged:
                 where = device_of(self._config.model, name, device)
-                room[name] = pages.zeros(size, getattr(torch, dtype), where)
+                # What a GPU reads and writes in host memory is pinned, so that copies run beside its work.
+                room[name] = pages.zeros(size, getattr(torch, dtype), where, pin_memory=where == "cpu" != device)
         trainer = Trainer(self._config, context, device, {**self._old, **room})
         for name, part in parts_of(named_state(trainer)).items():
             if name in unchanged and part.data_ptr() == self._old[name].data_ptr():

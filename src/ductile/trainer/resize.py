@@ -118,6 +118,11 @@ class Resize:
     ) -> transfer.Moved:
         """Old memory is freed while new memory fills."""
         device = self._device
+
+        def room(name: str, dtype: str, size: int) -> Tensor:
+            where = device_of(self._config.model, name, device)
+            return torch.zeros(size, dtype=getattr(torch, dtype), device=where, pin_memory=where == "cpu" != device)
+
         with timed(seconds, "transfer"):
             state: dict[str, Tensor] = {}
             if self._before is not None and self._before.trainer is not None:
@@ -130,9 +135,7 @@ class Resize:
                 self._slot,
                 state,
                 connected.carrier,
-                lambda name, dtype, size: torch.zeros(
-                    size, dtype=getattr(torch, dtype), device=device_of(self._config.model, name, device)
-                ),
+                room,
                 fingerprints(self._config),
             )
         with timed(seconds, "rebuild"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.memory.layer_memory import layer_memory
-from ductile.core.layout.memory.offloaded import size_class
+from ductile.core.layout.memory.offloaded import buffer_bytes
 from ductile.core.layout.memory.options import Checkpointing, MemoryOptions
 from ductile.core.layout.memory.parts import MemoryParts
 from ductile.core.layout.memory.predict import predict
@@ -236,8 +236,11 @@ def test_of_every_second_layer_half_is_kept() -> None:
 
 
 @given(st.integers(1, 10**9))
-def test_buffers_in_host_memory_are_at_most_an_eighth_too_large(num_bytes: int) -> None:
-    assert num_bytes <= size_class(num_bytes) <= num_bytes * 1.125 + 1
+def test_pinned_buffers_are_powers_of_two_and_others_exact(num_bytes: int) -> None:
+    pinned = buffer_bytes(num_bytes, is_pinned=True)
+    assert num_bytes <= pinned < 2 * num_bytes
+    assert pinned.bit_count() == 1
+    assert buffer_bytes(num_bytes, is_pinned=False) == num_bytes
 
 
 @given(OPTIONS)
@@ -250,17 +253,9 @@ def test_options_that_are_written_down_are_read_again(options: MemoryOptions) ->
 
 
 def test_the_numbers_of_modules_that_take_torch_are_these() -> None:
-    from ductile.core.layout.memory import head_memory, layer_operations, offloaded, step_memory
+    from ductile.core.layout.memory import head_memory, layer_operations
     from ductile.kernels import products
     from ductile.model import logprobs
-    from ductile.parallel import activation_offloading
-    from ductile.trainer import optimizer
 
     assert head_memory.CHUNK_ELEMENTS == logprobs.CHUNK_ELEMENTS
-    assert step_memory.BUCKET_BYTES == optimizer.BUCKET_BYTES
     assert layer_operations.BLOCKS == products.BLOCKS
-    assert (offloaded.CLASSES, offloaded.LEAST_BYTES) == (
-        activation_offloading.CLASSES,
-        activation_offloading.LEAST_BYTES,
-    )
-    assert all(offloaded.size_class(size) == activation_offloading.size_class(size) for size in range(1, 5000))

@@ -34,7 +34,8 @@ class TrainingFit:
 
     dims: ParallelDims
     settings: Settings
-    """Values of `trainer.model` that make it, those of axes above 1 among them."""
+    """Values of `trainer.model` that make it: of axes above 1, and of knobs that are not as a config has them by
+    itself."""
     time: LayoutTime
     use: SlotUse
 
@@ -43,7 +44,7 @@ KNOBS: tuple[tuple[str, tuple[tuple[Settings, Mapping[str, object]], ...]], ...]
     (
         "ac",
         (
-            ({}, {}),
+            ({}, {"checkpointing": None}),
             ({"ac": {"mode": "selective", "targets": ["norm"]}}, {"checkpointing": Checkpointing("selective")}),
             (
                 {"ac": {"mode": "selective", "targets": ["norm", "mlp"]}},
@@ -54,18 +55,27 @@ KNOBS: tuple[tuple[str, tuple[tuple[Settings, Mapping[str, object]], ...]], ...]
     ),
     (
         "ac_offloading",
-        (({}, {}), ({"ac_offloading": {"max_inflight_activations": IN_FLIGHT}}, {"offloaded_in_flight": IN_FLIGHT})),
+        (
+            ({}, {"offloaded_in_flight": None}),
+            ({"ac_offloading": {"max_inflight_activations": IN_FLIGHT}}, {"offloaded_in_flight": IN_FLIGHT}),
+        ),
     ),
-    ("optim_cpu_offload", (({}, {}), ({"optim_cpu_offload": True}, {"optim_cpu_offload": True}))),
-    ("fsdp_cpu_offload", (({}, {}), ({"fsdp_cpu_offload": True}, {"fsdp_cpu_offload": True}))),
-    ("reshard_after_forward", (({}, {}), ({"reshard_after_forward": False}, {"reshard_after_forward": False}))),
+    (
+        "optim_cpu_offload",
+        (({}, {"optim_cpu_offload": False}), ({"optim_cpu_offload": True}, {"optim_cpu_offload": True})),
+    ),
+    ("fsdp_cpu_offload", (({}, {"fsdp_cpu_offload": False}), ({"fsdp_cpu_offload": True}, {"fsdp_cpu_offload": True}))),
+    (
+        "reshard_after_forward",
+        (({}, {"reshard_after_forward": True}), ({"reshard_after_forward": False}, {"reshard_after_forward": False})),
+    ),
     (
         "fused_lm_head_token_chunk_size",
         (({}, {}), ({"fused_lm_head_token_chunk_size": 1024}, {"head_chunk_tokens": 1024})),
     ),
 )
 """Knobs by their key of `trainer.model`: values as a config has them, and as the memory is predicted with them. The
-first value of each is the one that takes most memory, but for `reshard_after_forward`."""
+first value of each is the one that a config has by itself, and of the head's chunk what the asking config has."""
 
 
 def best_fits(

@@ -36,6 +36,9 @@ MOST_ALONE = 3
 WORTH = 0.98
 """What is needed with a lever, as a share of what is needed without: a lever that saves less is not named."""
 
+AXES = ("pp", "dp_replicate", "cp", "tp")
+"""Axes whose size a config has."""
+
 TomlValue = bool | int | str
 
 
@@ -85,12 +88,14 @@ def relief(
     built: Collection[str] | None = None,
 ) -> list[Relief]:
     """Return what would make it fit: up to `MOST_ALONE` settings each of which suffices alone, the cheapest first; or
-    one set of several; or the one that takes least, where nothing suffices.
+    one set of several; or the one that takes least, where nothing suffices. Where `dims` are not those that are asked
+    for, the settings that make them are among each.
 
     built: keys of `trainer.model` that may be named; None: all.
     """
     levers = [lever for key, lever in LEVERS if built is None or key in built]
-    state = _State(memory.options_of(asked), dims)
+    laid_out = {axis: getattr(dims, axis) for axis in AXES if getattr(asked, axis) not in ("auto", getattr(dims, axis))}
+    begin = state = _State(memory.options_of(asked), dims, laid_out)
     alone = [found for lever in levers if (found := _first_that_fits(lever, state, spec, memory))]
     if alone:
         return [Relief(each.settings, each.needed(spec)) for each in alone[:MOST_ALONE]]
@@ -102,7 +107,7 @@ def relief(
         state = _first_that_fits(lever, state, spec, memory) or better
         if not memory.missing(state.needed(spec)):
             break
-    return [Relief(state.settings, state.needed(spec))] if state.settings else []
+    return [] if state is begin else [Relief(state.settings, state.needed(spec))]
 
 
 def in_words(found: list[Relief], memory: SlotMemory, root: str) -> str:
@@ -115,7 +120,9 @@ def in_words(found: list[Relief], memory: SlotMemory, root: str) -> str:
 
 
 def spelled(value: object) -> str:
-    """A value as TOML has it: true, 5, "full", ["norm", "mlp"]."""
+    """Return a value as TOML has it: true, 5, "full", ["norm", "mlp"]; of None what a config reads as none."""
+    if value is None:
+        return '"None"'
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
@@ -165,7 +172,7 @@ def _larger(axis: str) -> Lever:
     def lever(state: _State, spec: ModelSpec) -> Iterator[_State]:
         options, now = state.options, state.dims
         for dims in possible_layouts(spec, now.num_slots, options.cp_style, options.num_runs):
-            others = [other for other in ("pp", "dp_replicate", "cp", "tp") if other != axis]
+            others = [other for other in AXES if other != axis]
             is_alike = all(getattr(dims, other) == getattr(now, other) for other in others)
             if is_alike and getattr(dims, axis) > getattr(now, axis):
                 yield state.laid_out(dims, axis)

@@ -130,8 +130,9 @@ class _LayerWalk:
         return peak, peak_with_one
 
     def _on_device(self, operation: Operation, waiting: dict[str, int], again: set[str]) -> set[str]:
-        """Kept tensors that are on the device in an operation's backward pass. Of offloaded ones it is those that have
-        not left yet, and as many as may come back ahead of their use."""
+        """Kept tensors that are on the device in an operation's backward pass. Of offloaded ones it is those that it
+        uses, those that have not left yet, and as many that come back ahead of their use as may be in flight besides.
+        """
         number = self._in_flight
         remaining = [name for name in self.kept if waiting.get(name, 1)]
         if number is None:
@@ -139,7 +140,8 @@ class _LayerWalk:
         used = {*operation.saves} & {*remaining}
         leaving = {*self.kept[-number:]} & {*remaining}
         others = [name for name in remaining if name not in used | leaving | again]
-        return used | leaving | {*others[len(others) - min(number - 1, len(others)) :]}
+        num_ahead = min(max(0, number - 1 - len(leaving - used)), len(others))
+        return used | leaving | {*others[len(others) - num_ahead :]}
 
     def _what_is_kept(self, checkpointing: Checkpointing | None) -> tuple[dict[str, None], dict[int, int]]:
         """Names of the tensors that are kept, in the order of saving; and bytes of cached results by operation."""

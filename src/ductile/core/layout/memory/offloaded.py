@@ -5,12 +5,8 @@ from collections.abc import Sequence
 
 from ductile.core.layout.memory.layer_memory import LayerMemory
 
-CLASSES = 8
-"""Sizes of pooled buffers between a power of two and the next: `parallel.activation_offloading.CLASSES`."""
-
-
 LEAST_BYTES = 1024
-"""Smallest tensor that is offloaded: `parallel.activation_offloading.LEAST_BYTES`."""
+"""Smallest tensor that is offloaded: a smaller one takes longer to copy than it is worth."""
 
 
 def last_saved(layers: Sequence[LayerMemory], number: int) -> int:
@@ -21,12 +17,11 @@ def last_saved(layers: Sequence[LayerMemory], number: int) -> int:
     return sum(sizes[-number:])
 
 
-def host_bytes(layer: LayerMemory) -> int:
+def host_bytes(layer: LayerMemory, is_pinned: bool) -> int:
     """Bytes of host memory for what a layer keeps."""
-    return sum(size_class(size) for size in layer.kept if size >= LEAST_BYTES)
+    return sum(buffer_bytes(size, is_pinned) for size in layer.kept if size >= LEAST_BYTES)
 
 
-def size_class(num_bytes: int) -> int:
-    """Bytes of the buffer that so many are put into."""
-    step = max(1, (1 << (num_bytes - 1).bit_length()) // 2 // CLASSES)
-    return -(-num_bytes // step) * step
+def buffer_bytes(num_bytes: int, is_pinned: bool) -> int:
+    """Bytes of the buffer that so many are put into: torch takes pinned memory in powers of two."""
+    return 1 << (num_bytes - 1).bit_length() if is_pinned else num_bytes

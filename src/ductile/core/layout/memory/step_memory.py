@@ -26,9 +26,7 @@ from ductile.core.layout.memory.slot_shapes import Rows, SlotShapes, num_element
 from ductile.core.layout.model.spec import ModelSpec
 
 BUCKET_BYTES = 64 << 20
-"""Most bytes of an offloaded optimizer's state that come to the device at a time, but for a parameter that has more;
-there are two such buckets: `trainer.optimizer.BUCKET_BYTES`, which is held equal by a test, as that module takes
-torch."""
+"""Most bytes of an offloaded optimizer's state that come to the device at a time, but for a parameter that has more."""
 FP32 = 4
 INT64 = 8
 Sizes = Mapping[str, int]
@@ -143,7 +141,8 @@ class _StageStep:
         sums = state and not options.reduce_every_step
         kept = 0
         if options.offloaded_in_flight is not None:
-            kept = int(sum(host_bytes(layer) for layer in self._layers) * self._in_flight)
+            is_pinned = options.device == "cuda"
+            kept = int(sum(host_bytes(layer, is_pinned) for layer in self._layers) * self._in_flight)
         return MemoryParts(
             parameters=self._num_shard * options.parameter_bytes * state,
             gradients=self._num_shard * options.parameter_bytes * sums,
@@ -167,7 +166,7 @@ class _StageStep:
     def _forward(self) -> Iterator[Moment]:
         """Weights are gathered once with pp, while the slot keeps nothing for other micro-batches yet."""
         for place in self._looked_at:
-            now = {"activations": self._beside(place, passes=1) + self._layers[place].forward}
+            now = {"activations": self._beside(place) + self._layers[place].forward}
             flat = {"communication": self._flat(self._unit) * (self._in_flight == 1)}
             yield self._at(f"forward pass of layer {place}", now, self._gathered_until(place, forward=True), flat)
         if self._has_embed and self._is_wrapped:
@@ -247,7 +246,8 @@ class _StageStep:
             return self._at("optimizer step", made)
         largest = max(rows * columns for rows, columns in [*self._shapes.layer_rows, *self._root_rows()])
         bucket = max(BUCKET_BYTES, -(-largest // self._num_shards) * options.optimizer_bytes)
-        coming = min(2 * bucket, self._num_shard * options.optimizer_bytes)
+        # One is updated while the next one comes and the one before goes back.
+        coming = min(3 * bucket, self._num_shard * options.optimizer_bytes)
         return self._at("optimizer step", made, {"optimizer": coming})
 
     # Layers.
@@ -314,14 +314,13 @@ class _StageStep:
             return sum(layer.kept_bytes for layer in layers)
         return cached + last_saved(layers, in_flight)
 
-    def _beside(self, place: int, passes: int = 2) -> int:
+    def _beside(self, place: int) -> int:
         """Bytes that layers keep on the device beside the one at this place, while it runs: of offloaded ones those in
-        flight that are not its own. passes: 1 in a forward pass; 2 in a backward pass, where some leave and some
-        come."""
+        flight that are not its own."""
         in_flight, layers = self._options.offloaded_in_flight, self._layers
         if in_flight is None:
             return self._kept(place)
-        others = max(0, passes * in_flight - 1 - len(layers[place].kept))
+        others = max(0, in_flight - 1 - len(layers[place].kept))
         return self._kept(place) - last_saved(layers[:place], in_flight) + last_saved(layers[:place], others)
 
     def _backward_of(self, layer: LayerMemory) -> tuple[int, int]:

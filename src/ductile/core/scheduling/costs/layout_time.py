@@ -23,7 +23,6 @@ from typing import NamedTuple
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, RankShape
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
 from ductile.core.layout.memory.layer_memory import layer_memory
-from ductile.core.layout.memory.offloaded import host_bytes
 from ductile.core.layout.memory.options import MemoryOptions
 from ductile.core.layout.memory.slot_shapes import slot_shapes
 from ductile.core.layout.model.flops import ForwardWork, forward_flops, layer_matrix_parameters
@@ -158,7 +157,7 @@ def _collectives_s(
     if shards * copies == 1:
         return 0.0
     of_slot = spec.num_parameters / (dims.pp * dims.tp)
-    messages = len(PipelineShape(dims.pp, options.num_runs).messages(micro_batches)) if dims.pp > 1 else micro_batches
+    messages = _num_reductions(dims, options, micro_batches)
     gathers = messages * (2 if options.reshard_after_forward and dims.pp == 1 else 1)
     sums = 1 if options.reduce_every_step else messages
     around = (shards - 1) / shards
@@ -168,14 +167,21 @@ def _collectives_s(
     return moved / speed.machine.link_bytes_per_s + (gathers + sums) * units * speed.message_s
 
 
+def _num_reductions(dims: ParallelDims, options: MemoryOptions, micro_batches: int) -> int:
+    """Number of times that parameters are gathered and gradients summed: with pp once for a whole schedule."""
+    return len(PipelineShape(dims.pp, options.num_runs).messages(micro_batches)) if dims.pp > 1 else micro_batches
+
+
 def _copies_s(
     spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, micro_batches: int, speed: SlotSpeed
 ) -> float:
     """Seconds of copies of activations to host memory and back, which run beside computing."""
     if options.offloaded_in_flight is None:
         return 0.0
-    layer = layer_memory(slot_shapes(spec, dims, options), options.checkpointing)
-    moved = 2 * micro_batches * host_bytes(layer) * spec.num_layers / dims.pp
+    shapes, checkpointing = slot_shapes(spec, dims, options), options.checkpointing
+    share = 0.0 if checkpointing is None else 1 / checkpointing.freq
+    of_layer = share * sum(layer_memory(shapes, checkpointing).kept) + (1 - share) * sum(layer_memory(shapes, None).kept)
+    moved = 2 * micro_batches * of_layer * spec.num_layers / dims.pp
     return moved / speed.machine.copy_bytes_per_s
 
 
@@ -187,8 +193,8 @@ def _state_copies_s(
     if options.optim_cpu_offload:
         moved += shard * options.optimizer_bytes  # one bucket comes while another one goes back
     if options.fsdp_cpu_offload:
-        gathers = 2 if options.reshard_after_forward else 1
-        moved += micro_batches * shard * options.parameter_bytes * (gathers + 1)
+        gathers = 2 if options.reshard_after_forward and dims.pp == 1 else 1
+        moved += _num_reductions(dims, options, micro_batches) * shard * options.parameter_bytes * (gathers + 1)
     return moved / speed.machine.copy_bytes_per_s
 
 
