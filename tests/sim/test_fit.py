@@ -98,7 +98,9 @@ def test_axes_and_knobs_that_the_config_has_and_the_fit_has_not_are_taken_back(t
             models: list[TrainerModelConfig] = []
             for over, laid in (([], each), (["@", "own.toml"], same)):
                 (tmp_path / "fit.toml").write_text(laid["toml"])
-                models.append(parse(RLConfig, ["@", "good.toml", *over, "@", "fit.toml"], across=False).config.trainer.model)
+                models.append(
+                    parse(RLConfig, ["@", "good.toml", *over, "@", "fit.toml"], across=False).config.trainer.model
+                )
             assert models[0] == models[1]
 
 

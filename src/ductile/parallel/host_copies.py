@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 class Copy(Protocol):
-    """A copy under way. Both tensors must stay until it was waited for: no allocator knows of it, as one that does would
-    use the memory again only once the device has come that far (`Tensor.record_stream`)."""
+    """A copy under way. Both tensors must stay until it was waited for: no allocator is told of it (by
+    `Tensor.record_stream`), as it would use the memory again only once the device has come that far."""
 
     def wait(self) -> None:
         """Have what is queued on the device from now on come after the copy."""

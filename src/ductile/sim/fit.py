@@ -98,9 +98,7 @@ def find_fits(request: FitRequest, host_memory: int | None) -> list[TrainingFit]
     """Return the best way to train for each layout that fits, the fastest first. host_memory: bytes of it that each GPU
     may take; None: any number."""
     spec, memory, speed = request.spec, request.memory, request.speed
-    return best_fits(
-        spec, request.gpus, request.asked, memory, request.num_samples, speed, built_keys(), host_memory
-    )
+    return best_fits(spec, request.gpus, request.asked, memory, request.num_samples, speed, built_keys(), host_memory)
 
 
 def table(fits: Sequence[TrainingFit]) -> str:

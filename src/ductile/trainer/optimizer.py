@@ -41,8 +41,7 @@ class Optimizer:
         self._described, self._parameters = described, parameters
         for name, parameter in parameters.items():
             self.state[name] = {
-                kept.name: _made(kept, parameter, buffers, f"{kept.name}/{name}")
-                for kept in described[name]
+                kept.name: _made(kept, parameter, buffers, f"{kept.name}/{name}") for kept in described[name]
             }
         self._buckets = [
             _Bucket(_torch_optimizer(config, [parameters[name] for name in names]), names) for names in self._cut()

@@ -180,7 +180,9 @@ def _copies_s(
         return 0.0
     shapes, checkpointing = slot_shapes(spec, dims, options), options.checkpointing
     share = 0.0 if checkpointing is None else 1 / checkpointing.freq
-    of_layer = share * sum(layer_memory(shapes, checkpointing).kept) + (1 - share) * sum(layer_memory(shapes, None).kept)
+    of_layer = share * sum(layer_memory(shapes, checkpointing).kept) + (1 - share) * sum(
+        layer_memory(shapes, None).kept
+    )
     moved = 2 * micro_batches * of_layer * spec.num_layers / dims.pp
     return moved / speed.machine.copy_bytes_per_s
 
