@@ -15,11 +15,11 @@ from functools import lru_cache
 from torch import Tensor
 
 from ductile.config.schema.model import TrainerModelConfig
-from ductile.config.schema.optimizer_state import optimizer_state, supported
+from ductile.config.schema.optimizer_state import optimizer_state
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.layout import Layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.geometry.strategy import block_columns, block_layout, model_layout
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.planning import Planner
@@ -38,7 +38,7 @@ def named_state(trainer: Trainer) -> dict[str, Tensor]:
     for name, parameter in trainer.model.named_parameters():
         named[MODEL + name] = parameter.detach()
         for kept in trainer.optimizer_state[name]:
-            if kept.layout == "parameter":
+            if kept.layout != "scalar":
                 named[f"{kept.name}/{name}"] = trainer.optimizer.state[name][kept.name]
     return named
 
@@ -72,7 +72,7 @@ class StatePlans:
     def __init__(self, spec: ModelSpec, config: TrainerConfig) -> None:
         self._spec = spec
         self._dtype = config.model.optimization_dtype
-        self._optim = supported(config.optim)
+        self._optim, self._blocks = config.optim, block_columns(spec)
         self._planners = {relays: Planner(relays=relays) for relays in (False, True)}
         self.layout = lru_cache(maxsize=REMEMBERED_LAYOUTS)(self._make)
         """Function that gives the layout of the state, with the gradient or without, on a `ParallelLayout`."""
@@ -86,9 +86,11 @@ class StatePlans:
         parameters = model_layout(self._spec, parallel, self._dtype)
         kinds = {MODEL: [parameter.kind(MODEL, self._dtype) for parameter in parameters]}
         for parameter in parameters:
-            for kept in optimizer_state(self._optim, parameter.name, self._dtype):
-                if kept.layout == "parameter":
-                    kinds.setdefault(kept.name, []).append(parameter.kind(f"{kept.name}/", kept.dtype))
+            has_blocks = parameter.name in self._blocks
+            for kept in optimizer_state(self._optim, parameter.name, self._dtype, has_blocks=has_blocks):
+                if kept.layout != "scalar":
+                    like = parameter if kept.layout == "parameter" else self._block_layout(parallel)[parameter.name]
+                    kinds.setdefault(kept.name, []).append(like.kind(f"{kept.name}/", kept.dtype))
         if with_gradient:
             kinds[GRADIENT] = [parameter.kind(GRADIENT, self._dtype) for parameter in parameters]
         return Layout([tensor for of_kind in kinds.values() for tensor in of_kind], parameters.slots)
