@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ductile.config.schema.optimizer_state import optimizer_state
-from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, SGDConfig, SignSGDConfig, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, SignSGDConfig, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ONE_SLOT, ParallelLayout
 from ductile.core.layout.geometry.strategy import block_columns, block_layout
 from ductile.core.layout.model.parameters import Parameter, is_layer_matrix, is_norm_or_bias, parameters

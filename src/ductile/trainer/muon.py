@@ -45,7 +45,9 @@ class WholeMatrices:
         self._members = context.layout.group(context.slot, AXES_OF_STAGE)
         self._rows = {each.name: each.rows for each in parameters(spec) if is_layer_matrix(each.name)}
         layout = model_layout(spec, context.layout, str(dtype).removeprefix("torch."))
-        ours = [each for each in layout if each.name in self._rows and {*each.holdings.slots.tolist()} & {*self._members}]
+        ours = [
+            each for each in layout if each.name in self._rows and {*each.holdings.slots.tolist()} & {*self._members}
+        ]
         self._stored = Layout(ours, self._members)
         self._planner = Planner(relays=False)
         self._exchanges: dict[tuple[str, ...], tuple[PackedExchange, PackedExchange]] = {}

@@ -127,7 +127,6 @@ class Optimizer:
             num_bytes += of_name
         yield names
 
-
     def _bytes_of(self, name: str, kept: Tensor) -> int:
         """Bytes by which buckets are cut. Of what Muon exchanges they are the same on all slots, as these exchange the
         matrices of a bucket."""

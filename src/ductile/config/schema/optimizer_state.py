@@ -46,7 +46,7 @@ def optimizer_state(
         return OptimizerTensor(name, dtype, layout, is_offloaded)
 
     is_muon = isinstance(config, MuonConfig)
-    if isinstance(config, SGDConfig) and config.momentum or is_muon and is_layer_matrix(parameter):
+    if (isinstance(config, SGDConfig) and config.momentum) or (is_muon and is_layer_matrix(parameter)):
         return (kept("momentum_buffer", dtype),)
     if not isinstance(config, AdamWConfig | MuonConfig):
         return ()

@@ -23,7 +23,9 @@ def owned_layout(stored: Layout, costs: Mapping[str, int]) -> Layout:
     for name in sorted(stored.tensors, key=lambda name: (-costs[name], name)):
         owners[name] = min(loads, key=lambda slot: (loads[slot], slot))
         loads[owners[name]] += costs[name]
-    return Layout((Tensor(each.name, each.dtype, _whole(each.shape, owners[each.name])) for each in stored), stored.slots)
+    return Layout(
+        (Tensor(each.name, each.dtype, _whole(each.shape, owners[each.name])) for each in stored), stored.slots
+    )
 
 
 def batches_of(num_bytes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
@@ -43,4 +45,6 @@ def _whole(shape: Shape, slot: int) -> Holdings:
     row: Sequence[Shape] = [(0,) * len(shape), shape, row_major(shape)]
     start, stop, strides = (np.array([each], dtype=np.int64) for each in row)
     zero: Ints = np.zeros(1, dtype=np.int64)
-    return Holdings(shape, np.array([slot], dtype=np.int64), start, stop, zero, strides, zero, ((slot, 0, prod(shape)),))
+    return Holdings(
+        shape, np.array([slot], dtype=np.int64), start, stop, zero, strides, zero, ((slot, 0, prod(shape)),)
+    )

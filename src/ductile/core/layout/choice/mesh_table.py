@@ -70,7 +70,9 @@ def numbering(layout: ParallelLayout) -> str:
     return f"rank = {' + '.join(addends)}, counted through slots {compact(layout.slots)}"
 
 
-def _a_row_each(spec: ModelSpec, layout: ParallelLayout, shares: Mapping[int, SlotShare], each_bytes: float) -> list[str]:
+def _a_row_each(
+    spec: ModelSpec, layout: ParallelLayout, shares: Mapping[int, SlotShare], each_bytes: float
+) -> list[str]:
     axes = [axis for axis in AXES if getattr(layout.dims, axis) > 1]
     rows = [("slot", *axes, "layers", "of the state")]
     for slot in layout.slots:
