@@ -42,8 +42,8 @@ class AdamW8bit:
             _write(kept, "exp_avg_sq", second, is_signed=False)
             # Both bias corrections; on the device, as nothing here waits for it.
             largest = (lr / (1 - config.betas1**num_updates)).float()
-            divisor = second.sqrt_().div_((1 - config.betas2**num_updates).sqrt().float()).add_(config.eps)
-            weights.mul_(1 - lr * self._weight_decay).sub_(first.div_(divisor).mul_(largest))
+            root = second.sqrt_().div_((1 - config.betas2**num_updates).sqrt().float()).add_(config.eps)
+            weights.mul_(1 - lr * self._weight_decay).sub_(first.div_(root).mul_(largest))
 
 
 def quantized(numbers: Tensor, columns: int, is_signed: bool) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from ductile.parallel.packed_exchange import PackedExchange
 from ductile.parallel.parallel_context import ParallelContext
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the quintic iteration; those of `torch.optim.Muon`."""
+"""Coefficients of the quintic iteration, which are those of `torch.optim.Muon`."""
 NUM_ITERATIONS = 5
 LEAST_NORM = 1e-7
 BATCH_BYTES = 64 << 20
