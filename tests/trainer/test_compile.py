@@ -1,0 +1,171 @@
+"""Layers that torch compiles compute what they do uncompiled, and are compiled a bounded number of times: whatever sizes
+their micro-batches have, and whichever layouts the trainer comes to."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ductile.config.schema.model import ActivationCheckpointing, ActivationOffloading, CompileConfig
+from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.model.spec import ModelSpec
+from ductile.kernels import dispatch
+from ductile.model.checkpoint import read_spec
+from ductile.model.packed import PackedSamples
+from ductile.model.transformer import Transformer
+from ductile.parallel import activation_checkpointing, compilation
+from ductile.parallel.activation_offloading import ActivationOffload
+from ductile.records import StepReport
+from tests.parity.measured import PARAMETERS, whole_state
+from tests.ranks import run_alone
+from tests.tiny import make_model_folder
+from tests.trainer.fleet import Fleet
+from tests.trainer.naive import make_samples
+
+DP, TP = ParallelLayout.of((0, 1)), ParallelLayout.of((0, 1), tp=2)
+JOURNEY = (DP, TP, DP, TP)
+"""Layouts that a trainer is resized through, in the middle of a batch each time."""
+STEPS_OF_LAYOUT = 2
+NUM_STEPS = 20
+MOST_RECOMPILES = 16
+"""Of all pieces on both slots, in `NUM_STEPS` steps."""
+SPEC = ModelSpec("qwen3", 102, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=3)
+
+
+def settings_for(folder: Path, compile: dict[str, Any] | None) -> dict[str, Any]:
+    sections = {
+        "model": {"name": str(folder), "compile": compile},
+        "loss": SFTLoss(),
+        "optim": AdamWConfig(lr=1e-4, eps=1e-5),  # a gradient that is next to nothing changes next to nothing
+    }
+    return TrainerConfig.model_validate(sections).model_dump()
+
+
+def train(fleet: Fleet, step: int, after: ParallelLayout | None = None) -> StepReport:
+    """Run three micro-steps of samples of any length, in prompts that are shared and for less ranks than there are; and
+    resize to another layout before the last."""
+    sizes = random.Random(step)
+    samples = make_samples([sizes.randint(2, 60) for _ in range(5)], seed=step)
+    for index, of_micro_step in enumerate((samples[:3], samples[3:4], samples[4:])):
+        if index == 2 and after is not None:
+            fleet.resize(after)
+        fleet.forward_backward(of_micro_step)
+    return fleet.optim_step(float(sum(map(len, samples))))
+
+
+def travel(settings: dict[str, Any], folder: Path) -> tuple[list[StepReport], dict[str, np.ndarray]]:
+    """Return the reports of a trainer that goes through all layouts, and its weights in the end."""
+    reports: list[StepReport] = []
+    with Fleet(settings, range(2)) as fleet:
+        fleet.assign_in(JOURNEY[0])
+        for after in (*JOURNEY[1:], None):
+            for number in range(STEPS_OF_LAYOUT):
+                is_last = number == STEPS_OF_LAYOUT - 1
+                reports.append(train(fleet, len(reports), after if is_last else None))
+        return reports, whole_state(fleet, read_spec(folder), PARAMETERS)
+
+
+def compiled_in(reports: Sequence[StepReport]) -> list[tuple[int, int]]:
+    """Return what was compiled in each step, and what of it again."""
+    return [(int(each.metrics["compile/graphs"]), int(each.metrics["compile/recompiles"])) for each in reports]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_every_layout_computes_what_it_does_uncompiled(
+    folder: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, uncompiled = travel(settings_for(folder, None), folder)
+    reports, compiled = travel(settings_for(folder, {"backend": backend}), folder)
+    for ours, theirs in zip(reports, expected, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    assert max(np.abs(compiled[name] - uncompiled[name]).max() for name in uncompiled) < 1e-5
+    counts = compiled_in(reports)
+    with capsys.disabled():
+        print(f"\n{backend}: graphs and recompiles of each step, dp 2 -> tp 2 -> dp 2 -> tp 2: {counts}")
+    assert counts[0][0] > 0
+    assert sum(graphs for graphs, _ in counts[2 * STEPS_OF_LAYOUT :]) == 0, "what was compiled is found again"
+
+
+def test_uneven_batches_run_the_same_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Fleet(settings_for(folder, {"backend": "aot_eager"}), range(2)) as fleet:
+        fleet.assign_in(DP)
+        counts = compiled_in([train(fleet, step) for step in range(NUM_STEPS)])
+    with capsys.disabled():
+        print(f"\n{NUM_STEPS} steps of uneven batches on two slots: {sum(counts[0])} ... {counts}")
+    assert sum(recompiles for _, recompiles in counts) <= MOST_RECOMPILES
+    assert sum(graphs for graphs, _ in counts[NUM_STEPS // 2 :]) == 0
+
+
+def gradients(*apply: Any) -> list[Tensor]:
+    """Return the gradients of all weights of a model, to which each of these has been applied."""
+    torch.manual_seed(7)
+    model = Transformer(SPEC)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    for each in apply:
+        each(model)
+    for lengths in ((31, 7, 18), (12, 40)):
+        logprobs, _ = PackedSamples.of(make_samples(lengths, seed=1)).score(model)
+        logprobs.sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def compile(model: Transformer, backend: str = "aot_eager") -> None:
+    compilation.apply(model, CompileConfig(backend=backend), "cpu")
+
+
+def checkpoint(model: Transformer) -> None:
+    activation_checkpointing.apply(model, ActivationCheckpointing())
+
+
+def offload(model: Transformer) -> None:
+    ActivationOffload.of(ActivationOffloading(), torch.device("cpu")).apply(model)
+
+
+@pytest.mark.parametrize("around", [(), (checkpoint,), (offload,), (checkpoint, offload)], ids=len)
+def test_checkpointing_and_offloading_go_around_it(around: tuple[Any, ...]) -> None:
+    torch.testing.assert_close(gradients(compile, *around), gradients(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_piece_that_cannot_be_compiled_runs_as_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("an operator\nand where it is")
+
+    torch._dynamo.reset()
+    compilation.why_no_compiler("aot_eager", "cpu")
+    monkeypatch.setattr(compilation, "lookup_backend", lambda name: fail)
+    dispatch.tell.cache_clear()
+    torch.testing.assert_close(gradients(compile), gradients(), atol=1e-5, rtol=1e-5)
+    torch._dynamo.reset()
+    assert capsys.readouterr().err == "a piece of each layer runs uncompiled: NotImplementedError: an operator\n"
+
+
+def without_a_compiler() -> tuple[bool, str]:
+    import torch._inductor.config as inductor_config
+
+    inductor_config.cpp.cxx = (None, "/nowhere/g++")
+    inductor_config.force_disable_caches = True
+    reason = compilation.why_no_compiler("inductor", "cpu")
+    model = Transformer(SPEC)
+    compile(model, "inductor")
+    return any("forward" in vars(layer) for layer in model.layers.values()), reason
+
+
+def test_without_a_compiler_layers_stay_as_they_are() -> None:
+    is_compiled, reason = run_alone(without_a_compiler)
+    assert not is_compiled
+    assert "InvalidCxxCompiler" in reason
