@@ -21,7 +21,6 @@ from tests.config.stories import GOOD, furnish
 PAGE = Path(__file__).with_name("scaling_page.txt").read_text()
 EXPERTS = "mixture of experts"
 CLUSTER = "from one machine to a cluster"
-OPTIMIZERS = "optimizers, LoRA, compile, precision, bench"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ LATER = (
     Later("--slurm", "{}", "Not built yet: SLURM.", CLUSTER),
     Later("--deployment.type", "multi_node", "Not built yet: multi-node deployments.", CLUSTER),
     Later("torchrun", "", "ductile: there is no command torchrun.", CLUSTER),
-    Later("--trainer.optim.type", "muon", "Not built yet: the Muon optimizer.", OPTIMIZERS),
 )
 """All of the page that is refused today. Who builds one takes its line out."""
 
