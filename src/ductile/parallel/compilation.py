@@ -6,7 +6,8 @@
 2. What is compiled: each piece, forward and backward. torch keeps compiled code with the functions of the layers'
    classes, so that all layers have the same, and so has the trainer that a resize makes: code for a layout that the
    process has had is found again.
-3. Numbers of tokens are symbols: micro-batches of all sizes run the same code.
+3. Numbers of tokens are symbols: micro-batches of all sizes run the same code, but for a single token, which runs
+   uncompiled.
 4. Kernels of `ductile.kernels` are never traced: while torch compiles, `dispatch` names plain operations, which the
    compiler fuses by itself. Products are torch's own, on an AMD CPU too.
 5. What cannot be compiled runs as it does without: everything where there is no compiler, one piece where that piece
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import lookup_backend
+from torch._dynamo.exc import RestartAnalysis
 from torch._guards import CompileContext
 from torch.fx import GraphModule
 
@@ -40,7 +42,7 @@ COMPILE = "compile/"
 """Prefix of the names of the counts in a step's report."""
 MOST_VARIANTS = 64
 """Most times that torch compiles one piece; then it runs as it does without. Variants are with and without gradients,
-for one token (a rank without samples) and for many, and for each kind of layout that the process has been in."""
+and for each kind of layout that the process has been in."""
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
@@ -75,7 +77,7 @@ def apply(model: Transformer, config: CompileConfig, device_type: str) -> None:
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MOST_VARIANTS)
     for layer in model.layers.values():
         compiled = torch.compile(layer.forward, backend=_BACKENDS[config.backend], dynamic=True)
-        vars(layer)["forward"] = partial(_run, compiled)
+        vars(layer)["forward"] = partial(_run, compiled, layer.forward)
 
 
 @cache
@@ -115,22 +117,34 @@ def _attend(outside: _AttendOutside, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _run(
-    compiled: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend
+    compiled: Callable[..., Tensor],
+    uncompiled: Callable[..., Tensor],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    attend: Attend,
 ) -> Tensor:
-    """Run a layer. All layers are number 0 to compiled code, which is one for all of them."""
+    """Run a layer. All layers are number 0 to compiled code, which is one for all of them. A single token, as a rank
+    without samples has, runs uncompiled: to torch 1 is no size like others, and code for it would be made apart."""
+    if len(x) < 2:
+        return uncompiled(x, cos, sin, layer, attend)
     return compiled(x, cos, sin, 0, _AttendOutside(attend, layer))
 
 
 def _compile(name: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Return a piece, compiled by torch's backend of this name, or as it is where that fails."""
-    COUNTERS.num_graphs += 1
-    compiled_id = CompileContext.current_compile_id()
-    COUNTERS.num_recompiles += bool(compiled_id and compiled_id.frame_compile_id)
     try:
-        return lookup_backend(name)(graph, inputs)
+        compiled = lookup_backend(name)(graph, inputs)
+    except RestartAnalysis:  # torch traces the piece once more, and knows better what to take for a constant
+        raise
     except Exception as error:  # whatever a compiler raises
         tell(f"a piece of each layer runs uncompiled: {_first_line(error)}")
         return graph.forward
+    compile_id = CompileContext.current_compile_id()
+    COUNTERS.num_graphs += 1
+    COUNTERS.num_recompiles += bool(compile_id and compile_id.frame_compile_id)
+    return compiled
 
 
 _BACKENDS = {name: partial(_compile, name) for name in ("inductor", "aot_eager")}
