@@ -84,8 +84,8 @@ def apply(model: Transformer, config: CompileConfig, device_type: str) -> None:
 def why_no_compiler(backend: str, device_type: str) -> str:
     """Return what keeps this process from compiling for such a device; "" if nothing does. It is found out by compiling
     something small, with its gradient."""
-    if device_type == "cpu":
-        import torch._inductor.config as inductor_config  # takes a second: only where something is compiled
+    if (backend, device_type) == ("inductor", "cpu"):
+        import torch._inductor.config as inductor_config  # takes a second: only where it is used
 
         inductor_config.compile_threads = 1  # a slot has one core, and no processes beside it
     x = torch.ones(4, device=device_type, requires_grad=True)
