@@ -62,11 +62,13 @@ def test_bf16_weights_give_fp32_scores_which_an_fp32_head_does_not_round(fp32: b
     assert got.dtype == entropies.dtype == torch.float32
     expected = F.linear(*exact)[rows].log_softmax(-1).gather(1, targets[:, None])[:, 0]
     off = (got - expected).abs().max() / expected.abs().max()
-    assert (off < tolerance) and (fp32 or off > 1e-6)
+    assert off < tolerance
+    assert fp32 or off > 1e-6
     got.sum().backward()
     expected.sum().backward()
     for ours, theirs in zip((hidden, weight), exact, strict=True):
-        assert ours.grad is not None and ours.grad.dtype == torch.bfloat16
+        assert ours.grad is not None
+        assert ours.grad.dtype == torch.bfloat16
         torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-1, rtol=5e-2)
 
 

@@ -1,4 +1,4 @@
-"""Layers that torch compiles compute what they do uncompiled, and are compiled a bounded number of times: whatever sizes
+"""Layers that torch compiles compute what they do uncompiled, and are compiled a bounded number of times, whatever sizes
 their micro-batches have, and whichever layouts the trainer comes to."""
 
 import random
@@ -87,7 +87,9 @@ def test_a_trainer_on_two_meshes_and_through_resizes_is_the_uncompiled_one(
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
     assert max(np.abs(compiled[name] - uncompiled[name]).max() for name in uncompiled) < 1e-5
-    graphs, recompiles = ([int(each.metrics[f"compile/{what}"]) for each in reports] for what in ("graphs", "recompiles"))
+    graphs, recompiles = (
+        [int(each.metrics[f"compile/{what}"]) for each in reports] for what in ("graphs", "recompiles")
+    )
     with capsys.disabled():
         print(
             f"\n{backend}: {NUM_STEPS} uneven steps on two slots compile {sum(graphs[:NUM_STEPS])} graphs, and "
@@ -96,7 +98,6 @@ def test_a_trainer_on_two_meshes_and_through_resizes_is_the_uncompiled_one(
     assert 0 < sum(graphs[:NUM_STEPS]) <= MOST_GRAPHS + MOST_RECOMPILES
     assert sum(recompiles[:NUM_STEPS]) <= MOST_RECOMPILES
     assert graphs[-STEPS_OF_LAYOUT:] == [0] * STEPS_OF_LAYOUT, "what was compiled for a layout is found again"
-
 
 
 def gradients(*apply: Any) -> list[Tensor]:

@@ -9,8 +9,8 @@
 
 "flex" is none of them, but `kernels.flex_attention`.
 
-torch itself puts FlashAttention-3 and 4 in the place of its own (`torch.nn.attention.activate_flash_attention_impl`), in the
-whole process. They have not been run.
+torch itself puts FlashAttention-3 and 4 in the place of its own (`torch.nn.attention.activate_flash_attention_impl`),
+in the whole process. They have not been run.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,8 @@ KERNELS = {
     "flash_attention_4": _FA4,
     "fa4": _FA4,
 }
-"""Kernels by value of `trainer.model.attn`. Other values but FLEX name none: there attention is what `dispatch` chooses."""
+"""Kernels by value of `trainer.model.attn`. Other values than these and FLEX name none: attention is what `dispatch`
+chooses then."""
 
 
 def use_kernel(attn: str, dtype: torch.dtype, head_size: int, device: torch.device) -> None:

@@ -156,8 +156,8 @@ def _between_engines(config: RLConfig) -> Iterator[str]:
     elif ours == "bfloat16" and config.trainer.model.fp32_lm_head != config.inference.model.fp32_lm_head:
         at = ("trainer", "inference") if config.trainer.model.fp32_lm_head else ("inference", "trainer")
         yield (
-            f"{at[0]}.model.fp32_lm_head is true and {at[1]}.model.fp32_lm_head is false: on one side logits are rounded "
-            f"to bfloat16, by up to {2.0**-9:.1%}. train/mismatch_kl tells how far that is. Write the same for both"
+            f"{at[0]}.model.fp32_lm_head is true and {at[1]}.model.fp32_lm_head is false: one side rounds logits to "
+            f"bfloat16, by up to {2.0**-9:.1%}. train/mismatch_kl tells how far that is. Write the same for both"
         )
 
 
