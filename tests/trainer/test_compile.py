@@ -1,5 +1,5 @@
-"""Layers that torch compiles compute what they do uncompiled, and are compiled a bounded number of times, whatever sizes
-their micro-batches have, and whichever layouts the trainer comes to."""
+"""Layers that torch compiles compute what they do uncompiled, and are compiled a bounded number of times, whatever
+sizes their micro-batches have, and whichever layouts the trainer comes to."""
 
 import random
 from functools import partial

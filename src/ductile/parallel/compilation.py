@@ -16,7 +16,7 @@
 Checkpointing and offloading go around it: what they drop or move is what compiled code keeps for its backward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
@@ -47,7 +47,8 @@ and for each kind of layout that the process has been in."""
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function as one that torch never compiles, whoever calls it."""
-    return torch.compiler.disable(function, reason="it is among what ductile leaves uncompiled")
+    disabled: Any = torch.compiler.disable(function, reason="it is among what ductile leaves uncompiled")
+    return disabled
 
 
 @dataclass(slots=True)
@@ -132,7 +133,7 @@ def _run(
     return compiled(x, cos, sin, 0, _AttendOutside(attend, layer))
 
 
-def _compile(name: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _compile(name: str, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     """Return a piece, compiled by torch's backend of this name, or as it is where that fails."""
     try:
         compiled = lookup_backend(name)(graph, inputs)

@@ -172,9 +172,9 @@ class TrainerModelConfig(ModelConfig):
     quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
     lora: Annotated[LoraConfig | None, NotBuilt("LoRA")] = None
     fp32_lm_head: bool = False
-    """Logits are products of fp32 numbers also where the arithmetic is bfloat16's: the head multiplies hidden states and
-    weights, which are bfloat16 numbers there, as fp32 ones, and so their gradients. In scorers, too; in generators by
-    `inference.model.fp32_lm_head`."""
+    """Logits are products of fp32 numbers also where the arithmetic is bfloat16's: the head multiplies hidden states
+    and weights, which are bfloat16 numbers there, as fp32 ones, and so their gradients. In scorers, too; in generators
+    by `inference.model.fp32_lm_head`."""
     fused_lm_head_token_chunk_size: Annotated[int, Ge(1)] | Literal["auto", "disabled"] = "auto"
     """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB),
     on a GPU 2^27 (512 MiB); disabled: all of a micro-batch."""
@@ -203,42 +203,30 @@ def excluded_pairs(model: TrainerModelConfig, has_stages: bool) -> Iterator[tupl
     has_stages: whether there is a pipeline."""
     selective = model.ac is not None and model.ac.mode == "selective"
     if model.compile is not None and selective:
-        yield (
-            "compile",
-            "ac.mode",
-            (
-                'cannot be with ac.mode = "selective", which decides for each operator whether it is run again: compiled '
-                'code has none of them, and keeps what its compiler finds worth keeping. Write ac.mode = "full", or leave '
-                "one of them out"
-            ),
+        why = (
+            'cannot be with ac.mode = "selective", which decides for each operator whether it is run again: compiled '
+            'code has none of them, and keeps what its compiler finds worth keeping. Write ac.mode = "full", or leave '
+            "one of them out"
         )
+        yield "compile", "ac.mode", why
     if model.compile is not None and has_stages and model.pp_schedule == "zero_bubble":
-        yield (
-            "compile",
-            "pp_schedule",
-            (
-                'cannot be with pp_schedule = "zero_bubble", which makes gradients of weights after those of inputs: '
-                'compiled code makes both at once. Write pp_schedule = "1f1b", or leave one of them out'
-            ),
+        why = (
+            'cannot be with pp_schedule = "zero_bubble", which makes gradients of weights after those of inputs: '
+            'compiled code makes both at once. Write pp_schedule = "1f1b", or leave one of them out'
         )
+        yield "compile", "pp_schedule", why
     if model.attn == "flex" and selective:
-        yield (
-            "attn",
-            "ac.mode",
-            (
-                'cannot be with ac.mode = "selective", which knows attention by its operator: FlexAttention has '
-                'none. Write ac.mode = "full", or attn = "auto"'
-            ),
+        why = (
+            'cannot be with ac.mode = "selective", which knows attention by its operator: FlexAttention has none. '
+            'Write ac.mode = "full", or attn = "auto"'
         )
+        yield "attn", "ac.mode", why
     if model.attn == "flex" and model.cp_style == "ring":
-        yield (
-            "attn",
-            "cp_style",
-            (
-                'cannot be with cp_style = "ring", which puts attention together from the parts of flash '
-                'kernels. Write cp_style = "ulysses", or attn = "auto"'
-            ),
+        why = (
+            'cannot be with cp_style = "ring", which puts attention together from the parts of flash kernels. Write '
+            'cp_style = "ulysses", or attn = "auto"'
         )
+        yield "attn", "cp_style", why
 
 
 class SFTModelConfig(ChatModelConfig, TrainerModelConfig):
