@@ -82,6 +82,9 @@ class AttentionChoice:
 
     flex: bool = False
 
+    def choose(self, flex: bool) -> None:
+        self.flex = flex
+
 
 CHOICE = AttentionChoice()
 

@@ -59,7 +59,7 @@ def use_kernel(attn: str, dtype: torch.dtype, head_size: int, device: torch.devi
     reason = why_unavailable(attn, dtype, head_size, varlen_attention.capability_of(device))
     if reason:
         raise ValueError(f'trainer.model.attn = "{attn}" cannot be had on this slot: {reason}. Write "auto".')
-    CHOICE.flex = attn == FLEX
+    CHOICE.choose(flex=attn == FLEX)
     name = KERNELS[attn].name if attn in KERNELS else ""
     if name and attention.current_flash_attention_impl() != name:  # it stays until the process ends
         attention.activate_flash_attention_impl(name)
