@@ -70,35 +70,51 @@ class CompileCounters:
 COUNTERS = CompileCounters()
 
 
-def apply(model: Transformer, config: CompileConfig, device_type: str) -> None:
-    """Have every layer of the model run compiled code. Names of parameters stay."""
-    if reason := why_no_compiler(config.backend, device_type):
-        tell(f"trainer.model.compile has no effect on this slot: {reason}")
-        return
+def apply(model: Transformer, config: CompileConfig) -> None:
+    """Have every layer of the model run compiled code, which is made when it is run first. Names of parameters stay."""
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MOST_VARIANTS)
     for layer in model.layers.values():
         compiled = torch.compile(layer.forward, backend=_BACKENDS[config.backend], dynamic=True)
-        vars(layer)["forward"] = partial(_run, compiled, layer.forward)
+        vars(layer)["forward"] = _CompiledLayer(compiled, layer.forward, config.backend)
 
 
 @cache
 def why_no_compiler(backend: str, device_type: str) -> str:
     """Return what keeps this process from compiling for such a device; "" if nothing does. It is found out by compiling
-    something small, with its gradient."""
+    something small, with its gradient, and is told the slot's log."""
     if (backend, device_type) == ("inductor", "cpu"):
         import torch._inductor.config as inductor_config  # takes a second: only where it is used
 
         inductor_config.compile_threads = 1  # a slot has one core, and no processes beside it
     x = torch.ones(4, device=device_type, requires_grad=True)
     try:
-        torch.compile(_probe, backend=backend, dynamic=True)(x).sum().backward()
+        with torch.enable_grad():
+            torch.compile(_probe, backend=backend, dynamic=True)(x).sum().backward()
     except Exception as error:  # whatever a compiler raises
-        return _first_line(error)
+        reason = _first_line(error)
+        tell(f"trainer.model.compile has no effect on this slot: {reason}")
+        return reason
     return ""
 
 
 def _probe(x: Tensor) -> Tensor:
     return x.sin()
+
+
+@dataclass(frozen=True)
+class _CompiledLayer:
+    """A layer's forward pass. All layers are number 0 to compiled code, which is one for all of them."""
+
+    compiled: Callable[..., Tensor]
+    uncompiled: Callable[..., Tensor]
+    backend: str
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        # To torch 1 is no size like others. Code for a single token, as a rank without samples has it, would be made
+        # apart.
+        if len(x) < 2 or why_no_compiler(self.backend, x.device.type):
+            return self.uncompiled(x, cos, sin, layer, attend)
+        return self.compiled(x, cos, sin, 0, _AttendOutside(attend, layer))
 
 
 @dataclass(frozen=True)
@@ -115,22 +131,6 @@ class _AttendOutside:
 @outside_graphs
 def _attend(outside: _AttendOutside, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return outside.attend(outside.layer, q, k, v)
-
-
-def _run(
-    compiled: Callable[..., Tensor],
-    uncompiled: Callable[..., Tensor],
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    layer: int,
-    attend: Attend,
-) -> Tensor:
-    """Run a layer. All layers are number 0 to compiled code, which is one for all of them. A single token, as a rank
-    without samples has, runs uncompiled: to torch 1 is no size like others, and code for it would be made apart."""
-    if len(x) < 2:
-        return uncompiled(x, cos, sin, layer, attend)
-    return compiled(x, cos, sin, 0, _AttendOutside(attend, layer))
 
 
 def _compile(name: str, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:

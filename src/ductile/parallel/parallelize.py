@@ -135,7 +135,7 @@ def _describe(spec: ModelSpec, context: ParallelContext, options: ParallelizeOpt
     if context.layout.dims.tp > 1:
         tensor_parallel.apply(model, context)
     if options.compile is not None:
-        compilation.apply(model, options.compile, context.mesh.device_type)
+        compilation.apply(model, options.compile)
     if options.checkpointing is not None:
         activation_checkpointing.apply(model, options.checkpointing)
     if options.offload is not None:
