@@ -40,6 +40,8 @@ _FA3 = FlashKernel("FA3", "flash_attn_interface", (9,))
 _FA4 = FlashKernel("FA4", "flash_attn.cute", (9, 10))
 FLEX = "flex"
 """Value of `trainer.model.attn` for torch's FlexAttention."""
+LEAST_FLEX_HEAD = 16
+"""Least head size that torch's FlexAttention takes on a GPU."""
 KERNELS = {
     "flash_attention_2": _FA2,
     "flash_attention_3": _FA3,
@@ -69,7 +71,7 @@ def why_unavailable(attn: str, dtype: torch.dtype, head_size: int, capability: t
     """Return what keeps the kernel that `attn` names from such heads on a device of such a compute capability; "" if
     nothing does, or if it names none. `capability` is None on a device that is not NVIDIA's."""
     if attn == FLEX:
-        return _why_not_flex(capability)
+        return _why_not_flex(head_size, capability)
     kernel = KERNELS.get(attn)
     if kernel is None:
         return ""
@@ -86,9 +88,11 @@ def why_unavailable(attn: str, dtype: torch.dtype, head_size: int, capability: t
     return ""
 
 
-def _why_not_flex(capability: tuple[int, int] | None) -> str:
+def _why_not_flex(head_size: int, capability: tuple[int, int] | None) -> str:
     if capability is None:
         return "torch's FlexAttention has a backward pass on NVIDIA devices alone"
+    if head_size < LEAST_FLEX_HEAD:
+        return f"torch's FlexAttention takes heads of at least {LEAST_FLEX_HEAD}, and these have {head_size}"
     if not _is_installed("triton"):
         return "the package triton is not installed, by which torch compiles FlexAttention"
     return ""
