@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ductile.config.schema.optimizer_state import mean_state_bytes, optimizer_state
+from ductile.config.checks.trainer_layout import mean_state_bytes
+from ductile.config.schema.optimizer_state import optimizer_state
 from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, SignSGDConfig, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ONE_SLOT, ParallelLayout
 from ductile.core.layout.geometry.strategy import block_columns, block_layout

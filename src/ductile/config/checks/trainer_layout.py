@@ -12,9 +12,9 @@ from ductile.config.checks.on_disk import read_spec
 from ductile.config.finding import Finding
 from ductile.config.reading.key_tree import keys
 from ductile.config.schema.model import TrainerModelConfig
-from ductile.config.schema.optimizer_state import mean_state_bytes
+from ductile.config.schema.optimizer_state import optimizer_state
 from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.schema.trainer import AdamWConfig, ResizeConfig, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, OptimConfig, ResizeConfig, TrainerConfig
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, plan_listed
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
@@ -24,9 +24,9 @@ from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
-from ductile.core.layout.geometry.strategy import block_layout
 from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, MemoryOptions
 from ductile.core.layout.memory.parts import gib
+from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.peak import compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.disk import free_bytes, show_bytes
@@ -98,6 +98,24 @@ def state_bytes(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> float:
     dtype, spec = trainer.model.optimization_dtype, _spec(trainer.model)
     kept = 2.0 * DTYPE_BYTES[dtype] if spec is None else mean_state_bytes(trainer.optim, spec, dtype)
     return 2 * DTYPE_BYTES[dtype] + kept
+
+
+def mean_state_bytes(config: OptimConfig, spec: ModelSpec, dtype: str) -> float:
+    """Return the bytes that the optimizer keeps for each number of a model's parameters, on average."""
+    blocks: Mapping[str, int] = {}
+    if isinstance(config, AdamWConfig) and config.moments == "8bit":
+        from ductile.core.layout.geometry.strategy import block_columns  # loads numpy
+
+        blocks = block_columns(spec)
+    item_bytes, total = {**DTYPE_BYTES, "uint8": 1}, 0.0
+    for parameter in parameters(spec):
+        columns = blocks.get(parameter.name, 0)
+        of_number = 0.0
+        for kept in optimizer_state(config, parameter.name, dtype, has_blocks=columns > 0):
+            if kept.layout != "scalar":
+                of_number += item_bytes[kept.dtype] / (columns if kept.layout == "blocks" else 1)
+        total += of_number * prod(parameter.shape)
+    return total / spec.num_parameters
 
 
 def room_warnings(config: RLConfig | SFTConfig) -> Iterator[str]:
@@ -189,6 +207,8 @@ def _block_findings(config: TrainingConfig, rules: LayoutRules, num_slots: int, 
     optim, spec = (config.trainer if isinstance(config, RLConfig) else config).optim, rules.spec
     if spec is None or not isinstance(optim, AdamWConfig) or optim.moments != "8bit":
         return
+    from ductile.core.layout.geometry.strategy import block_layout  # loads numpy
+
     try:
         block_layout(spec, choose_layout(num_slots, rules).layout)
     except ValueError as error:

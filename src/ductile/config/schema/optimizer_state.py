@@ -8,14 +8,10 @@ sign-SGD            nothing
 """
 
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, SGDConfig
-from ductile.core.layout.geometry.layout import ITEM_BYTES
-from ductile.core.layout.geometry.strategy import block_columns
-from ductile.core.layout.model.parameters import is_layer_matrix, parameters
-from ductile.core.layout.model.spec import ModelSpec
+from ductile.core.layout.model.parameters import is_layer_matrix
 
 SCALE = "_scale"
 """End of the names of 8-bit moments' scales."""
@@ -56,16 +52,3 @@ def optimizer_state(
         scales = (kept(name + SCALE, "float32", "blocks") for name in moments)
         return *(kept(name, "uint8") for name in moments), *scales, step
     return *(kept(name, dtype) for name in moments), step
-
-
-def mean_state_bytes(config: OptimConfig, spec: ModelSpec, dtype: str) -> float:
-    """Return the bytes that the optimizer keeps for each number of a model's parameters, on average."""
-    blocks, total = block_columns(spec), 0.0
-    for parameter in parameters(spec):
-        columns = blocks.get(parameter.name, 0)
-        of_number = 0.0
-        for kept in optimizer_state(config, parameter.name, dtype, has_blocks=columns > 0):
-            if kept.layout != "scalar":
-                of_number += ITEM_BYTES[kept.dtype] / (columns if kept.layout == "blocks" else 1)
-        total += of_number * prod(parameter.shape)
-    return total / spec.num_parameters
