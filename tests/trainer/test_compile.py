@@ -67,7 +67,7 @@ def train(fleet: Fleet, step: int, after: ParallelLayout | None = None) -> StepR
 def travel(settings: dict[str, Any], folder: Path) -> tuple[list[StepReport], dict[str, np.ndarray]]:
     """Return the reports of a trainer that goes from dp 2 to tp 2 and back, in the middle of a step each time, and its
     weights in the end."""
-    with Fleet(settings, range(2)) as fleet:
+    with Fleet(settings, range(2), deadline_s=200.0) as fleet:
         fleet.assign_in(DP)
         reports = [train(fleet, step) for step in range(NUM_STEPS)]
         for after in (TP, DP):
