@@ -1,7 +1,9 @@
 """Layers that torch compiles compute what they do uncompiled, and are compiled a bounded number of times, whatever
 sizes their micro-batches have, and whichever layouts the trainer comes to."""
 
+import io
 import random
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,19 +153,19 @@ def test_a_piece_that_cannot_be_compiled_runs_as_without(
     assert capsys.readouterr().err == "a piece of each layer runs uncompiled: NotImplementedError: an operator\n"
 
 
-def without_a_compiler() -> tuple[bool, int]:
+def without_a_compiler() -> tuple[bool, int, str]:
     import torch._inductor.config as inductor_config
 
     inductor_config.cpp.cxx = (None, "/nowhere/g++")
     inductor_config.force_disable_caches = True
-    ours, expected = gradients(partial(compile, backend="inductor")), gradients()
-    return all(map(torch.equal, ours, expected)), compilation.COUNTERS.num_graphs
+    with redirect_stderr(io.StringIO()) as told:
+        ours, expected = gradients(partial(compile, backend="inductor")), gradients()
+    return all(map(torch.equal, ours, expected)), compilation.COUNTERS.num_graphs, told.getvalue()
 
 
-def test_without_a_compiler_layers_run_as_they_do(capfd: pytest.CaptureFixture[str]) -> None:
-    is_equal, num_graphs = run_alone(without_a_compiler)
+def test_without_a_compiler_layers_run_as_they_do() -> None:
+    is_equal, num_graphs, told = run_alone(without_a_compiler)
     assert is_equal
     assert num_graphs == 0
-    assert (
-        "trainer.model.compile has no effect on this slot: InductorError: InvalidCxxCompiler" in capfd.readouterr().err
-    )
+    assert "trainer.model.compile has no effect on this slot: " in told
+    assert "InvalidCxxCompiler" in told
