@@ -317,7 +317,6 @@ class TrainerConfig(Section):
     """Also written `rollout_transport` at the root."""
     gc: Annotated[GCConfig | None, NotBuilt("garbage collection in lock-step")] = None
     memory_profiler_path: Annotated[str | None, NotBuilt("memory profiles")] = None
-    trace_path: Annotated[str | None, NotBuilt("profiler traces")] = None
     heartbeat: Annotated[HeartbeatConfig | None, NotBuilt("heartbeats to a URL")] = None
     metrics_server: Annotated[MetricsServerConfig | None, NotBuilt("a metrics server in the trainer")] = None
     enable_router_replay: Annotated[bool, NotBuilt("mixture of experts")] = False
