@@ -99,7 +99,7 @@ RESOLVED: list[tuple[str, str, Any]] = [
     ("--no-clean-output-dir", "clean", False),
     ("--inference.vllm.data-parallel-size 1", "inference.parallel.dp", 1),
     ("--trainer.ckpt.interval 3", "ckpt.interval", 3),
-    ("--trainer.trace-path traces", "trace.path", "traces"),
+    ("--trainer.trace-path traces", "trace.dir", "traces"),
     ("--inference.server.port 8001 --orchestrator.client.base-url http://h:8001/v1", "inference.server.port", 8001),
     ("--orchestrator.student.client.timeout-s 5", "orchestrator.client.timeout_s", 5.0),
     ("--orchestrator.reward-timeout-s 5", "orchestrator.graders.timeout_s", 5.0),

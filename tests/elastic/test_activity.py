@@ -9,6 +9,7 @@ from ductile.messages.workers import (
     BeginTrace,
     Command,
     Done,
+    EndTrace,
     EngineStats,
     Generate,
     OptimStep,

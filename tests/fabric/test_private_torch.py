@@ -50,6 +50,8 @@ USED = [
     (stage, "_RecvInfo", "parallel.torch_pipelining: memory for what comes from a neighbour"),
     (_fsdp_api, "ReduceScatter", "parallel.exchange"),
     (FileSystemWriter, "write_data", "parallel.state"),
+    (torch.cuda.memory, "_record_memory_history", "kernels.memory_history"),
+    (torch.cuda.memory, "_dump_snapshot", "kernels.memory_history"),
     (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", "kernels.cpu_attention"),
     (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", "kernels.cpu_attention"),
     (torch.ops.mkldnn, "_linear_pointwise", "kernels.products"),

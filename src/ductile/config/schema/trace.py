@@ -15,7 +15,7 @@ class TraceConfig(Section):
     """Steps that are traced; those that follow each other without a break."""
     slots: list[Annotated[int, Ge(0)]] | None = None
     """Slots that are traced. Default: all."""
-    path: FilePath | None = None
+    dir: FilePath | None = None
     """Folder for the traces: one of each slot, and `trace.json`, which has them all, with steps, roles and resizes.
     Default: `trace` in the run's folder. Also written `trace_path`, in `trainer` or at the root."""
 

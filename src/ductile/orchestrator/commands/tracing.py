@@ -70,7 +70,7 @@ class Tracing(Listener):
     def __init__(self, config: TraceConfig, folder: Path) -> None:
         """folder: the run's."""
         self._steps, self._slots, self._run = frozenset(config.steps), config.slots, folder
-        self._folder = Path(config.path) if config.path else folder / "trace"
+        self._folder = Path(config.dir) if config.dir else folder / "trace"
         self._began_s = time.time()
         self._files: dict[Path, int] = {}
         """Traces that slots were asked for, and their slots."""
