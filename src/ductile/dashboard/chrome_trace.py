@@ -30,8 +30,8 @@ RUN = 1 << 20
 """Process number of the run; a slot's is its own number."""
 LANES: dict[str, int] = {"train": 1 << 30, "generate": (1 << 30) + 1, "score": (1 << 30) + 2, "activity": (1 << 30) + 3}
 STEPS, RESIZES, EVENTS = 1, 2, 3
-"""Thread numbers; the kernel's and a GPU's streams have smaller ones than `LANES`. Slices of a thread may not overlap, and a
-slot may have several roles."""
+"""Thread numbers; the kernel's and a GPU's streams have smaller ones than `LANES`. Slices of a thread may not overlap,
+and a slot may have several roles."""
 NAMES = {"thread_name", "thread_sort_index"}
 """What is kept of a slot's trace about names: its processes are one here."""
 
@@ -52,6 +52,7 @@ def write_trace(file: Path, events: Iterable[Row], metrics: Sequence[Row], slot_
     for event in found:
         if "ts" in event:
             event["ts"] = round(event["ts"] - 1e6 * base_s, 3)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps({"traceEvents": found, "baseTimeNanoseconds": int(1e9 * base_s)}))
     return missing
 

@@ -79,9 +79,7 @@ def peak_memory(device: str | torch.device) -> PeakMemory:
     device = torch.device(device)
     if device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(device).total_memory
-        return PeakMemory(
-            torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), total_bytes
-        )
+        return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), total_bytes)
     return PeakMemory(_resident_bytes(), None)
 
 

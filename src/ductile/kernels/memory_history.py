@@ -18,7 +18,7 @@ class MemoryHistory:
         torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
 
     def write(self, step: int) -> None:
-        """Write what there is after a step. What cannot be written is told in the log: the step is done all the same."""
+        """Write what there is after a step. What cannot be is told in the log: the step is done."""
         file = self._folder / f"slot_{self._slot}_step_{step}.pickle"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,8 @@ from ductile.transport.mailbox import Died, Mailbox, SlotEvent
 class SlotTracer:
     """Has slots trace what they do.
 
-    `begin` and `end` return at once, and each slot gets their commands before whatever is sent to it later. A trace that
-    fails is told of on stderr, and is no failure of the run.
+    `begin` and `end` return at once, and each slot gets their commands before whatever is sent to it later. A trace
+    that fails is told of on stderr, and is no failure of the run.
     """
 
     def __init__(self, mailbox: Mailbox, timeout_s: float) -> None:
