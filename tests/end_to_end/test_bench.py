@@ -84,7 +84,7 @@ def test_sft_on_made_up_data_of_different_lengths(bench: Bench) -> None:
     figures = bench("sft", "--model.name", f"{QUICKSTART}/model", "--cluster.device", "cpu", *words)
     assert_trained(figures, num_slots=1, num_training=1)
     assert figures["config"]["data"]["length"] == "variable"
-    assert figures["communication"]["share"] == 0
+    assert figures["communication"]["share"] < 0.1, "groups of one slot"
 
 
 @pytest.mark.slow
@@ -109,7 +109,8 @@ def test_an_orchestrator_benches_a_server_that_is_there(bench: Bench) -> None:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
+        with server.stdout as said:
+            url = said.readline().split()[-1]
         figures = bench("orchestrator", "@", "orch.toml", "--client.base-url", f"{url}/v1")
         for key in ("mfu_reason", "communication", "peak_memory"):
             said = figures[key] if isinstance(figures[key], str) else figures[key]["reason"]

@@ -37,6 +37,7 @@ UNTRACED = "the run ended before the step that is traced"
 PHASE = "seconds/"
 """What begins the names of metrics that are a phase's seconds."""
 NOT_KNOWN = "how fast the train slots' devices are at best is not known"
+NOT_TRAINED = "no step that was timed has trained anything"
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ class Bench(Listener):
         """What `bench.output_json` holds. What cannot be told is null, with the reason beside it."""
         return {
             "mfu": self._mfu(),
-            "mfu_reason": None if self._mfu() else NO_SLOTS if self._ask is None else NOT_KNOWN,
+            "mfu_reason": None if self._mfu() else self._why_no_mfu(),
             "devices": self._devices(),
             "throughput": spread([row.tokens_per_s for row in self._rows]),
             "step_time": spread([row.step_s for row in self._rows]),
@@ -153,6 +154,11 @@ class Bench(Listener):
         """Mean and spread of the steps' MFU; None without any. A step that trained nothing has none."""
         values = [row.mfu for row in self._rows if row.mfu is not None]
         return spread(values) if values else None
+
+    def _why_no_mfu(self) -> str:
+        if self._ask is None:
+            return NO_SLOTS
+        return NOT_TRAINED if any(slot.peak_flops_per_s for slot in self._at_best) else NOT_KNOWN
 
     def _phases(self) -> dict[str, dict[str, float]]:
         """Seconds of each phase in a step, the longest first; a step without the phase has 0 of it."""

@@ -327,7 +327,8 @@ def _sample_builder(prepared: Prepared, scorer: Scorer | None) -> SampleBuilder:
         advantage=prepared.advantage,
         loss_aggregation=loss_aggregation(loss),
         temperature=orchestrator.sampling.temperature,
-        drop_zero_advantage=orchestrator.drop_zero_advantage,
+        # A benchmark is of steps that train on whole batches, whatever an untrained model earns.
+        drop_zero_advantage=orchestrator.drop_zero_advantage and prepared.config.bench is None,
         needs_reference=needs_reference(loss),
     )
 
