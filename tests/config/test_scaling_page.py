@@ -44,7 +44,6 @@ LATER = (
     Later("--deployment.type", "multi_node", "Not built yet: multi-node deployments.", CLUSTER),
     Later("torchrun", "", "ductile: there is no command torchrun.", CLUSTER),
     Later("--trainer.model.compile", "{}", "Not built yet: torch.compile.", OPTIMIZERS),
-    Later("--trainer.optim.type", "muon", "Not built yet: the Muon optimizer.", OPTIMIZERS),
 )
 """All of the page that is refused today. Who builds one takes its line out."""
 

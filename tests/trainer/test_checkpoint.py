@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from ductile.config.schema.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
+from ductile.parallel.data import like, local_shard
 from ductile.parallel.distributed_checkpoint import StateError
 from ductile.parallel.gathered import full
 from ductile.parallel.metadata import SafeReader, UnsafeMetadata
@@ -41,7 +42,7 @@ def whole_state(trainer: Trainer) -> Named:
         kept = trainer.optimizer.state[name]
         moments = {kind: kept[kind] for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer") if kind in kept}
         for kind, tensor in {"model": parameter.detach(), **moments}.items():
-            state[f"{kind}/{name}"] = full(tensor).clone()
+            state[f"{kind}/{name}"] = full(like(parameter, local_shard(tensor))).clone()
     return state
 
 

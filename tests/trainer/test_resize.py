@@ -13,6 +13,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer.planning import Planner
 from ductile.fabric.groups import Groups
 from ductile.messages.workers import Commit, ForwardBackward, Freeze, Prepare, Publish, StateTransferred, Withdraw
+from ductile.parallel.data import like, local_shard
 from ductile.parallel.gathered import full
 from ductile.trainer import prepare
 from ductile.trainer.state import named_gradient, named_state
@@ -37,7 +38,9 @@ def whole(role: TrainRole) -> dict[str, Any]:
     """Every tensor of the state, gathered, as bytes."""
     trainer = role._instance.trainer
     named = named_state(trainer) | named_gradient(trainer)
-    return {name: full(tensor).cpu().numpy().tobytes() for name, tensor in named.items()}
+    parameters = dict(trainer.model.named_parameters())
+    parts = {name: like(parameters[name.partition("/")[2]], local_shard(tensor)) for name, tensor in named.items()}
+    return {name: full(part).cpu().numpy().tobytes() for name, part in parts.items()}
 
 
 CHANGES = [

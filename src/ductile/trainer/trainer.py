@@ -14,9 +14,10 @@ from torch import Tensor
 from ductile.columns import Floats
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.config.schema.model import why_not_selective
-from ductile.config.schema.optimizer_state import optimizer_state, supported
-from ductile.config.schema.trainer import TrainerConfig
+from ductile.config.schema.optimizer_state import optimizer_state
+from ductile.config.schema.trainer import MuonConfig, TrainerConfig
 from ductile.core.layout.geometry.context_parallel import CpStyle, chosen_style, style_violation
+from ductile.core.layout.geometry.strategy import block_columns
 from ductile.core.layout.model.flops import ForwardWork, training_flops
 from ductile.core.layout.model.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
@@ -38,6 +39,7 @@ from ductile.records import MicroBatch, Sample, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
 from ductile.trainer.lr_schedule import learning_rate
+from ductile.trainer.muon import WholeMatrices
 from ductile.trainer.optimizer import Optimizer
 
 
@@ -78,7 +80,7 @@ class Trainer:
         """Optimizer steps asked for, those without a gradient too; the schedule follows it."""
         self.num_updates = 0
         """Optimizer steps that changed the weights: not those that were skipped, or had nothing to learn."""
-        self._optim = supported(config.optim)
+        self._optim = config.optim
         self._lr_at(0)  # raises now for a schedule without an end
         if self.device.type == "cuda":
             # On a CPU it could turn fp32 products into bf16 ones, and fp32 there means fp32.
@@ -101,10 +103,13 @@ class Trainer:
             self._pipeline = Pipeline(self.model, context, schedule, compute, self.device)
         named = dict(self.model.named_parameters())
         dtype = config.model.optimization_dtype
+        blocks, offload = block_columns(self.spec), config.model.optim_cpu_offload
         self.optimizer_state = {
-            name: optimizer_state(self._optim, name, dtype, config.model.optim_cpu_offload) for name in named
+            name: optimizer_state(self._optim, name, dtype, offload, name in blocks) for name in named
         }
-        self.optimizer = Optimizer(self._optim, self.optimizer_state, named, buffers)
+        is_muon = isinstance(self._optim, MuonConfig)
+        matrices = WholeMatrices(self.spec, context, self.precision.compute) if is_muon else None
+        self.optimizer = Optimizer(self._optim, self.optimizer_state, named, buffers, blocks, matrices)
         self._loss = make_loss(config.loss)
         self._required = required_fields(config.loss)
         self._sums: dict[str, Tensor] = {}

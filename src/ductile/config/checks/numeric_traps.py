@@ -81,7 +81,7 @@ def _lost_updates(model: TrainerModelConfig, optim: OptimConfig, spec: ModelSpec
 def _lost_in_adam(optim: AdamWConfig, dtype: Literal["float32", "bfloat16"], root: str) -> Iterator[str]:
     # A number times (1 - x) is rounded back to the number for every x below this.
     kept = 2.0 ** -(SIGNIFICANT_BITS[dtype] + 1)
-    if 1 - optim.betas2 < kept:
+    if optim.moments == "full" and 1 - optim.betas2 < kept:
         yield (
             f"{root}optim.betas2 = {optim.betas2:g} lets the second moment fall by {1 - optim.betas2:.2g} of itself a "
             f"step, and {dtype}, which {root}model.optimization_dtype has it kept in, rounds away what is below "

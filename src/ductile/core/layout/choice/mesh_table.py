@@ -39,11 +39,11 @@ def slot_shares(spec: ModelSpec, layout: ParallelLayout) -> dict[int, SlotShare]
     return {slot: SlotShare(names[layout.mesh.coordinate(slot, ("pp",))], held[slot]) for slot in layout.slots}
 
 
-def mesh_table(spec: ModelSpec, layout: ParallelLayout, each_bytes: int) -> list[str]:
+def mesh_table(spec: ModelSpec, layout: ParallelLayout, each_bytes: float) -> list[str]:
     """Lines for people. each_bytes: of a parameter, its gradient and what the optimizer keeps for it."""
     shares = slot_shares(spec, layout)
     if len(layout.slots) == 1:
-        return [f"slot {layout.first} has all of the state: {in_bytes(spec.num_parameters * each_bytes)}"]
+        return [f"slot {layout.first} has all of the state: {in_bytes(int(spec.num_parameters * each_bytes))}"]
     if len(layout.slots) <= MOST_ROWS:
         return _a_row_each(spec, layout, shares, each_bytes)
     lines = [numbering(layout)]
@@ -70,7 +70,9 @@ def numbering(layout: ParallelLayout) -> str:
     return f"rank = {' + '.join(addends)}, counted through slots {compact(layout.slots)}"
 
 
-def _a_row_each(spec: ModelSpec, layout: ParallelLayout, shares: Mapping[int, SlotShare], each_bytes: int) -> list[str]:
+def _a_row_each(
+    spec: ModelSpec, layout: ParallelLayout, shares: Mapping[int, SlotShare], each_bytes: float
+) -> list[str]:
     axes = [axis for axis in AXES if getattr(layout.dims, axis) > 1]
     rows = [("slot", *axes, "layers", "of the state")]
     for slot in layout.slots:
@@ -80,12 +82,12 @@ def _a_row_each(spec: ModelSpec, layout: ParallelLayout, shares: Mapping[int, Sl
     return _aligned(rows, ">" * (1 + len(axes)) + "<>")
 
 
-def _share(spec: ModelSpec, shares: Sequence[SlotShare], each_bytes: int) -> str:
+def _share(spec: ModelSpec, shares: Sequence[SlotShare], each_bytes: float) -> str:
     """Share of one slot; of several the smallest and the largest, where they differ in print."""
     numbers = sorted({share.numbers for share in shares})
     ends = (numbers[0], numbers[-1])
     percents = list(dict.fromkeys(f"{100 * number / spec.num_parameters:.3g}" for number in ends))
-    sizes = list(dict.fromkeys(in_bytes(number * each_bytes) for number in ends))
+    sizes = list(dict.fromkeys(in_bytes(int(number * each_bytes)) for number in ends))
     each = " each" if len(shares) > 1 else ""
     return f"{' to '.join(percents)} %   {' to '.join(sizes)}{each}"
 

@@ -31,8 +31,8 @@ class MemoryOptions:
     """Bytes of a number in forward and backward passes."""
     reduce_bytes: int = 4
     """Bytes of a number of gradients that are being added up over ranks."""
-    optimizer_bytes: int = 8
-    """Bytes that the optimizer keeps for each parameter."""
+    optimizer_bytes: float = 8
+    """Bytes that the optimizer keeps for each parameter, on average."""
     reduce_every_step: bool = False
     """Whether each slot keeps the gradients of all weights that it gathers until the optimizer step."""
     reshard_after_forward: bool = True
@@ -68,6 +68,6 @@ class MemoryOptions:
         return MemoryOptions(**own)
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Bytes of a parameter, its gradient and what the optimizer keeps for it."""
         return 2 * self.parameter_bytes + self.optimizer_bytes

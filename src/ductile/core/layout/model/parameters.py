@@ -46,6 +46,15 @@ def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
     return tuple(table)
 
 
+def is_layer_matrix(name: str) -> bool:
+    """Return whether a parameter is a matrix of a layer: no embedding, head, norm or bias."""
+    return name.startswith("layers.") and name.endswith("_proj.weight")
+
+
+def is_norm_or_bias(name: str) -> bool:
+    return name.endswith(("norm.weight", ".bias"))
+
+
 def _layer(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Parameter]:
     hidden, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
     query, key = spec.num_heads * head, spec.num_kv_heads * head
