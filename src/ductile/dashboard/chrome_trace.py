@@ -119,7 +119,7 @@ def roles_held(events: Iterable[RunEvent], end_s: float) -> Iterator[tuple[int, 
                 held.setdefault((slot, role), now_s)
 
     for event in events:
-        left = set[tuple[int, Role]]()
+        left: set[tuple[int, Role]] = set()
         match event:
             case SlotStarted(slot=slot, roles=roles) | SlotRestarted(slot=slot, roles=roles):
                 hold([slot], roles, event.time_s)

@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch.autograd import DeviceType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.profiler_util import FunctionEvent
 
 from ductile.messages.workers import CLOCK_EVENT, Traced
 
-COLLECTIVES = {DeviceType.CPU: "gloo:", DeviceType.CUDA: "nccl"}
+COLLECTIVES = {"CPU": "gloo:", "CUDA": "nccl"}
 """How the names of what carries a collective out begin, by where it runs. That a host launches NCCL's kernels takes no
 time of the device, and is not among them."""
 
@@ -52,7 +51,7 @@ def communication_s(events: Iterable[FunctionEvent]) -> float:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type in COLLECTIVES and event.name.startswith(COLLECTIVES[event.device_type])
+        if (prefix := COLLECTIVES.get(event.device_type.name)) and event.name.startswith(prefix)
     )
     covered_us, until_us = 0.0, float("-inf")
     for start_us, end_us in spans:
