@@ -1,17 +1,20 @@
 """How much of a trace is communication."""
 
+from enum import Enum
 from types import SimpleNamespace
 
 import pytest
-from torch.autograd import DeviceType
 
 from ductile.slot.trace import communication_s
 
+DeviceType = Enum("DeviceType", ["CPU", "CUDA"])
 CPU, CUDA = DeviceType.CPU, DeviceType.CUDA
 
 
-def event(name: str, start_us: float, end_us: float, device: DeviceType = CPU) -> SimpleNamespace:
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start_us, end=end_us), device_type=device)
+def event(name: str, start_us: int, end_us: int, device: DeviceType = CPU) -> SimpleNamespace:
+    times = {"start_ns": 1000 * start_us, "end_ns": 1000 * end_us}
+    told = {"name": name, "device_type": device, **times}
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in told.items()})
 
 
 @pytest.mark.parametrize(

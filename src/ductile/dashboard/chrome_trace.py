@@ -113,7 +113,7 @@ def roles_held(events: Iterable[RunEvent], end_s: float) -> Iterator[tuple[int, 
     held: dict[tuple[int, Role], float] = {}
     instances: dict[str, tuple[Role, tuple[int, ...]]] = {}
 
-    def hold(slots: Iterable[int], roles: Iterable[Role], now_s: float) -> None:
+    def assign(slots: Iterable[int], roles: Iterable[Role], now_s: float) -> None:
         for slot in slots:
             for role in roles:
                 held.setdefault((slot, role), now_s)
@@ -122,10 +122,10 @@ def roles_held(events: Iterable[RunEvent], end_s: float) -> Iterator[tuple[int, 
         left: set[tuple[int, Role]] = set()
         match event:
             case SlotStarted(slot=slot, roles=roles) | SlotRestarted(slot=slot, roles=roles):
-                hold([slot], roles, event.time_s)
+                assign([slot], roles, event.time_s)
             case TrainerResized(after=after):
                 left = {(slot, role) for slot, role in held if role == "train" and slot not in after}
-                hold(after, ["train"], event.time_s)
+                assign(after, ["train"], event.time_s)
             case SlotWasLost(slot=lost):
                 left = {(slot, role) for slot, role in held if slot == lost}
             case WorkBegan(setting=setting):
@@ -135,7 +135,7 @@ def roles_held(events: Iterable[RunEvent], end_s: float) -> Iterator[tuple[int, 
                     left |= {(slot, role) for slot in slots}
                 for each in began or ():
                     instances[each.id] = (each.role, each.slots)
-                    hold(each.slots, [each.role], event.time_s)
+                    assign(each.slots, [each.role], event.time_s)
             case _:
                 pass
         for slot, role in sorted(left & held.keys()):

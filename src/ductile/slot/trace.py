@@ -3,17 +3,30 @@
 import os
 import time
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.autograd.profiler import profile, record_function
-from torch.autograd.profiler_util import FunctionEvent
 
 from ductile.messages.workers import CLOCK_EVENT, Traced
 
 COLLECTIVES = {"CPU": "gloo:", "CUDA": "nccl"}
 """How the names of what carries a collective out begin, by where it runs. That a host launches NCCL's kernels takes no
 time of the device, and is not among them."""
+
+
+class TracedEvent(Protocol):
+    """What is read of an event of torch's profiler."""
+
+    def name(self) -> str: ...
+
+    def start_ns(self) -> int: ...
+
+    def end_ns(self) -> int: ...
+
+    def device_type(self) -> Enum: ...
 
 
 class SlotTrace:
@@ -42,19 +55,21 @@ class SlotTrace:
             Path(self._file).parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(partial)
             os.replace(partial, self._file)
-        return Traced(seconds, communication_s(self._profile.function_events or ()))
+        # Not `function_events`, which takes half a minute to make a tree of a hundred thousand.
+        results = self._profile.kineto_results
+        return Traced(seconds, communication_s(results.events() if results else ()))
 
 
-def communication_s(events: Iterable[FunctionEvent]) -> float:
+def communication_s(events: Iterable[TracedEvent]) -> float:
     """Return the seconds in which a collective was under way; those of several at a time count once. A wait for ranks
     that come to it later is part of a collective."""
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
+        (event.start_ns(), event.end_ns())
         for event in events
-        if (prefix := COLLECTIVES.get(event.device_type.name)) and event.name.startswith(prefix)
+        if (prefix := COLLECTIVES.get(event.device_type().name)) and event.name().startswith(prefix)
     )
-    covered_us, until_us = 0.0, float("-inf")
-    for start_us, end_us in spans:
-        covered_us += max(0.0, end_us - max(start_us, until_us))
-        until_us = max(until_us, end_us)
-    return covered_us / 1e6
+    covered_ns = until_ns = 0
+    for start_ns, end_ns in spans:
+        covered_ns += max(0, end_ns - max(start_ns, until_ns))
+        until_ns = max(until_ns, end_ns)
+    return covered_ns / 1e9
