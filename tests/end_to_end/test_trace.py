@@ -13,7 +13,8 @@ from tests.end_to_end.runs import write_sft
 
 @pytest.mark.slow
 def test_a_run_s_trace_has_its_steps_its_roles_and_its_resizes(tmp_path: Path, model: Path, start) -> None:
-    run = start(write_sft(tmp_path, model, max_steps=100_000), "--trace", "--trace.steps", "2", "3", command="sft")
+    config = write_sft(tmp_path, model, max_steps=100_000, interval=100_000)
+    run = start(config, "--trace", "--trace.steps", "2", "3", "--data.batch-size", "4", command="sft")
     run.until_step(4)
     LiveRun(run.folder).resize([0, 1])
     run.until_step(run.metrics()[-1]["step"] + 1)
