@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+import torch._dynamo
 from torch._C import _distributed_c10d
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -55,6 +56,10 @@ USED = [
     (torch._C._autograd._KinetoEvent, "device_type", "slot.trace"),
     (torch.cuda.memory, "_record_memory_history", "kernels.memory_history"),
     (torch.cuda.memory, "_dump_snapshot", "kernels.memory_history"),
+    (torch._dynamo, "lookup_backend", "parallel.compilation: torch's backend behind ours, which counts"),
+    (torch._dynamo.exc, "RestartAnalysis", "parallel.compilation: no failure of a backend's"),
+    (torch._dynamo.config, "recompile_limit", "parallel.compilation"),
+    (torch._guards.CompileContext, "current_compile_id", "parallel.compilation: what is compiled again"),
     (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", "kernels.cpu_attention"),
     (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", "kernels.cpu_attention"),
     (torch.ops.mkldnn, "_linear_pointwise", "kernels.products"),

@@ -60,6 +60,7 @@ WAYS = {
     "between batches": (False, {}, CHANGES[::3]),
     "messages": (True, {"carrier": "p2p"}, CHANGES[::3]),
     "streaming": (True, {"memory": "streaming"}, CHANGES[::3]),
+    "bfloat16": (True, {"compute_dtype": "bfloat16"}, CHANGES[::3]),
 }
 """(whether with a gradient, terms, changes). All changes one way; the other ways those that grow, that share ranks of
 another order, and that go from three copies to one: which bytes go where does not depend on the way (which
@@ -69,6 +70,7 @@ OF_A_COMMIT = {
     "between batches": CHANGES[:1],
     "messages": CHANGES[6:7],
     "streaming": CHANGES[3:4],
+    "bfloat16": CHANGES[:1],
 }
 
 
@@ -93,7 +95,10 @@ def test_everything_arrives(
 
 
 def with_terms(settings: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
-    return settings | {"resize": settings["resize"] | terms}
+    """Return the settings with terms of a resize, and with a dtype of the arithmetic where it is among them."""
+    model = {key: value for key, value in terms.items() if key in settings["model"]}
+    resize = {key: value for key, value in terms.items() if key not in model}
+    return settings | {"resize": settings["resize"] | resize, "model": settings["model"] | model}
 
 
 def resize_and_compare(

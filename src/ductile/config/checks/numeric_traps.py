@@ -153,6 +153,12 @@ def _between_engines(config: RLConfig) -> Iterator[str]:
             f"activations by up to {2.0**-9:.1%}, so that the generators sample from another distribution than the one "
             f"that is trained. train/mismatch_kl tells how far it is. Write the same for both"
         )
+    elif ours == "bfloat16" and config.trainer.model.fp32_lm_head != config.inference.model.fp32_lm_head:
+        at = ("trainer", "inference") if config.trainer.model.fp32_lm_head else ("inference", "trainer")
+        yield (
+            f"{at[0]}.model.fp32_lm_head is true and {at[1]}.model.fp32_lm_head is false: one side rounds logits to "
+            f"bfloat16, by up to {2.0**-9:.1%}. train/mismatch_kl tells how far that is. Write the same for both"
+        )
 
 
 def _in_rollouts(config: OrchestratorConfig) -> Iterator[str]:

@@ -82,6 +82,7 @@ def trainer_memory(
         optim_cpu_offload=model.optim_cpu_offload,
         fsdp_cpu_offload=model.fsdp_cpu_offload,
         head_chunk_tokens=model.head_chunk_tokens,
+        fp32_lm_head=model.fp32_lm_head,
         device=device,
         context_bytes=CONTEXT_BYTES[device],
         cp_style=asked.cp_style,

@@ -43,6 +43,7 @@ class MemoryOptions:
     fsdp_cpu_offload: bool = False
     head_chunk_tokens: int | None = None
     """Tokens whose logits exist at a time; None: as many as `model.logprobs` chooses for the device."""
+    fp32_lm_head: bool = False
     device: Literal["cpu", "cuda"] = "cuda"
     context_bytes: int = 0
     """Bytes of the device that its driver and its libraries take for a process."""
