@@ -76,9 +76,8 @@ class Session:
 
     command: str
     max_steps: int
-    bench: Bench | None
-    """The benchmark that this run is; None when it is none."""
-    tracing: Tracing | None
+    measures: Bench | Tracing | None
+    """The benchmark that this run is, or the traces that are asked for, which exclude each other."""
     folder: Path
     record: Recorder
     state: RunState
@@ -86,6 +85,14 @@ class Session:
     view: RunDisplay
     interrupt: Interrupt = field(default_factory=Interrupt)
     began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def bench(self) -> Bench | None:
+        return self.measures if isinstance(self.measures, Bench) else None
+
+    @property
+    def tracing(self) -> Tracing | None:
+        return self.measures if isinstance(self.measures, Tracing) else None
 
     @property
     def logs(self) -> Path:
@@ -138,12 +145,12 @@ def supervise(
                     print(f"note: {printable(change.sentence)}", file=sys.stderr)
             state = RunState(num_kept=NUM_KEPT)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
-            tracing = _tracing(config, folder)
-            record.listeners.extend(each for each in (state, view, bench, tracing) if each is not None)
+            measures = bench or _tracing(config, folder)
+            record.listeners.extend([state, view, measures] if measures else [state, view])
             if is_aside(folder):
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event(OldRunReplaced(sentence=f"The run that is in {folder} is deleted {when}."))
-            session = Session(command, max_steps(prepared), bench, tracing, folder, record, state, view)
+            session = Session(command, max_steps(prepared), measures, folder, record, state, view)
             end = asyncio.run(_run(session, run(config, prepared, session), partial(_abandon, config, session)))
             if bench and config.bench and end.summary:
                 end = replace(end, summary=written(bench.figures(), bench.table(), config.bench.output_json))
