@@ -48,7 +48,7 @@ def test_no_file_of_a_user_is_read_in_another_way() -> None:
         "config/reading/docs.py", "observe.py", "sim/replay.py", "config/checks/written.py",
         "config/reading/imports.py", "config/checks/reward_signature.py", "user_files.py", "cgroups.py",
         "fleet/registry/authority.py", "generator/compare.py", "generator/server/registrar.py",
-        "messages/control_token.py",
+        "messages/control_token.py", "dashboard/chrome_trace.py",
         "weights/carriers/disk.py",
         "orchestrator/ending/supervise.py", "orchestrator/commands/sinks.py", "orchestrator/commands/run_meaning.py",
     }  # fmt: skip

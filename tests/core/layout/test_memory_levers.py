@@ -86,7 +86,7 @@ def test_what_is_advised_takes_what_is_said(
     case: tuple[ModelSpec, ParallelDims, MemoryOptions], room_bytes: int
 ) -> None:
     spec, dims, options = case
-    asked = AskedLayout(seq_len=options.seq_len)
+    asked = AskedLayout(pp=dims.pp, dp_replicate=dims.dp_replicate, cp=dims.cp, tp=dims.tp, seq_len=options.seq_len)
     memory = SlotMemory(room_bytes, options)
     found = relief(spec, asked, dims, memory)
     assert len(found) <= MOST_ALONE
