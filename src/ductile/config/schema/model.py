@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ductile.config.schema.section import FilePath, NotBuilt, Section
 from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule
+from ductile.core.layout.model.lora import PROJECTIONS, LoraSpec
 
 
 class VisionConfig(Section):
@@ -67,11 +68,25 @@ class CompileConfig(Section):
 
 
 class LoraConfig(Section):
+    """Low-rank adapters, which alone are trained: y = W x + (alpha / rank) B (A x), as PEFT has them."""
+
     rank: int = Field(default=16, ge=1)
-    alpha: float = 32.0
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Rows of each A, and columns of each B."""
+    alpha: float = Field(default=32.0, gt=0)
+    """What the product of B and A is multiplied by, times `rank`."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Not built: only 0 is taken."""
     target_modules: list[str] = []
+    """Projections that have an adapter, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; empty: all
+    of them."""
     modules_to_save: list[str] = []
+    """Not built: only an empty list is taken."""
+
+    @property
+    def spec(self) -> LoraSpec:
+        """The adapters as the model has them; targets in the order of a layer."""
+        wanted = self.target_modules or PROJECTIONS
+        return LoraSpec(self.rank, self.alpha, tuple(name for name in PROJECTIONS if name in wanted))
 
 
 class DebugConfig(Section):
@@ -157,11 +172,17 @@ class TrainerModelConfig(ModelConfig):
     compile: Annotated[CompileConfig | None, NotBuilt("torch.compile")] = None
     fp8: Annotated[bool, NotBuilt("8-bit training")] = False
     quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
-    lora: Annotated[LoraConfig | None, NotBuilt("LoRA")] = None
+    lora: LoraConfig | None = None
+    """Train adapters beside the weights, which stay as they are (docs/lora.md)."""
     fused_lm_head_token_chunk_size: Annotated[int, Ge(1)] | Literal["auto", "disabled"] = "auto"
     """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB),
     on a GPU 2^27 (512 MiB); disabled: all of a micro-batch."""
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def adapters(self) -> LoraSpec | None:
+        """The adapters of the model; None: all weights are trained."""
+        return None if self.lora is None else self.lora.spec
 
     @property
     def head_chunk_tokens(self) -> int | None:
