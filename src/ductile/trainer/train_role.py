@@ -115,9 +115,9 @@ class TrainRole:
                 self._outgoing.fence("OptimStep")
                 with self._in_step():
                     return Stepped(self._live.optim_step(loss_denominator))
-            case Publish(version=version):
+            case Publish(version=version, with_frozen=with_frozen):
                 with self._keeping_state():
-                    return Published(self._publish(version))
+                    return Published(self._publish(version, with_frozen))
             case Score(samples=samples):
                 with self._in_step():
                     return Scores(tuple(self._live.score(samples)))
@@ -248,9 +248,9 @@ class TrainRole:
         assert self._instance is not None, "it has a trainer"
         return self._outgoing.begin(update, trainer, self._instance.state)
 
-    def _publish(self, version: int) -> Manifest | None:
+    def _publish(self, version: int, with_frozen: bool) -> Manifest | None:
         with self._in_step() as instance:  # no local here has the trainer: with it the sockets of a failure would stay
-            return self._publisher.publish(version, self._live, instance.state)
+            return self._publisher.publish(version, self._live, instance.state, with_frozen)
 
     @property
     def _live(self) -> Trainer:

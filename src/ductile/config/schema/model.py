@@ -74,19 +74,29 @@ class LoraConfig(Section):
     """Rows of each A, and columns of each B."""
     alpha: float = Field(default=32.0, gt=0)
     """What the product of B and A is multiplied by, times `rank`."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Not built: only 0 is taken."""
+    dropout: Annotated[float, NotBuilt("dropout before adapters")] = Field(default=0.0, ge=0, lt=1)
     target_modules: list[str] = []
     """Projections that have an adapter, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; empty: all
     of them."""
-    modules_to_save: list[str] = []
-    """Not built: only an empty list is taken."""
+    modules_to_save: Annotated[list[str], NotBuilt("training modules whole beside adapters")] = []
 
     @property
     def spec(self) -> LoraSpec:
         """The adapters as the model has them; targets in the order of a layer."""
         wanted = self.target_modules or PROJECTIONS
         return LoraSpec(self.rank, self.alpha, tuple(name for name in PROJECTIONS if name in wanted))
+
+
+class AdaptedModelConfig(ModelConfig):
+    """A model that may have adapters beside its weights."""
+
+    lora: LoraConfig | None = None
+    """Adapters beside the weights (docs/lora.md): they alone are trained, published and received."""
+
+    @property
+    def adapters(self) -> LoraSpec | None:
+        """The adapters of the model; None: it has none."""
+        return None if self.lora is None else self.lora.spec
 
 
 class DebugConfig(Section):
@@ -97,7 +107,7 @@ class DebugConfig(Section):
     force_balanced_routing: Annotated[bool, NotBuilt("mixture of experts")] = False
 
 
-class TrainerModelConfig(ModelConfig):
+class TrainerModelConfig(AdaptedModelConfig):
     seq_len: int = Field(default=2048, ge=2)
     """Tokens a rank packs into one micro-batch. A longer sample is refused by the trainer."""
     impl: Annotated[Literal["custom", "auto", "hf"], NotBuilt("running transformers' own model code", only=("hf",))] = (
@@ -172,17 +182,10 @@ class TrainerModelConfig(ModelConfig):
     compile: Annotated[CompileConfig | None, NotBuilt("torch.compile")] = None
     fp8: Annotated[bool, NotBuilt("8-bit training")] = False
     quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
-    lora: LoraConfig | None = None
-    """Train adapters beside the weights, which stay as they are (docs/lora.md)."""
     fused_lm_head_token_chunk_size: Annotated[int, Ge(1)] | Literal["auto", "disabled"] = "auto"
     """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB),
     on a GPU 2^27 (512 MiB); disabled: all of a micro-batch."""
     debug: DebugConfig = DebugConfig()
-
-    @property
-    def adapters(self) -> LoraSpec | None:
-        """The adapters of the model; None: all weights are trained."""
-        return None if self.lora is None else self.lora.spec
 
     @property
     def head_chunk_tokens(self) -> int | None:

@@ -9,6 +9,7 @@ has them then.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.spec import ModelSpec
@@ -54,6 +55,7 @@ def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
     return tuple(table)
 
 
+@lru_cache(maxsize=8)
 def frozen_names(spec: ModelSpec) -> frozenset[str]:
     """Return the names of the parameters that training does not change."""
     return frozenset(each.name for each in parameters(spec) if not each.is_trained)
