@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ductile.core.layout.model.lora import FUSED
-from ductile.core.layout.model.parameters import is_adapter, parameters
+from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.linear import spread
 
@@ -37,12 +37,10 @@ def merged(spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[t
         elif down is not None and up is not None and spec.lora is not None:
             module = name.split(".", 2)[2].removesuffix(".weight")  # layers.3.mlp.down_proj.weight
             rows = [spec.projections[each][1] for each in FUSED[module]]
-            yield name, tensor + spec.lora.scale * (spread(up, rows, spec.lora.among(module)) @ down)
+            spread_up = spread(up, rows, spec.lora.among(module))
+            # In fp64, as a GPU may multiply numbers of fp32 with fewer bits.
+            change = spec.lora.scale * (spread_up.double() @ down.double())
+            yield name, (tensor.double() + change).to(tensor.dtype)
             down = up = None
         else:
             yield name, tensor
-
-
-def adapters_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return those that are adapters, by our names."""
-    return {name: tensor for name, tensor in tensors if is_adapter(name)}

@@ -243,6 +243,11 @@ def finish_folder(folder: str | Path) -> None:
         raise named(error, folder) from error
 
 
+def unfinished(folder: str | Path) -> Path:
+    """Where a folder is that `begin_folder` has begun, until it has its name."""
+    return _names(folder)[1]
+
+
 def discard_folder(folder: str | Path) -> None:
     """Delete what `begin_folder` has begun, if it has not got its name."""
     _, building, _ = _names(folder)
@@ -321,7 +326,7 @@ def write_weights(
                 pass
             continue
         parts = [part for parameter in shard for part in parameter.parts]
-        chunks = (_bytes(tensor, parameter, dtype) for parameter, tensor in zip(shard, of_shard, strict=True))
+        chunks = (tensor_bytes(tensor, parameter, dtype) for parameter, tensor in zip(shard, of_shard, strict=True))
         try:
             write_safetensors(building / file, parts, dtype, chunks)
         except OSError as error:
@@ -359,8 +364,9 @@ def _shards(spec: ModelSpec, itemsize: int, max_shard_bytes: int) -> list[list[P
     return shards
 
 
-def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryview:
-    """The parts lie in our tensor as they lie in the file: one below the other."""
+def tensor_bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryview:
+    """A full tensor as a file has it: its parts lie there as they lie in ours, one below the other. Raises
+    ModelFolderError where `dtype` has no room for a number."""
     if tuple(tensor.shape) != parameter.shape:
         raise ValueError(f"{parameter.name} has shape {list(tensor.shape)}, not {list(parameter.shape)}")
     whole = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
