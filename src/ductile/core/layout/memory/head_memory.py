@@ -63,6 +63,6 @@ def head_memory(shapes: SlotShapes, options: MemoryOptions) -> HeadMemory:
         backward_activations=hidden,
         backward_logits=backward,
         product_logits=(FP32 + c) * logits,
-        sum_gradients=FP32 * shapes.vocab_rows * shapes.hidden_size,
-        product_gradients=c * shapes.vocab_rows * shapes.hidden_size,
+        sum_gradients=0 if shapes.adapters else FP32 * shapes.vocab_rows * shapes.hidden_size,
+        product_gradients=0 if shapes.adapters else c * shapes.vocab_rows * shapes.hidden_size,
     )
