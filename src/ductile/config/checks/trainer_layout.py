@@ -103,8 +103,9 @@ def room_warnings(config: RLConfig | SFTConfig) -> Iterator[str]:
     trainer = config.trainer if isinstance(config, RLConfig) else config
     if config.bench is not None or (spec := _spec(trainer.model)) is None:
         return
-    saved = state_bytes(trainer) - DTYPE_BYTES[trainer.model.optimization_dtype]
-    needed, folder = spec.num_parameters * saved, Path(config.output_dir)
+    each = DTYPE_BYTES[trainer.model.optimization_dtype]
+    moments = state_bytes(trainer) - 2 * each
+    needed, folder = spec.num_parameters * each + spec.num_trained * moments, Path(config.output_dir)
     try:
         free = free_bytes(folder.absolute())
     except OSError:
@@ -258,7 +259,9 @@ def _trainer(config: TrainingConfig) -> tuple[TrainerModelConfig, ResizeConfig, 
 
 def _spec(model: TrainerModelConfig) -> ModelSpec | None:
     spec, num_layers = read_spec(model.name), model.debug.num_layers
-    return spec if spec is None or num_layers is None else replace(spec, num_layers=min(num_layers, spec.num_layers))
+    if spec is None:
+        return None
+    return replace(spec, num_layers=min(num_layers or spec.num_layers, spec.num_layers), lora=model.adapters)
 
 
 def model_section(config: TrainingConfig) -> tuple[TrainerModelConfig, str]:
