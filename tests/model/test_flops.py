@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ductile.core.layout.model.flops import ForwardWork, forward_flops, training_flops
+from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.checkpoint import load_model
 from ductile.model.logprobs import LogprobHead
@@ -71,3 +72,17 @@ def test_attention_over_a_whole_square(tmp_path: Path) -> None:
         logprobs.sum().backward()
     total = counted.get_total_flops() - of_norms(model.spec, num)
     assert total == training_flops(model.spec, ForwardWork(num, num * num, 4))
+
+
+@pytest.mark.parametrize("targets", [("o_proj", "down_proj"), ("down_proj",)])
+def test_weights_that_are_not_trained_have_no_gradient(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Below the first adapter nothing has one."""
+    model = load_model(make_model_folder(tmp_path, num_hidden_layers=3), lora=LoraSpec(4, 8.0, targets))
+    num = 11
+    tokens, positions, rows = torch.arange(num), torch.arange(num), torch.arange(4)
+    with FlopCounterMode(display=False) as counted:
+        logprobs, _ = model(tokens, positions, whole_square, LogprobHead(rows, rows))
+        logprobs.sum().backward()
+    assert counted.get_total_flops() == training_flops(model.spec, ForwardWork(num, num * num, 4))
+    full = training_flops(model.spec.base, ForwardWork(num, num * num, 4))
+    assert counted.get_total_flops() < 0.75 * full

@@ -16,6 +16,7 @@ from ductile.core.layout.memory.options import Checkpointing, MemoryOptions
 from ductile.core.layout.memory.parts import MemoryParts
 from ductile.core.layout.memory.predict import predict
 from ductile.core.layout.memory.slot_shapes import slot_shapes
+from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.spec import ModelSpec
 
 MIB = 2**20
@@ -259,3 +260,26 @@ def test_the_numbers_of_modules_that_take_torch_are_these() -> None:
 
     assert head_memory.CHUNK_ELEMENTS == logprobs.CHUNK_ELEMENTS
     assert layer_operations.BLOCKS == products.BLOCKS
+
+
+@pytest.mark.parametrize("dims", [{}, {"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2}])
+def test_adapters_alone_have_gradients_and_moments(dims: dict[str, int]) -> None:
+    options, layout = replace(CPU, seq_len=64), ParallelDims(**dims)
+    adapted = replace(QWEN, lora=LoraSpec(16, 32.0))
+    full, use = (predict(spec, layout, options).device for spec in (QWEN, adapted))
+    num_slots = prod(dims.values())
+    most = 1.1 * adapted.num_trained if "tp" not in dims else 1.8 * adapted.num_trained  # A or B is whole along tp
+    assert 8 * adapted.num_trained <= num_slots * use.optimizer <= 8 * most
+    assert use.parameters == pytest.approx(full.parameters, rel=0.05)
+    assert use.parameters > full.parameters
+    assert use.total < 0.6 * full.total
+
+
+def test_a_module_without_an_adapter_keeps_nothing_for_its_weight() -> None:
+    spec = replace(QWEN, lora=LoraSpec(16, 32.0, ("down_proj",)))
+    some, every, none = (
+        layer_memory(slot_shapes(each, ParallelDims(), CPU), None)
+        for each in (spec, replace(QWEN, lora=LoraSpec(16, 32.0)), QWEN)
+    )
+    assert some.kept_bytes < none.kept_bytes < every.kept_bytes
+    assert some.weight_gradients < every.weight_gradients < none.weight_gradients

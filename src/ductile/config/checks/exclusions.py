@@ -5,11 +5,10 @@ from pathlib import Path
 
 from ductile.config.checks.trainer_layout import TrainingConfig
 from ductile.config.finding import Finding
-from ductile.config.schema.model import AdaptedModelConfig, TrainerModelConfig, why_not_selective
+from ductile.config.schema.model import TrainerModelConfig, why_not_selective
 from ductile.config.schema.run import RLConfig, SFTConfig
 from ductile.config.schema.trainer import MuonConfig, OptimConfig
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
-from ductile.core.layout.model.lora import PROJECTIONS
 
 ON_GPU_ALONE = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4")
 """Values of `attn` whose kernels run on GPUs, and on numbers of 16 bits."""
@@ -21,7 +20,6 @@ def exclusion_findings(config: TrainingConfig) -> Iterator[Finding]:
     runs = 1 if isinstance(trainer, SFTConfig) else trainer.max_concurrent_runs
     yield from _offloads(trainer.model, trainer.optim, runs, root)
     yield from _kernels(trainer.model, config.cluster.device, root)
-    yield from adapter_findings(trainer.model, f"{root}model")
     has_stages = trainer.model.pp != 1 or any(map(_has_stages, trainer.resize.layouts))
     if has_stages and (why := why_not_selective(trainer.model)):
         yield Finding((f"{root}model.ac.mode", f"{root}model.pp_schedule"), why)
@@ -69,17 +67,6 @@ def _kernels(model: TrainerModelConfig, device: str, root: str) -> Iterator[Find
     if model.compute_dtype == "float32":
         what = f'computes in numbers of 16 bits, and {root}model.compute_dtype is "float32". Write "auto"'
         yield Finding((key, f"{root}model.compute_dtype"), what)
-
-
-def adapter_findings(model: AdaptedModelConfig, at: str) -> Iterator[Finding]:
-    """Yield a finding for each name that no projection has, or that is there twice."""
-    names = [] if model.lora is None else model.lora.target_modules
-    unknown = [name for name in names if name not in PROJECTIONS]
-    if unknown:
-        what = f"has {unknown[0]!r}, which no layer has. Write some of {', '.join(PROJECTIONS)}, or leave it out for all"
-        yield Finding((f"{at}.lora.target_modules",), what)
-    elif twice := [name for name in PROJECTIONS if names.count(name) > 1]:
-        yield Finding((f"{at}.lora.target_modules",), f"has {twice[0]} twice. Write it once")
 
 
 def _has_stages(layout: str) -> bool:

@@ -13,7 +13,7 @@ from ductile.config.checks.asked_policy import scheduling_findings
 from ductile.config.checks.asked_servers import EXAMPLE
 from ductile.config.checks.asked_servers import server_findings as named_server_findings
 from ductile.config.checks.asked_servers import server_notes as named_server_notes
-from ductile.config.checks.exclusions import adapter_findings, exclusion_findings, exclusion_warnings
+from ductile.config.checks.exclusions import exclusion_findings, exclusion_warnings
 from ductile.config.checks.fleet_findings import fleet_findings, registry_findings, registry_key_findings
 from ductile.config.checks.generation import (
     generation_config_notes,
@@ -230,7 +230,6 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
         yield _no_model("model.name")
     yield from model_findings("model.name", config.model.name)
     yield from _generation_config(config)
-    yield from adapter_findings(config.model, "model")
     yield from generator_findings(config, "", read_spec(config.model.name), config.cluster.device)
     if config.parallel.dp not in (None, 1):
         what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"

@@ -67,6 +67,9 @@ class CompileConfig(Section):
     fullgraph: bool = False
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class LoraConfig(Section):
     """Low-rank adapters, which alone are trained: y = W x + (alpha / rank) B (A x), as PEFT has them."""
 
@@ -75,15 +78,14 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     """What the product of B and A is multiplied by, times `rank`."""
     dropout: Annotated[float, NotBuilt("dropout before adapters")] = Field(default=0.0, ge=0, lt=1)
-    target_modules: list[str] = []
-    """Projections that have an adapter, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; empty: all
-    of them."""
+    target_modules: list[Projection] = []
+    """Projections that have an adapter; empty: all of a layer."""
     modules_to_save: Annotated[list[str], NotBuilt("training modules whole beside adapters")] = []
 
     @property
     def spec(self) -> LoraSpec:
         """The adapters as the model has them; targets in the order of a layer."""
-        wanted = self.target_modules or PROJECTIONS
+        wanted = frozenset[str](self.target_modules or PROJECTIONS)
         return LoraSpec(self.rank, self.alpha, tuple(name for name in PROJECTIONS if name in wanted))
 
 
