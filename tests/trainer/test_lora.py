@@ -104,8 +104,10 @@ class PlainLora:
             if is_adapter(each.name)
             for part, values in zip(each.parts, drawn[each.name].split(each.rows), strict=True)
         }
-        self.optimizer = torch.optim.AdamW(self.adapters.values(), lr=OPTIM.lr, eps=OPTIM.eps,
-                                           betas=(OPTIM.betas1, OPTIM.betas2), weight_decay=OPTIM.weight_decay)  # fmt: skip
+        betas, decay = (OPTIM.betas1, OPTIM.betas2), OPTIM.weight_decay
+        self.optimizer = torch.optim.AdamW(
+            self.adapters.values(), lr=OPTIM.lr, betas=betas, eps=OPTIM.eps, weight_decay=decay
+        )
 
     def weights(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -315,7 +317,8 @@ def test_servers_are_sent_adapters_alone_also_after_a_resize(folders: dict[str, 
             base = version - 1 or None
             replies = fleet.call(fleet.layout.slots, sends, version, base).values()
             reports = [report for _, report in replies]
-            assert set().union(*(names for names, _ in replies)) == (adapters if base else {each.name for each in parameters(spec)})
+            everything = {each.name for each in parameters(spec)}
+            assert set().union(*(names for names, _ in replies)) == (adapters if base else everything)
             digests = [fleet.call(fleet.layout.slots, digest_of_all)[slot] for slot in fleet.layout.slots]
             assert {total_of(report.digest for report in reports)} == {*digests}
             equal = sum(report.num_bytes_equal for report in reports)

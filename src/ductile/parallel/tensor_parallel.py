@@ -12,7 +12,7 @@
 | `gate_up_proj` | `ColumnParallelLinear` | rows of gate and of up |
 | `o_proj`, `down_proj` | `RowParallelLinear` | columns, and all of the bias |
 | `q_norm`, `k_norm` | stay; `HeadParallelAttention` reads their weights | all of the weight, its heads |
-| the same with adapters | `ColumnParallelLora`, `RowParallelLora` | their weight's rows of B and all of A; columns of A and all of B |
+| both with adapters | `ColumnParallelLora`, `RowParallelLora` | its rows of B and all of A; its columns of A and all of B |
 | `lm_head` | stays; `VocabularyParallelHead` is called with its weight | rows of the vocabulary |
 
 A module with parameters that is not in this table is refused: if its weight is whole on every slot and sees a part of

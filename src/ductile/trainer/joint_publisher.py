@@ -99,8 +99,8 @@ class JointPublisher:
         """Publish the weights as they are; collective. The first slot gets the manifest. Raises NotPublished, on all
         slots or on the first one alone.
 
-        state: this slot's part of the trainer's (`trainer.state`). with_frozen: also tensors that are not trained; without
-        them the version is for those that have these already.
+        state: this slot's part of the trainer's (`trainer.state`). with_frozen: also tensors that are not trained;
+        without them the version is for those that have these already.
         """
         context, weights = trainer.context, OwnWeights.of(trainer, state)
         with_frozen = with_frozen or trainer.spec.lora is None
@@ -119,7 +119,8 @@ class JointPublisher:
                 return self._gather(version, trainer, memory, part)
             if place:
                 part.attempt(lambda: part.write(place, num_bytes, weights, table))
-            digests, left_out, ruled = _exchanged(part, sum(entry.num_bytes for entry in entries), context, trainer.device)
+            total_bytes = sum(entry.num_bytes for entry in entries)
+            digests, left_out, ruled = _exchanged(part, total_bytes, context, trainer.device)
             if ruled.next == "seal":
                 entries = [
                     replace(entry, digest=digest_text(each)) for entry, each in zip(entries, digests, strict=True)
@@ -213,11 +214,12 @@ def _exchanged(
     part: _Part, tensor_bytes: int, context: ParallelContext, device: torch.device
 ) -> tuple[list[int], Digest, PublishingRuling]:
     """Return the digest of each tensor, from all slots' parts, that of all that are left out, "" where none are, and
-    what all slots do next; collective. tensor_bytes:
-    those of all tensors, which is what all slots are to have written."""
+    what all slots do next; collective. tensor_bytes: those of all tensors, which is what all slots are to have
+    written."""
     slots, num_tensors = context.layout.slots, len(part.digests)
     outcomes = [part.outcome if slot == context.slot else PartOutcome.WRITTEN for slot in slots]
-    digests = [digest % MODULUS for digest in (*part.digests, part.left_out or 0)]  # of 52 bits: the sum over 2,000 slots is none of 64
+    # Of 52 bits: the sum over 2,000 slots is none of 64.
+    digests = [digest % MODULUS for digest in (*part.digests, part.left_out or 0)]
     said = torch.tensor([*digests, *outcomes, part.num_bytes], dtype=torch.int64, device=device)
     *totals, num_bytes = context.sum(said).tolist()
     of_slots = {slot: PartOutcome(value) for slot, value in zip(slots, totals[num_tensors + 1 :], strict=True)}

@@ -95,8 +95,8 @@ class _Sending:
             self.sender.abort()
 
     def num_bytes_equal(self, base: _Sent | None) -> int:
-        """Return the bytes of the boxes that are as they were in `base`, another version. Of what is not trained that is
-        known without one."""
+        """Return the bytes of the boxes that are as they were in `base`, another version. Of what is not trained that
+        is known without one."""
         boxes = [box for bucket in self.whole_offer.buckets for box in bucket.boxes]
         if base is None or base.version == self.update.version or base.whole_offer is not self.whole_offer:
             return sum(box.num_bytes for box in boxes if box.name in self.weights.frozen)

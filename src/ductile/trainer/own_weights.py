@@ -42,8 +42,8 @@ class OwnWeights:
         return OwnWeights(trainer.spec, trainer.parts, local, trainer.precision.compute)
 
     def tensors(self, with_frozen: bool = True) -> list[OwnedTensor]:
-        """Return every tensor of the version, with this rank's boxes. All ranks have the same tensors. with_frozen: those
-        that are not trained, too."""
+        """Return every tensor of the version, with this rank's boxes. All ranks have the same tensors. with_frozen:
+        those that are not trained, too."""
         return [
             OwnedTensor(each.name, self.dtype, each.shape, self.parts.shared(each.name))
             for each in parameters(self.spec)

@@ -103,7 +103,8 @@ def _model(config: RunConfig) -> str:
     adapted = ""
     if isinstance(model, AdaptedModelConfig) and (lora := model.adapters):
         num = _count(replace(spec, lora=lora).num_trained)
-        adapted = f"; adapters of rank {lora.rank} on {', '.join(lora.targets)}: {num} parameters, which alone are trained"
+        on = ", ".join(lora.targets)
+        adapted = f"; adapters of rank {lora.rank} on {on}: {num} parameters, which alone are trained"
     return f"{model.name}: {spec.family}, {size}{adapted}"
 
 

@@ -178,8 +178,8 @@ class RemoteTrainer:
             return replies[self.layout.first].report
 
     async def publish(self, version: int) -> Manifest:
-        """Make a version available to the run's slots: what is trained of it, where they have the rest. Servers get it by
-        `begin_update`, and need no snapshot."""
+        """Make a version available to the run's slots: what is trained of it, where they have the rest. Servers get it
+        by `begin_update`, and need no snapshot."""
         async with self.boundary():
             self._weights_are(version)
             whole, self._wants_whole = self._wants_whole, False

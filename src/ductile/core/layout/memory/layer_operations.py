@@ -85,8 +85,8 @@ def operations_of(shapes: SlotShapes) -> list[Operation]:
 
 
 def _product(shapes: SlotShapes, module: str, read: str, makes: Mapping[str, int], weight: int) -> Operation:
-    """The product of a module such as "mlp.down_proj", with so many numbers in its weight. An adapter adds what it makes
-    to it."""
+    """The product of a module such as "mlp.down_proj", with so many numbers in its weight. An adapter adds what it
+    makes to it."""
     adapter, name = shapes.adapter_of(module), module.partition(".")[2]
     target = "attn_proj" if module.startswith("attention") else "mlp"
     if not shapes.adapters:

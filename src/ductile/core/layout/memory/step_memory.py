@@ -245,7 +245,8 @@ class _StageStep:
             others = {"gradients": self._num_trained_whole * self._options.reduce_bytes}
         if self._dims.pp > 1:
             others = {**others, "gathered": self._gathered(self._unit) * len(self._layers)}
-        yield from (self._at("sum of the embeddings' gradients", others, sums) for sums in self._summing(self._trained_root, 0))
+        for sums in self._summing(self._trained_root, 0):
+            yield self._at("sum of the embeddings' gradients", others, sums)
 
     def _optimizer_step(self) -> Moment:
         options = self._options
