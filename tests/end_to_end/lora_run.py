@@ -36,13 +36,21 @@ RUN_S = 200
 pytestmark = [pytest.mark.timeout(900)]
 
 
-def of_quickstart(file: str, folder: Path) -> Path:
-    """A config of the quickstart's, whose run is `folder`/run."""
+SFT = """
+model.name = "{model}"
+output_dir = "{folder}"
+cluster.device = "cpu"
+data = {{ path = "{data}", batch_size = 64, seq_len = 1024 }}
+max_steps = {steps}
+"""
+
+
+def rl_config(folder: Path) -> Path:
+    """The quickstart's config, for a run in `folder`/run."""
     folder.mkdir()
-    text = (QUICKSTART / file).read_text()
-    text = text.replace('"examples/quickstart/', f'"{QUICKSTART}/')
+    text = (QUICKSTART / "rl.toml").read_text().replace('"examples/quickstart/', f'"{QUICKSTART}/')
     lines = [line for line in text.splitlines() if not line.startswith(("output_dir", "clean"))]
-    config = folder / file
+    config = folder / "rl.toml"
     config.write_text("\n".join([f'output_dir = "{folder / "run"}"', *lines]))
     return config
 
@@ -52,7 +60,7 @@ def runs(start, folder: Path, seed: int, adapted: bool, resized: bool = False) -
     flags = ["--seed", str(seed), "--max-steps", str(RL_STEPS), "--orchestrator.eval.interval", str(RL_STEPS)]
     if adapted:
         flags += ["--trainer.model.lora.rank", str(RANK), "--trainer.optim.lr", "3e-3"]
-    run = start(of_quickstart("rl.toml", folder), *flags)
+    run = start(rl_config(folder), *flags)
     if resized:
         run.until_step(4)
         LiveRun(run.folder).resize([0, 4])
@@ -85,10 +93,12 @@ def evaluate(folder: str) -> float:
 
 def fine_tunes(start, folder: Path, data: Path, seed: int, adapted: bool) -> float:
     """The held-out reward after fine-tuning."""
-    flags = ["--seed", str(seed), "--max-steps", str(SFT_STEPS), "--model.name", str(QUICKSTART / "model")]
-    flags += ["--no-model.debug.random-init", "--data.path", str(data), "--scheduler.type", "constant"]
-    flags += ["--optim.lr", "3e-3" if adapted else "3e-4", *(["--model.lora.rank", str(RANK)] if adapted else [])]
-    run = start(of_quickstart("sft.toml", folder), *flags, command="sft")
+    folder.mkdir()
+    config = folder / "sft.toml"
+    config.write_text(SFT.format(model=QUICKSTART / "model", folder=folder / "run", data=data, steps=SFT_STEPS))
+    flags = ["--seed", str(seed), "--optim.lr", "3e-3" if adapted else "3e-4"]
+    flags += ["--model.lora.rank", str(RANK)] if adapted else []
+    run = start(config, *flags, command="sft")
     assert run.ends(within_s=RUN_S) == 0, run.said()
     return run_alone(evaluate, str(run.folder / "model"))
 
@@ -119,7 +129,8 @@ def test_grpo_of_adapters_raises_the_reward_as_full_training_does(start, tmp_pat
 
 
 def test_fine_tuning_of_adapters_raises_the_reward_as_full_training_does(start, tmp_path: Path) -> None:
-    rows = [line for line in (QUICKSTART / "sft.jsonl").read_text().splitlines() if "=" in json.loads(line)["completion"]]
+    lines = (QUICKSTART / "sft.jsonl").read_text().splitlines()
+    rows = [line for line in lines if "=" in json.loads(line)["completion"]]
     data = tmp_path / "worked.jsonl"
     data.write_text("\n".join(rows[:WORKED]) + "\n")
     before = run_alone(evaluate, str(QUICKSTART / "model"))

@@ -11,8 +11,9 @@
 | `attention` | `HeadParallelAttention` | its heads of all tokens |
 | `gate_up_proj` | `ColumnParallelLinear` | rows of gate and of up |
 | `o_proj`, `down_proj` | `RowParallelLinear` | columns, and all of the bias |
+| the former two with adapters | `ColumnParallelLora` | the same rows of B, all of A |
+| the latter two with adapters | `RowParallelLora` | the same columns of A, all of B |
 | `q_norm`, `k_norm` | stay; `HeadParallelAttention` reads their weights | all of the weight, its heads |
-| both with adapters | `ColumnParallelLora`, `RowParallelLora` | its rows of B and all of A; its columns of A and all of B |
 | `lm_head` | stays; `VocabularyParallelHead` is called with its weight | rows of the vocabulary |
 
 A module with parameters that is not in this table is refused: if its weight is whole on every slot and sees a part of
