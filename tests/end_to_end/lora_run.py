@@ -10,13 +10,13 @@ from statistics import mean
 
 import pytest
 
+from ductile.columns import TokenIds
 from ductile.config.reading.parse import parse
 from ductile.config.schema.orchestrator import to_sampling
 from ductile.config.schema.run import RLConfig
 from ductile.generator.generate_role import load_engine
 from ductile.orchestrator.control.control import Run as LiveRun
 from ductile.records import GenerateRequest
-from ductile.columns import TokenIds
 from ductile.tasks.build import build_task
 from ductile.tasks.prompts import prompt_ids, split
 from ductile.tasks.tokenizer import Tokenizer

@@ -248,9 +248,7 @@ class Trainer:
         }
 
     def _load(self) -> Transformer:
-        weights = first_tensors(
-            _folder(self.config), self.spec, self.config.model.debug.random_init, self.config.seed
-        )
+        weights = first_tensors(_folder(self.config), self.spec, self.config.model.debug.random_init, self.config.seed)
         return parallelize.build(self.spec, weights, self.context, self.parts, self.device, self._options)
 
     def _build_over(self, buffers: MutableMapping[str, Tensor]) -> Transformer:

@@ -42,9 +42,7 @@ class SharedMemory:
         # On every host and in every run the name is another one: who writes into the segment knows it by that.
         return Segment(f"ductile-weights-{version}-{token_hex(8)}", num_bytes)
 
-    def finish(
-        self, version: int, segment: Segment, entries: Iterable[TensorEntry], left_out: Digest = ""
-    ) -> Manifest:
+    def finish(self, version: int, segment: Segment, entries: Iterable[TensorEntry], left_out: Digest = "") -> Manifest:
         """Offer a filled segment, until the version is withdrawn, or published again: who asked for it may never have
         heard of this one. Its readers keep what they have received.
 

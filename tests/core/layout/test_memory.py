@@ -268,8 +268,9 @@ def test_adapters_alone_have_gradients_and_moments(dims: dict[str, int]) -> None
     adapted = replace(QWEN, lora=LoraSpec(16, 32.0))
     full, use = (predict(spec, layout, options).device for spec in (QWEN, adapted))
     num_slots = prod(dims.values())
-    most = 1.1 * adapted.num_trained if "tp" not in dims else 1.8 * adapted.num_trained  # A or B is whole along tp
-    assert 8 * adapted.num_trained <= num_slots * use.optimizer <= 8 * most
+    # A or B is whole along tp, and stages have not equally many layers.
+    most = 1.1 * adapted.num_trained if {*dims} <= {"dp_shard"} else 1.8 * adapted.num_trained
+    assert 7 * adapted.num_trained <= num_slots * use.optimizer <= 8 * most
     assert use.parameters == pytest.approx(full.parameters, rel=0.05)
     assert use.parameters > full.parameters
     assert use.total < 0.6 * full.total

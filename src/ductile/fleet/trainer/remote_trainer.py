@@ -248,6 +248,7 @@ class RemoteTrainer:
         """Publish all of a version, for slots that join. Raises Refused when training has gone on from this
         version."""
         if manifest := self._kept.use(version, whole=True):
+            return manifest
         self.parking.refuse()
         self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
         async with self.boundary():
@@ -446,6 +447,7 @@ class RemoteTrainer:
 
     async def _keep(self, version: int, whole: bool = True) -> Manifest:
         if manifest := self._kept.use(version, whole):
+            return manifest
         if self._receivers == "servers":
             return self._kept.keep(version, Manifest(version, "none", "", 0, 0, ()), slot=None)
         first = self.layout.first
