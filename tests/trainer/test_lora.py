@@ -342,7 +342,7 @@ def follows_a_trainer(settings: dict[str, Any], lora: dict[str, Any]) -> None:
     train = TrainRole(settings, PLACE)
     model = {"name": settings["model"]["name"], "lora": lora, "max_model_len": 64}
     inference = InferenceConfig.model_validate({"model": model}).model_dump()
-    generate, score = GenerateRole(inference, PLACE), ScoreRole(settings, PLACE)
+    generate, score = GenerateRole(inference, PLACE), ScoreRole(settings, replace(PLACE, instance="scorer-0"))
     first = train.handle(Publish(0)).manifest
     train.handle(ForwardBackward((MicroBatch(samples),)))
     train.handle(OptimStep(20.0))
@@ -422,6 +422,7 @@ def exports(
         ("llama", SOME, 2, {}),
     ),
 )
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_others_read_what_is_exported(
     folders: dict[str, str], tmp_path: Path, family: str, lora: dict[str, Any], num_slots: int, sizes: dict[str, int]
 ) -> None:
