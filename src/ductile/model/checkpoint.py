@@ -244,7 +244,7 @@ def finish_folder(folder: str | Path) -> None:
 
 
 def unfinished(folder: str | Path) -> Path:
-    """Where a folder is that `begin_folder` has begun, until it has its name."""
+    """Return where a folder is that `begin_folder` has begun, until it has its name."""
     return _names(folder)[1]
 
 

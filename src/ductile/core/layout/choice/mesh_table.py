@@ -24,9 +24,9 @@ class EachBytes:
     """Bytes that a trainer keeps for a parameter."""
 
     trained: int
-    """Of one that is trained, its gradient and what the optimizer keeps for it."""
+    """Bytes of one that is trained, of its gradient and of what the optimizer keeps for it."""
     frozen: int
-    """Of one that is not."""
+    """Bytes of one that is not."""
 
 
 @dataclass(frozen=True, slots=True)
