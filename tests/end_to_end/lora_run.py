@@ -26,7 +26,7 @@ from tests.ranks import run_alone
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 SEEDS = (1, 2, 3)
-RANK = 4
+RANK, ALPHA = 4, 8
 RL_STEPS, SFT_STEPS = 16, 40
 WORKED = 2048
 """Worked examples that are fine-tuned on."""
@@ -59,7 +59,7 @@ def runs(start, folder: Path, seed: int, adapted: bool, resized: bool = False) -
     """The held-out reward before and after GRPO."""
     flags = ["--seed", str(seed), "--max-steps", str(RL_STEPS), "--orchestrator.eval.interval", str(RL_STEPS)]
     if adapted:
-        flags += ["--trainer.model.lora.rank", str(RANK), "--trainer.optim.lr", "3e-3"]
+        flags += [*adapters("trainer.model"), "--trainer.optim.lr", "2e-3"]
     run = start(rl_config(folder), *flags)
     if resized:
         run.until_step(4)
@@ -67,6 +67,10 @@ def runs(start, folder: Path, seed: int, adapted: bool, resized: bool = False) -
     assert run.ends(within_s=RUN_S) == 0, run.said()
     rewards = [row["eval_reward"] for row in run.metrics() if row.get("eval_reward") is not None]
     return rewards[0], rewards[-1], run
+
+
+def adapters(section: str) -> list[str]:
+    return [f"--{section}.lora.rank", str(RANK), f"--{section}.lora.alpha", str(ALPHA)]
 
 
 def published_bytes(run: Run) -> set[float]:
@@ -96,8 +100,8 @@ def fine_tunes(start, folder: Path, data: Path, seed: int, adapted: bool) -> flo
     folder.mkdir()
     config = folder / "sft.toml"
     config.write_text(SFT.format(model=QUICKSTART / "model", folder=folder / "run", data=data, steps=SFT_STEPS))
-    flags = ["--seed", str(seed), "--optim.lr", "3e-3" if adapted else "3e-4"]
-    flags += ["--model.lora.rank", str(RANK)] if adapted else []
+    flags = ["--seed", str(seed), "--optim.lr", "2e-3" if adapted else "1e-4"]
+    flags += adapters("model") if adapted else []
     run = start(config, *flags, command="sft")
     assert run.ends(within_s=RUN_S) == 0, run.said()
     return run_alone(evaluate, str(run.folder / "model"))
