@@ -154,7 +154,7 @@ fleet-run: setup
 # Adapters learn what full training learns, by GRPO and by fine-tuning, three seeds each; one run is resized meanwhile: under ten
 # minutes on two cores.
 lora: setup
-	$(BIN)/python -m pytest tests/end_to_end/lora_run.py -q -s
+	$(BIN)/python -m pytest tests/end_to_end/lora_run.py -s
 
 # Seven faults of weights and sampling, each named right, and a thousand versions without a false alarm.
 provenance: setup

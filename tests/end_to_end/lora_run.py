@@ -90,7 +90,7 @@ def evaluate(folder: str) -> float:
     rewards: list[float] = []
     while engine.has_work():
         for generation in engine.step():
-            reward = task.reward(int(generation.id), tokenizer.decode(generation.token_ids.tolist()))
+            reward = task.reward(int(generation.id), tokenizer.decode(list(generation.token_ids)))
             rewards.append(reward[0] if isinstance(reward, tuple) else reward)
     return mean(rewards)
 
