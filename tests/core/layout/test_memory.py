@@ -27,6 +27,7 @@ WIDE = ModelSpec("qwen3", 4096, 256, 768, 4, 8, 4, 32, tie_embeddings=True, qk_n
 DEEP = ModelSpec("qwen3", 256, 256, 1024, 4, 8, 4, 32, tie_embeddings=True, qk_norm=True)
 """Models whose peak is at the head, at either, and in the layers."""
 SIX = ModelSpec("qwen3", 4096, 128, 512, 6, 4, 2, 32, qk_norm=True)
+ADAPTED = replace(SIX, lora=LoraSpec(16, 32.0))
 LLAMA = ModelSpec("llama", 4096, 256, 768, 6, 8, 4, 32, tie_embeddings=True)
 """Model that a pipeline runs with as many micro-batches as stages, or with fewer."""
 CPU = MemoryOptions(compute_bytes=4, device="cpu", num_micro_batches=2)
@@ -74,6 +75,9 @@ def selective(*targets: str) -> Checkpointing:
         (107.78, LLAMA, {"pp": 2, "tp": 2}, {"seq_len": 1024}),
         (122.23, LLAMA, {"pp": 2, "cp": 2}, {"seq_len": 1024}),
         (117.51, LLAMA, {"pp": 4}, {"seq_len": 1024}),
+        (111.18, ADAPTED, {"dp_shard": 2}, {"seq_len": 1024}),
+        (62.51, ADAPTED, {"tp": 2}, {"seq_len": 1024}),
+        (100.77, ADAPTED, {"pp": 2}, {"seq_len": 1024}),
         (62.13, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "interleaved", "num_runs": 2}),
         (71.81, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "zero_bubble"}),
     ],
