@@ -17,6 +17,7 @@ ARMS = {
     "rules": "`rules`",
     "rules_policies": "`rules` with both options",
     "model": "`model`",
+    "model_no_offload": "`model` without offload",
     "seed": "[dynamic.yaml](../examples/scheduling/dynamic.yaml)",
 }
 """Of the scheduling benchmark, as the pages call them."""
@@ -198,6 +199,21 @@ def elastic(found: Any) -> Iterator[Row]:
         yield ARMS[arm], times(found, arm, "static"), of["tokens_per_s"], idle, *moves
 
 
+def memory(found: Any) -> Iterator[Row]:
+    for row in found["rows"]:
+        peak, predicted, without, host = (
+            row[key] / MIB for key in ("peak_bytes", "predicted_peak_bytes", "baseline_peak_bytes", "host_peak_bytes")
+        )
+        saved, time = 100 * row["saved"], row["step_s"] / row["baseline_step_s"]
+        yield row["knob"], peak, without, saved, predicted, host or "", time
+
+
+def memory_predictions(found: Any) -> Iterator[Row]:
+    ratios = [each["ratio"] for each in found["predictions"]]
+    yield "prediction over peak", [min(ratios), max(ratios)], f"{len(ratios)} configurations"
+    yield "logit memory at a vocabulary of 128k, all at once over in chunks", found["logits_ratio"], ""
+
+
 def decisions(found: Any) -> Iterator[Row]:
     for row in found["rows"]:
         what = f"{ARMS[row['policy']]}, {row['slots']:,} slots, {row['rollouts']:,} rollouts"
@@ -287,6 +303,11 @@ DOCS: Mapping[str, tuple[Callable[[Any], Iterator[Row]], Sequence[str]]] = {
         ),
     ),
     "elastic": (elastic, ("", "of the best split's time", "tokens/s", "idle, %", "changes", "in `switch`, %")),
+    "elastic_no_share": (elastic, ("", "of the best split's time", "tokens/s", "idle, %", "changes", "in `switch`, %")),
+    "memory": (
+        memory,
+        ("knob", "peak, MiB", "without, MiB", "saved, %", "predicted, MiB", "in host memory, MiB", "time of a step"),
+    ),
     "decisions": (decisions, ("", "median decision, ms", "the 99th of 100", "all of it simulated, s")),
     "schedules": (schedules, ("", "`model` / best split", "`model` / collocated", "`rules` / best split")),
     "role_changes": (role_changes, ROLE_CHANGES),
@@ -296,6 +317,7 @@ DOCS: Mapping[str, tuple[Callable[[Any], Iterator[Row]], Sequence[str]]] = {
 TABLES: Mapping[str, Callable[[], str]] = {
     "readme": readme,
     **{name: partial(table, name, head, rows_of) for name, (rows_of, head) in DOCS.items()},
+    "memory_predictions": partial(table, "memory", ("", "", "of"), memory_predictions),
     "gpu": gpu,
 }
 """By the names in the pages' markers."""

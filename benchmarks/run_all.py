@@ -40,9 +40,14 @@ BENCHMARKS = {
     "memory": 540,
 }
 """In this order. Seconds after which a benchmark ends with what it has."""
-APART = {"gpu": "gpu", "real": "real", "role_changes_smollm2": "role_changes"}
-"""Scripts by the files that another command writes: `make gpu`, where there is a GPU, `make real`, and role_changes.py
-with its `--model`."""
+APART = {
+    "gpu": "gpu",
+    "real": "real",
+    "role_changes_smollm2": "role_changes",
+    "elastic_no_share": "elastic",
+}
+"""Scripts by the files that another command writes: `make gpu`, where there is a GPU, `make real`, role_changes.py with
+its `--model`, and elastic.py with `--no-share`."""
 GRACE_S = 60.0
 """Past its budget a benchmark still ends its processes and writes its file; then it is killed."""
 

@@ -21,10 +21,13 @@ from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.generator.generate_role import load_engine
+from ductile.kernels import plain
 from ductile.kernels.device import peak_memory, peak_of
+from ductile.kernels.flex_attention import FlexAttention
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate
 from ductile.messages.updates import WeightUpdate
 from ductile.messages.workers import Publish, Receive, Score
+from ductile.model.attention import PackedAttention
 from ductile.parallel.gathered import full
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
@@ -176,11 +179,15 @@ KNOBS: dict[str, dict[str, Any]] = {
     "pageable host memory": {"ac_offloading": {"pin_memory": False}},
     "optim_cpu_offload": {"optim_cpu_offload": True},
     "fsdp_cpu_offload": {"fsdp_cpu_offload": True},
-}
+    "compile": {"compile": {}},
+    "compile, with ac and one activation in flight": {
+        "compile": {}, "ac": {}, "ac_offloading": {"max_inflight_activations": 1},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("knob", KNOBS)
-def test_a_knob_of_memory_changes_nothing_that_is_computed(folder: Path, knob: str) -> None:
+def test_a_knob_changes_nothing_that_is_computed(folder: Path, knob: str) -> None:
     """Attention's gradients are summed in no fixed order on a GPU, so not every bit is the same."""
     plain = fp32(folder, loss=SFTLoss(), optim=AdamWConfig(lr=1e-2)).model_dump()
     losses, tensors, _, _ = run_alone(three_steps, plain)
@@ -189,6 +196,20 @@ def test_a_knob_of_memory_changes_nothing_that_is_computed(folder: Path, knob: s
     assert ours == pytest.approx(losses, rel=1e-4)
     for name, expected in tensors.items():
         torch.testing.assert_close(torch.tensor(our_tensors[name]), torch.tensor(expected), rtol=1e-3, atol=1e-4)
+
+
+def test_flex_attention_is_what_a_cpu_runs() -> None:
+    """Of two batches of uneven lengths, which share prompts."""
+    for stems, branches in (([40, 0, 20], [[30, 7], [5, 9], []]), ([150, 33], [[20, 20], []])):
+        trees = PackedAttention(stems, branches).trees
+        given = [torch.randn(trees[-1].end, num, 16) for num in (4, 2, 2, 4)]
+        there = [each.to(GPU).requires_grad_() for each in given[:3]]
+        out = FlexAttention(trees, torch.device(GPU))(*there)
+        found = out, *torch.autograd.grad(out, there, given[3].to(GPU))
+        here = [each.requires_grad_() for each in given[:3]]
+        expected = plain.attention(trees, *here)
+        for ours, theirs in zip(found, (expected, *torch.autograd.grad(expected, here, given[3])), strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("knob", ["optim_cpu_offload", "fsdp_cpu_offload"])

@@ -60,6 +60,16 @@ TRAPS: dict[str, tuple[tuple[str, ...], str]] = {
         ("--trainer.scheduler.type", "cosine", "--trainer.scheduler.min-lr", "0.1"),
         "trainer.scheduler.min_lr = 0.1 is above trainer.optim.lr = 0.0001: what is called decay makes the learning",
     ),
+    "head_of_one_side": (
+        (
+            "--trainer.model.compute-dtype",
+            "bfloat16",
+            "--inference.model.dtype",
+            "bfloat16",
+            "--trainer.model.fp32-lm-head",
+        ),
+        "trainer.model.fp32_lm_head is true and inference.model.fp32_lm_head is false: one side rounds logits",
+    ),
     "two_dtypes": (
         ("--inference.model.dtype", "bfloat16"),
         "trainer.model.compute_dtype is float32 and inference.model.dtype is bfloat16: bfloat16 rounds weights and "

@@ -21,7 +21,6 @@ from tests.config.stories import GOOD, furnish
 PAGE = Path(__file__).with_name("scaling_page.txt").read_text()
 EXPERTS = "mixture of experts"
 CLUSTER = "from one machine to a cluster"
-OPTIMIZERS = "optimizers, LoRA, compile, precision, bench"
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ LATER = (
     Later("--slurm", "{}", "Not built yet: SLURM.", CLUSTER),
     Later("--deployment.type", "multi_node", "Not built yet: multi-node deployments.", CLUSTER),
     Later("torchrun", "", "ductile: there is no command torchrun.", CLUSTER),
-    Later("--trainer.model.compile", "{}", "Not built yet: torch.compile.", OPTIMIZERS),
-    Later("--trainer.optim.type", "muon", "Not built yet: the Muon optimizer.", OPTIMIZERS),
 )
 """All of the page that is refused today. Who builds one takes its line out."""
 
@@ -174,6 +171,11 @@ def test_what_a_block_names_instead(block: str, flags: str, capsys: pytest.Captu
         "--trainer.model.ac",
         "--trainer.model.ac.mode selective",
         "--trainer.model.ac.mode selective --trainer.model.pp-schedule zero_bubble",
+        "--trainer.model.compile",
+        "--trainer.model.compile --trainer.model.ac --trainer.model.ac-offloading",
+        "--trainer.model.compile --trainer.model.pp-schedule zero_bubble",
+        "--trainer.model.attn flex",
+        "--trainer.model.attn flex --trainer.model.compute-dtype float32",
         "--trainer.model.ac-offloading",
         "--trainer.model.ac-offloading.max-inflight-activations 5",
         "--trainer.model.impl auto",
@@ -245,6 +247,31 @@ EXCLUDED = (
         "--trainer.model.ac.mode selective --trainer.model.pp-schedule zero_bubble --trainer.resize.layouts pp=2",
         "--trainer.model.ac.mode",
         'cannot be with pp_schedule = "zero_bubble", whose backward pass runs a layer twice',
+    ),
+    (
+        "--trainer.model.compile --trainer.model.ac.mode selective",
+        "--trainer.model.compile",
+        'cannot be with ac.mode = "selective", which decides for each operator',
+    ),
+    (
+        "--trainer.model.compile --trainer.model.pp-schedule zero_bubble --trainer.model.pp auto",
+        "--trainer.model.compile",
+        'cannot be with pp_schedule = "zero_bubble", which makes gradients of weights after',
+    ),
+    (
+        "--trainer.model.attn flex --cluster.device cpu",
+        "--trainer.model.attn",
+        'is a kernel for GPUs, and cluster.device is "cpu"',
+    ),
+    (
+        "--trainer.model.attn flex --trainer.model.cp-style ring",
+        "--trainer.model.attn",
+        'cannot be with cp_style = "ring", which puts attention together',
+    ),
+    (
+        "--trainer.model.attn flex --trainer.model.ac.mode selective",
+        "--trainer.model.attn",
+        'cannot be with ac.mode = "selective", which knows attention by its operator',
     ),
     (
         "--trainer.model.attn fa3 --cluster.device cpu",

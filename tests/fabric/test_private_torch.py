@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+import torch._dynamo
 from torch._C import _distributed_c10d
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -50,6 +51,10 @@ USED = [
     (stage, "_RecvInfo", "parallel.torch_pipelining: memory for what comes from a neighbour"),
     (_fsdp_api, "ReduceScatter", "parallel.exchange"),
     (FileSystemWriter, "write_data", "parallel.state"),
+    (torch._dynamo, "lookup_backend", "parallel.compilation: torch's backend behind ours, which counts"),
+    (torch._dynamo.exc, "RestartAnalysis", "parallel.compilation: no failure of a backend's"),
+    (torch._dynamo.config, "recompile_limit", "parallel.compilation"),
+    (torch._guards.CompileContext, "current_compile_id", "parallel.compilation: what is compiled again"),
     (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", "kernels.cpu_attention"),
     (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", "kernels.cpu_attention"),
     (torch.ops.mkldnn, "_linear_pointwise", "kernels.products"),

@@ -11,8 +11,10 @@ import torch
 
 from ductile.config.schema.inference import InferenceConfig, InferenceModelConfig
 from ductile.core.layout.model.spec import ModelSpec
+from ductile.generator.engine import engine as engine_module
 from ductile.generator.engine.engine import Engine, num_cache_blocks
 from ductile.generator.engine.limits import RequestRefused
+from ductile.generator.engine.sampler import all_logprobs
 from ductile.generator.generate_role import load_engine
 from ductile.generator.server.choice import Choice
 from ductile.generator.server.runner import Delta
@@ -50,6 +52,20 @@ def packed_logprobs(folder: Path, pairs: list[tuple[GenerateRequest, Generation]
         first = len(one.prompt)
         found.append([logprobs[i - 1, sequence[i]].item() for i in range(first, len(sequence))])
     return found
+
+
+@pytest.mark.parametrize("fp32_lm_head", [False, True])
+def test_a_head_in_fp32_rounds_no_logit_to_16_bits(
+    qwen3: Family, fp32_lm_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        engine_module, "all_logprobs", lambda logits, of: seen.append(logits) or all_logprobs(logits, of)
+    )
+    model = InferenceModelConfig(name=str(qwen3.folder), max_model_len=64, dtype="bfloat16", fp32_lm_head=fp32_lm_head)
+    run(load_engine(InferenceConfig(model=model), "cpu"), [request("0", "hello", 4)])
+    rounded = [logits.bfloat16().to(logits.dtype).equal(logits) for logits in seen]
+    assert rounded == [not fp32_lm_head] * 4
 
 
 @pytest.fixture(scope="module")

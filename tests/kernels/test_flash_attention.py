@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.nn import attention
 
-from ductile.config.checks.exclusions import ON_GPU_ALONE
+from ductile.config.checks.exclusions import IN_16_BITS, ON_GPU_ALONE
 from ductile.kernels import flash_attention
-from ductile.kernels.flash_attention import KERNELS, use_kernel, why_unavailable
+from ductile.kernels.flash_attention import FLEX, KERNELS, use_kernel, why_unavailable
 
 CPU, A100, H100, B200 = None, (8, 0), (9, 0), (10, 0)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -15,7 +15,8 @@ INSTALLED = ("flash_attn_interface", "flash_attn.cute")
 
 
 def test_the_config_knows_the_same_names() -> None:
-    assert set(ON_GPU_ALONE) == KERNELS.keys()
+    assert set(ON_GPU_ALONE) == {*KERNELS, FLEX}
+    assert set(IN_16_BITS) == KERNELS.keys()
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,10 @@ def test_the_config_knows_the_same_names() -> None:
         ("fa4", BF16, 64, B200, (), "the package flash_attn.cute is not installed"),
         ("flash_attention_4", BF16, 64, B200, INSTALLED, ""),
         ("flash_attention_4", BF16, 300, B200, INSTALLED, "the kernel takes heads of a multiple of 8 up to 256"),
+        ("flex", FP32, 300, A100, ("triton",), ""),
+        ("flex", FP32, 8, A100, ("triton",), "torch's FlexAttention takes heads of at least 16, and these have 8"),
+        ("flex", BF16, 64, H100, (), "the package triton is not installed, by which torch compiles FlexAttention"),
+        ("flex", BF16, 64, CPU, ("triton",), "torch's FlexAttention has a backward pass on NVIDIA devices alone"),
     ],
 )
 def test_what_keeps_a_slot_from_a_kernel(
@@ -78,9 +83,8 @@ def test_torch_is_asked_once_for_a_kernel_that_it_does_not_run_anyway(
     assert asked == activated
 
 
-@pytest.mark.parametrize("attn", KERNELS)
+@pytest.mark.parametrize("attn", [*KERNELS, FLEX])
 def test_a_slot_on_a_cpu_refuses(attn: str) -> None:
-    with pytest.raises(
-        ValueError, match=f'^trainer.model.attn = "{attn}" cannot be had on this slot: the kernel is for'
-    ):
+    said = "torch's FlexAttention" if attn == FLEX else "the kernel is for"
+    with pytest.raises(ValueError, match=f'^trainer.model.attn = "{attn}" cannot be had on this slot: {said}'):
         use_kernel(attn, BF16, 64, torch.device("cpu"))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ductile.kernels import cpu_attention, plain, varlen_attention
+from ductile.kernels.flex_attention import FlexAttention, sequences_of_tokens
 from ductile.kernels.varlen_attention import VarlenAttention, sequences, torch_kernel, why_not
 from ductile.model.attention import PackedAttention, Tree
 from tests.nightly import examples
@@ -143,6 +144,24 @@ def test_what_a_gpu_runs_equals_what_a_cpu_runs(trees: Trees, heads: tuple[int, 
     for attend in (varlen, partial(plain.attention, packed.trees)):
         found = forward_and_backward(attend, inputs, upstream)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("trees", [[(9, [])], [(3, [0, 1, 0, 2]), (0, [1, 1]), (1, [])], [(100, [50, 30]), (20, [])]])
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_flex_attention_equals_its_dumb_twin(trees: Trees, heads: tuple[int, int]) -> None:
+    """Forward alone: torch has no gradient of it on a CPU."""
+    packed = PackedAttention([stem for stem, _ in trees], [branches for _, branches in trees])
+    num_tokens = packed.trees[-1].end
+    q, k, v = (torch.randn(num_tokens, num, 16) for num in (heads[0], heads[1], heads[1]))
+    found = FlexAttention(packed.trees, torch.device("cpu"))(q, k, v)
+    torch.testing.assert_close(found, dumb(trees, q, k, v), atol=1e-5, rtol=1e-5)
+
+
+def test_which_sequence_a_token_is_of() -> None:
+    own, stem = sequences_of_tokens([Tree(0, 2, (3, 5)), Tree(5, 6)])
+    assert own.tolist() == [0, 0, 1, 2, 2, 3]
+    assert stem.tolist() == [0, 0, 0, 0, 0, 3]
 
 
 def test_where_the_kernel_finds_queries_and_keys() -> None:

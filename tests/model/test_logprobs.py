@@ -52,13 +52,24 @@ def test_a_token_of_probability_zero_leaves_the_gradient_of_the_entropy_finite()
     assert weight.grad.isfinite().all()
 
 
-def test_bf16_weights_give_fp32_scores() -> None:
-    hidden, weight = (torch.randn(4, M, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    got, entropies = LogprobHead(torch.tensor([0, 2]), torch.tensor([1, 3]))(hidden, weight)
+@pytest.mark.parametrize(("fp32", "tolerance"), [(False, 1e-1), (True, 1e-6)])
+def test_bf16_weights_give_fp32_scores_which_an_fp32_head_does_not_round(fp32: bool, tolerance: float) -> None:
+    hidden, weight = (10 * torch.randn(4, M, dtype=torch.bfloat16) for _ in range(2))
+    exact = [each.double().requires_grad_() for each in (hidden, weight)]
+    rows, targets = torch.tensor([0, 2]), torch.tensor([1, 3])
+    head = LogprobHead(rows, targets, fp32=fp32)
+    got, entropies = head(hidden.requires_grad_(), weight.requires_grad_())
     assert got.dtype == entropies.dtype == torch.float32
+    expected = F.linear(*exact)[rows].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    off = (got - expected).abs().max() / expected.abs().max()
+    assert off < tolerance
+    assert fp32 or off > 1e-6
     got.sum().backward()
-    assert hidden.grad is not None
-    assert hidden.grad.dtype == torch.bfloat16
+    expected.sum().backward()
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert ours.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-1, rtol=5e-2)
 
 
 @pytest.mark.parametrize(("size", "num_logits"), [("auto", 6 * V), (4, 4 * V), ("disabled", N * V)])

@@ -91,6 +91,21 @@ def test_gradients_keep_every_bit_and_no_more_are_in_flight(copies: HostCopies, 
     assert counters.num_returned == max(0, counters.num_offloaded - 2 * in_flight)
 
 
+@pytest.mark.parametrize("in_flight", [1, 2, 5])
+def test_what_is_used_twice_is_bounded_too(copies: HostCopies, in_flight: int) -> None:
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = torch.sin(x) * x.cos() + x * x
+        return x
+
+    x = torch.linspace(0, 1, 4096).requires_grad_()
+    (expected,) = torch.autograd.grad(forward(x).sum(), x)
+    offload = ActivationOffload(in_flight, copies, CPU)
+    (found,) = torch.autograd.grad(offload.run(nn.Identity(), forward, x).sum(), x)
+    assert torch.equal(found, expected)
+    assert offload.counters.most_in_flight == in_flight
+
+
 def test_what_is_small_or_shared_or_a_weight_stays() -> None:
     offload = ActivationOffload(1, host_copies(CPU), CPU)
     block = nn.Linear(WIDTH, WIDTH)

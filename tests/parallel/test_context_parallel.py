@@ -23,7 +23,7 @@ from ductile.parallel import data
 from ductile.parallel.context_parallel import aligned, split
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.ring import BACK, FRONT, RingAttention, seen
-from ductile.parallel.scoring import score
+from ductile.parallel.scoring import HeadOptions, score
 from ductile.parallel.ulysses import UlyssesAttention, key_heads
 from ductile.records import Sample
 from tests.nightly import mostly_nightly
@@ -95,7 +95,7 @@ def on_many(
     model = load_model(folder)
     data.shard(model, context.mesh, torch.float32, torch.float32, reshard_after_forward=True)
     packed = PackedSamples.of(batches[context.data_parallel_rank])
-    return run_back(model, *score(model, packed, context, 3, style))
+    return run_back(model, *score(model, packed, context, HeadOptions(3), style))
 
 
 def compare(found: Sequence[Found], folder: Path, batches: list[list[Sample]], cp: int) -> None:

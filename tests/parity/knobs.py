@@ -1,4 +1,4 @@
-"""Knobs of memory that parity is shown with: none of them changes what is computed.
+"""Knobs that parity is shown with, most of memory: none of them changes what is computed.
 
 A case has some of them by name, as the setting `knobs`: "ac+optim_cpu_offload".
 """
@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ductile.config.schema.model import TrainerModelConfig, why_not_selective
+from ductile.config.schema.model import TrainerModelConfig, excluded_pairs, why_not_selective
 from tests.parity.meshes import MESHES, MeshCase
 
 KNOBS: Mapping[str, Mapping[str, Any]] = {
@@ -22,17 +22,19 @@ KNOBS: Mapping[str, Mapping[str, Any]] = {
     "optim_cpu_offload": {"optim_cpu_offload": True},
     "fsdp_cpu_offload": {"fsdp_cpu_offload": True},
     "keep_gathered": {"reshard_after_forward": False},
+    "compile": {"compile": {"backend": "aot_eager"}},
     "head_chunks": {"fused_lm_head_token_chunk_size": 8},
     "whole_head": {"fused_lm_head_token_chunk_size": "disabled"},
 }
 """Keys of [trainer.model] by the name of a knob."""
-ROUNDS_OTHERWISE = frozenset({"head_chunks", "whole_head"})
+ROUNDS_OTHERWISE = frozenset({"compile", "head_chunks", "whole_head"})
 """Knobs that add the same numbers up in another order. The others recompute or move them, and change no bit."""
 CHOICES = (
     ("", "ac", "ac_freq", "ac_norm", "ac_attn_proj", "ac_mlp", "ac_most"),
     ("", "ac_offloading", "ac_offloading_1"),
     ("", "optim_cpu_offload", "fsdp_cpu_offload"),
     ("", "keep_gathered"),
+    ("", "compile"),
     ("", "head_chunks", "whole_head"),
 )
 """Knobs of which a run has at most one."""
@@ -61,7 +63,7 @@ def keys_of(settings: Mapping[str, str]) -> dict[str, Any]:
 def can_have(case: MeshCase, names: Sequence[str]) -> bool:
     """Return whether a trainer takes these knobs on the mesh."""
     model = TrainerModelConfig.model_validate(keys_of(dict(with_knobs(case, *names).settings)))
-    return not why_not_selective(model)
+    return not why_not_selective(model) and not any(excluded_pairs(model, case.layout.dims.pp > 1))
 
 
 def combinations(number: int, seed: int) -> Iterator[MeshCase]:

@@ -40,6 +40,7 @@ MESHES_OF_KNOBS = (
     mesh(dp_shard=3),
     mesh(ULYSSES, dp_shard=2, cp=2),
     mesh(dp_shard=2, tp=2),
+    mesh(RING, cp=2, tp=2),
     mesh(pp=2, tp=2),
 )
 """Mesh on which each of `KNOBS` is shown alone, in their order."""

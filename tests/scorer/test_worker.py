@@ -15,6 +15,7 @@ from ductile.fabric.groups import Groups
 from ductile.messages.workers import Done, EndOffer, OfferWeights, Receive, Score
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model, save_model
+from ductile.model.logprobs import LogprobHead
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.parallel_context import ParallelContext
@@ -95,15 +96,20 @@ def test_another_models_version_is_refused_and_changes_nothing(folder: Path) -> 
     publisher.close()
 
 
-@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-def test_it_says_what_the_trainers_forward_pass_says(folder: Path, compute_dtype: str) -> None:
-    model = {"name": str(folder), "seq_len": 64, "compute_dtype": compute_dtype}
+@pytest.mark.parametrize(
+    ("compute_dtype", "fp32_lm_head"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
+)
+def test_it_says_what_the_trainers_forward_pass_says(folder: Path, compute_dtype: str, fp32_lm_head: bool) -> None:
+    model = {"name": str(folder), "seq_len": 64, "compute_dtype": compute_dtype, "fp32_lm_head": fp32_lm_head}
     config = TrainerConfig.model_validate({"model": model})
     groups = Groups(0, 2000, "cpu", HashStore(), 20.0)
     trainer = Trainer(config, ParallelContext(groups, ParallelLayout.of((0,))))
     (micro_batches,) = pack(SAMPLES, 1, 64)
     for micro_batch in micro_batches:
-        expected, _ = PackedSamples.of(micro_batch.samples).score(trainer.model)
+        packed = PackedSamples.of(micro_batch.samples)
+        head = LogprobHead(packed.rows, packed.targets, packed.temperatures, fp32=fp32_lm_head)
+        attend = PackedAttention(packed.stems, packed.branches)
+        expected, _ = trainer.model(packed.token_ids, packed.positions, attend, head)
         scores = ScoreRole(config.model_dump(), place()).handle(Score(micro_batch.samples, "policy")).logprobs
         got = [
             score

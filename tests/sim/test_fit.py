@@ -173,7 +173,6 @@ def test_slips_are_told_with_what_to_write(words: list[str], said: str, capsys: 
         (["@", "good.toml", "--gpu", "abacus"], "--gpu abacus: its peak is not known; write H100"),
         (["@", "good.toml", "--trainer.model.seqlen", "4"], "--trainer.model.seqlen"),
         (["@", "good.toml", "--json", "no/f.json"], "there is no folder no"),
-        (["@", "good.toml", "--trainer.optim.type", "muon"], "muon"),
     ],
 )
 def test_what_cannot_be_reckoned_with_is_refused(

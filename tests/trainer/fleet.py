@@ -52,8 +52,12 @@ class SlotGone(Exception):
 
 
 class Fleet:
-    def __init__(self, settings: dict[str, Any], slots: Iterable[int], device: str = "cpu") -> None:
+    def __init__(
+        self, settings: dict[str, Any], slots: Iterable[int], device: str = "cpu", deadline_s: float = DEADLINE_S
+    ) -> None:
+        """deadline_s: most that a slot may take to answer."""
         self.settings = settings
+        self._deadline_s = deadline_s
         self.layout = ParallelLayout.of((0,))
         self.epoch = 0
         self.with_gradient = False
@@ -87,8 +91,9 @@ class Fleet:
         """Return whether there is something to read, its end among them."""
         return self._pipes[slot].poll()
 
-    def answer(self, slot: int, timeout_s: float = DEADLINE_S) -> Any:
+    def answer(self, slot: int, timeout_s: float | None = None) -> Any:
         """Raises SlotFailed, SlotGone, TimeoutError."""
+        timeout_s = self._deadline_s if timeout_s is None else timeout_s
         if not wait([self._pipes[slot]], timeout_s):
             raise TimeoutError(f"slot {slot} did not answer within {timeout_s} s")
         try:

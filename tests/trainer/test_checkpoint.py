@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from ductile.config.schema.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
+from ductile.parallel.data import like, local_shard
 from ductile.parallel.distributed_checkpoint import StateError
 from ductile.parallel.gathered import full
 from ductile.parallel.metadata import SafeReader, UnsafeMetadata
@@ -41,7 +42,7 @@ def whole_state(trainer: Trainer) -> Named:
         kept = trainer.optimizer.state[name]
         moments = {kind: kept[kind] for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer") if kind in kept}
         for kind, tensor in {"model": parameter.detach(), **moments}.items():
-            state[f"{kind}/{name}"] = full(tensor).clone()
+            state[f"{kind}/{name}"] = full(like(parameter, local_shard(tensor))).clone()
     return state
 
 
@@ -70,11 +71,16 @@ def load_and_train(groups: Groups, members: tuple[int, ...], settings: dict, pat
     return trainer.step, loaded, whole_state(trainer)
 
 
-@pytest.mark.parametrize("optim", [AdamWConfig(lr=1e-2), SGDConfig(lr=1e-2)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("optim", "compute_dtype"),
+    [(AdamWConfig(lr=1e-2), "bfloat16"), (AdamWConfig(lr=1e-2), "float32"), (SGDConfig(lr=1e-2), "float32")],
+    ids=["adamw, bfloat16", "adamw", "sgd"],
+)
 def test_saved_on_two_ranks_loaded_on_three_and_one(
-    folder: Path, tmp_path: Path, optim: AdamWConfig | SGDConfig
+    folder: Path, tmp_path: Path, optim: AdamWConfig | SGDConfig, compute_dtype: str
 ) -> None:
-    settings = TrainerConfig.model_validate({"model": {"name": str(folder)}, "optim": optim, "loss": SFTLoss()})
+    model = {"name": str(folder), "compute_dtype": compute_dtype}
+    settings = TrainerConfig.model_validate({"model": model, "optim": optim, "loss": SFTLoss()})
     arguments = (settings.model_dump(), str(tmp_path / "state"))
     num_steps, saved, after = run_ranks(2, train_and_save, *arguments)[0]
     for num_ranks in (3, 1):

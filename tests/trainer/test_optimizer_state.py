@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ductile.config.schema.optimizer_state import OptimizerTensor, Supported, optimizer_state
-from ductile.config.schema.trainer import AdamWConfig, SGDConfig, TrainerConfig
+from ductile.config.schema.optimizer_state import OptimizerTensor, optimizer_state
+from ductile.config.schema.trainer import AdamWConfig, OptimConfig, SGDConfig, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.parallel.host_memory import is_host
@@ -26,7 +26,7 @@ MADE_UP = (
 @pytest.mark.parametrize(
     "config", [AdamWConfig(), SGDConfig(), SGDConfig(momentum=0.9)], ids=["adamw", "sgd", "momentum"]
 )
-def test_torch_keeps_what_is_described(config: Supported, dtype: torch.dtype) -> None:
+def test_torch_keeps_what_is_described(config: OptimConfig, dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.ones(3, 2, dtype=dtype))
     described = {"w": optimizer_state(config, "w", str(dtype).removeprefix("torch."))}
     optimizer = Optimizer(config, described, {"w": parameter})
@@ -47,7 +47,7 @@ def kept_of(optimizer: Optimizer) -> dict[str, tuple[str, tuple[int, ...]]]:
     "config", [AdamWConfig(), SGDConfig(), SGDConfig(momentum=0.9)], ids=["adamw", "sgd", "momentum"]
 )
 def test_offloaded_state_waits_in_host_memory_and_changes_no_bit(
-    config: Supported, monkeypatch: pytest.MonkeyPatch
+    config: OptimConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimizer_module, "BUCKET_BYTES", 2 * 4 * 50)  # two moments of 50 numbers
     torch.manual_seed(3)
@@ -82,7 +82,7 @@ def test_a_made_up_description_is_built_planned_and_set(monkeypatch: pytest.Monk
     assert (kept["low"].tolist(), kept["master"].tolist()) == ([[7, 7]] * 3, [[0.5, 0.5]] * 3)
     assert (kept["count"], kept["count"].dtype, at) == (4, torch.int64, {})
 
-    monkeypatch.setattr(state_module, "optimizer_state", lambda config, parameter, dtype: MADE_UP)
+    monkeypatch.setattr(state_module, "optimizer_state", lambda config, parameter, dtype, **_: MADE_UP)
     layout = StatePlans(SPEC, TrainerConfig()).layout(ParallelLayout.of((0, 1)), with_gradient=False)
     kinds = {tensor.name.partition("/")[0]: tensor.dtype for tensor in layout}
     assert kinds == {"model": "float32", "low": "int8", "master": "float32"}

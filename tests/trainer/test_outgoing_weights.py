@@ -268,26 +268,27 @@ def test_a_rank_that_cannot_begin_leaves_all_in_step(folder: str) -> None:
     assert first[2] == second[2]
 
 
-def test_a_sender_that_is_stuck_keeps_nothing_else_of_the_role_from_being_freed(folder: str) -> None:
-    def story(role: TrainRole, told: "queue.Queue[Any]", place: RoleAssignment) -> None:
-        instance, memory = role._instance, role._outgoing._memory
-        assert instance is not None
-        role.handle(Publish(1))
-        role.handle(BeginUpdate(update(1)))
-        told.get(timeout=20)
-        memory.keep(memory.take(2, 10_000))
-        assert segments() == {"ductile-buckets", "ductile-weights-1"}
-        stuck = patch.object(MemorySender, "finish", side_effect=TimeoutError("the sender is still at work"))
-        with (
-            stuck,
-            patch.object(instance.groups, "destroy", wraps=instance.groups.destroy) as destroyed,
-            pytest.raises(TimeoutError, match="the sender is still at work"),
-        ):
-            role.close()
-        assert segments() == set()
-        assert (role._instance, instance.trainer, destroyed.call_count) == (None, None, 1)
+def close_beside_a_stuck_sender(role: TrainRole, told: "queue.Queue[Any]", place: RoleAssignment) -> None:
+    instance, memory = role._instance, role._outgoing._memory
+    assert instance is not None
+    role.handle(Publish(1))
+    role.handle(BeginUpdate(update(1)))
+    told.get(timeout=20)
+    memory.keep(memory.take(2, 10_000))
+    assert segments() == {"ductile-buckets", "ductile-weights-1"}
+    stuck = patch.object(MemorySender, "finish", side_effect=TimeoutError("the sender is still at work"))
+    with (
+        stuck,
+        patch.object(instance.groups, "destroy", wraps=instance.groups.destroy) as destroyed,
+        pytest.raises(TimeoutError, match="the sender is still at work"),
+    ):
+        role.close()
+    assert segments() == set()
+    assert (role._instance, instance.trainer, destroyed.call_count) == (None, None, 1)
 
-    _with_role(story, RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu"), settings_of(folder))
+
+def test_a_sender_that_is_stuck_keeps_nothing_else_of_the_role_from_being_freed(folder: str) -> None:
+    on_ranks(ParallelLayout.of((0,)), close_beside_a_stuck_sender, settings_of(folder))
 
 
 def test_a_receiver_that_stops_while_its_group_is_made_keeps_no_rank_from_finishing(folder: str) -> None:

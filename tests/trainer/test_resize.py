@@ -13,6 +13,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer.planning import Planner
 from ductile.fabric.groups import Groups
 from ductile.messages.workers import Commit, ForwardBackward, Freeze, Prepare, Publish, StateTransferred, Withdraw
+from ductile.parallel.data import like, local_shard
 from ductile.parallel.gathered import full
 from ductile.trainer import prepare
 from ductile.trainer.state import named_gradient, named_state
@@ -37,7 +38,9 @@ def whole(role: TrainRole) -> dict[str, Any]:
     """Every tensor of the state, gathered, as bytes."""
     trainer = role._instance.trainer
     named = named_state(trainer) | named_gradient(trainer)
-    return {name: full(tensor).cpu().numpy().tobytes() for name, tensor in named.items()}
+    parameters = dict(trainer.model.named_parameters())
+    parts = {name: like(parameters[name.partition("/")[2]], local_shard(tensor)) for name, tensor in named.items()}
+    return {name: full(part).cpu().numpy().tobytes() for name, part in parts.items()}
 
 
 CHANGES = [
@@ -57,6 +60,7 @@ WAYS = {
     "between batches": (False, {}, CHANGES[::3]),
     "messages": (True, {"carrier": "p2p"}, CHANGES[::3]),
     "streaming": (True, {"memory": "streaming"}, CHANGES[::3]),
+    "bfloat16": (True, {"compute_dtype": "bfloat16"}, CHANGES[::3]),
 }
 """(whether with a gradient, terms, changes). All changes one way; the other ways those that grow, that share ranks of
 another order, and that go from three copies to one: which bytes go where does not depend on the way (which
@@ -66,6 +70,7 @@ OF_A_COMMIT = {
     "between batches": CHANGES[:1],
     "messages": CHANGES[6:7],
     "streaming": CHANGES[3:4],
+    "bfloat16": CHANGES[:1],
 }
 
 
@@ -90,7 +95,10 @@ def test_everything_arrives(
 
 
 def with_terms(settings: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
-    return settings | {"resize": settings["resize"] | terms}
+    """Return the settings with terms of a resize, and with a dtype of the arithmetic where it is among them."""
+    model = {key: value for key, value in terms.items() if key in settings["model"]}
+    resize = {key: value for key, value in terms.items() if key not in model}
+    return settings | {"resize": settings["resize"] | resize, "model": settings["model"] | model}
 
 
 def resize_and_compare(

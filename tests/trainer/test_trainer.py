@@ -242,7 +242,6 @@ def test_a_step_without_a_gradient_is_refused(folder: Path, alone: ParallelConte
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"optim": {"type": "muon"}}, r"trainer\.optim\.type = 'muon' is not built yet"),
         ({"scheduler": {"type": "cosine"}}, r"scheduler\.type = 'cosine' needs max_steps"),
     ],
 )

@@ -42,7 +42,7 @@ ENDS: list[WeightCarrier] = ["shared_memory", "point_to_point", "disk"]
 """Carriers whose receivers see the sender's end themselves. By HTTP the orchestrator aborts the update."""
 SIZES = (1, 4095, 4096, 70_001, 3, 300_000, 8)
 LAST = len(SIZES) - 1
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Member:
@@ -260,7 +260,7 @@ def test_a_receiver_that_dies_or_hangs_is_dropped_and_the_others_get_everything(
 ) -> None:
     made = fleet(carrier)
     lost, *others = made.receiver("lost", hold_at=at), made.receiver("b"), made.receiver("c")
-    update = made.update(bucket_timeout_s=2.0 if signum == signal.SIGSTOP else 60.0)
+    update = made.update(bucket_timeout_s=4.0 if signum == signal.SIGSTOP else 60.0)
     made.prepare(update, made.send(update, SIZES))
     made.servers[lost].until("bucket", str(at))
     made.servers[lost].send_signal(signum)
@@ -271,7 +271,7 @@ def test_a_receiver_that_dies_or_hangs_is_dropped_and_the_others_get_everything(
     assert report.failed[lost].startswith("lost ")
     assert not made.memories[0].num_bytes, "the lost one may still read there"
     if signum == signal.SIGSTOP:
-        assert f"did not acknowledge bucket {at} within 2 s" in report.failed[lost]
+        assert f"did not acknowledge bucket {at} within 4 s" in report.failed[lost]
 
 
 @pytest.mark.parametrize("carrier", ACKNOWLEDGED)
@@ -394,7 +394,7 @@ def test_who_does_not_know_the_secret_gets_nothing(
 ) -> None:
     made = fleet(carrier)
     thief, honest = made.receiver("thief"), made.receiver("honest")
-    update = made.update(bucket_timeout_s=1.0)
+    update = made.update(bucket_timeout_s=3.0)
     offers = made.send(update, SIZES)
     everybody = made.receivers
     made.receivers = everybody[:1]
@@ -403,7 +403,7 @@ def test_who_does_not_know_the_secret_gets_nothing(
     made.receivers = everybody[1:]
     made.prepare(update, offers)
     assert made.servers[honest].until("staged") == expected(SIZES)
-    assert made.report().failed == {thief: "thief did not connect within 1 s"}
+    assert made.report().failed == {thief: "thief did not connect within 3 s"}
 
 
 def test_a_sender_that_does_not_know_the_secret_is_believed_nothing(fleet: Callable[[WeightCarrier], Fleet]) -> None:

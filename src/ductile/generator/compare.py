@@ -104,7 +104,7 @@ def compare(request: Compare) -> Comparison:
     found = Found(request.num_worst)
     with torch.inference_mode():
         for number, prompt in enumerate(request.prompts, 1):
-            _compare_prompt(number, prompt, request.num_decoded, engine, scorer, found)
+            _compare_prompt(number, prompt, request.num_decoded, engine, scorer, model.fp32_lm_head, found)
     dtypes = (precision.compute, next(engine.model.parameters()).dtype)
     exact = all(
         dtype == torch.float32 and arithmetic_of("float32", config.trainer.matmul_precision, device) == "float32"
@@ -123,7 +123,13 @@ def compare(request: Compare) -> Comparison:
 
 
 def _compare_prompt(
-    number: int, prompt: Sequence[int], num_decoded: int, engine: Engine, scorer: Transformer, found: Found
+    number: int,
+    prompt: Sequence[int],
+    num_decoded: int,
+    engine: Engine,
+    scorer: Transformer,
+    fp32_lm_head: bool,
+    found: Found,
 ) -> None:
     """Raises ValueError for a prompt that the generator refuses."""
     report = HiddenReport(0, with_prompt=True)
@@ -139,8 +145,8 @@ def _compare_prompt(
     attention = PackedAttention([len(tokens)])
 
     def head(hidden: Tensor, weight: Tensor) -> Tensor:
-        seen.append(weight)
-        return hidden
+        seen.append(weight.float() if fp32_lm_head else weight)
+        return hidden.float() if fp32_lm_head else hidden
 
     seen: list[Tensor] = []
     theirs = scorer(tokens, torch.arange(len(tokens), device=engine.device), attention, head=head)

@@ -8,6 +8,7 @@
 | `swiglu` | `swiglu`: gradients go straight to where they belong | everywhere |
 | `packed_attention` | `cpu_attention`: torch's fused kernel, in one piece for a batch | on a CPU |
 | | `varlen_attention`: one kernel for all documents | on a GPU that has the kernel for these heads |
+| | `flex_attention`: torch's FlexAttention | on a GPU, where `trainer.model.attn` is "flex" |
 | `partial_attention` | torch's flash kernels, whose log-sum-exp they give | on a CPU, and on such a GPU |
 
 Elsewhere it is torch's own (`plain`), and so it is everywhere under torch.compile, which fuses such chains by itself.
@@ -17,6 +18,7 @@ T tokens, N rows, H query heads, K key/value heads, D last dim or head size, I i
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -74,6 +76,18 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (plain.swiglu if is_compiling() else swiglu_by_hand)(gate_up)
 
 
+@dataclass(slots=True)
+class AttentionChoice:
+    """What `trainer.model.attn` has chosen for this process."""
+
+    flex: bool = False
+
+    def choose(self, flex: bool) -> None:
+        self.flex = flex
+
+
+CHOICE = AttentionChoice()
+
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of the batch that it was made for: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
 
@@ -82,6 +96,10 @@ def packed_attention(trees: Sequence[Tree], q: Tensor) -> tuple[AttentionFunctio
     """Attention of a batch with such queries [T, H, D], in all layers, and which one it is, in words."""
     if is_compiling():
         reason = "torch compiles"
+    elif CHOICE.flex:
+        from ductile.kernels.flex_attention import FlexAttention  # loads torch's compiler: only where it is used
+
+        return FlexAttention(trees, q.device), "torch's FlexAttention, once a layer"
     elif q.device.type == "cpu":
         calls = list(cpu_attention.calls(trees))
         return partial(cpu_attention.attend, calls=calls), "torch's fused kernel, on a CPU"
@@ -89,7 +107,7 @@ def packed_attention(trees: Sequence[Tree], q: Tensor) -> tuple[AttentionFunctio
         reason = varlen_attention.why_not(q.dtype, q.shape[2], varlen_attention.capability_of(q.device))
         if not reason:
             return varlen_attention.VarlenAttention(trees, q.device), "one variable-length kernel a layer"
-        _tell(f"attention is one call a document and layer: {reason}")
+        tell(f"attention is one call a document and layer: {reason}")
     return partial(plain.attention, trees), f"one call a document and layer: {reason}"
 
 
@@ -100,24 +118,24 @@ def partial_attention(lengths: Sequence[int], q: Tensor) -> PartialAttention:
     reason = varlen_attention.why_not(q.dtype, q.shape[2], varlen_attention.capability_of(q.device))
     if not reason:
         return VarlenPartialAttention(lengths, q.device)
-    _tell(f"attention to a part of the keys holds all scores of a chunk: {reason}")
+    tell(f"attention to a part of the keys holds all scores of a chunk: {reason}")
     return ChunkedAttention(lengths, PLAIN)
 
 
 @cache
-def _tell(sentence: str) -> None:
+def tell(sentence: str) -> None:
     """Write the sentence to the slot's log, once."""
     print(sentence, file=sys.stderr)
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
-        x.numel() * weight.shape[0] >= ONEDNN_SMALLEST
+        not is_compiling()  # first: what is asked of sizes is asked of them in compiled code, too
+        and x.numel() * weight.shape[0] >= ONEDNN_SMALLEST
         and x.dim() == 2
         and len(x) >= products.BLOCKS[-1]
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and not is_compiling()
         and onednn_is_faster()
         and not torch.is_autocast_enabled("cpu")
     )

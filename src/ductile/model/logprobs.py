@@ -52,12 +52,17 @@ class LogprobHead:
     """[N] fp32: what the logits of each row are divided by; None means 1."""
     chunk_tokens: int | None = None
     """Tokens that are scored at a time; None: `tokens_of_chunk`."""
+    fp32: bool = False
+    """Hidden states and weight, numbers of 16 bits maybe, are multiplied as fp32 ones, and so are their gradients: no
+    logit is rounded to 16 bits."""
     part: VocabularyPart | None = None
     """The part of the vocabulary that V rows are; None: all of it."""
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         size = self.chunk_tokens or tokens_of_chunk(weight.device.type, len(weight))
         scored = (self.rows, self.targets, self.temperatures)
+        if self.fp32:
+            hidden, weight = hidden.float(), weight.float()
         return _ChosenLogprobs.apply(hidden, weight, *scored, size, self.part)  # pyright: ignore
 
 

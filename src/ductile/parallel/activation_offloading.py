@@ -100,11 +100,7 @@ class ActivationOffload:
         )
 
     def _offload(self, tensor: Tensor) -> "_Activation":
-        self._forget_dead()
-        while self._leaving and len(self._leaving) + len(self._here) >= self._max_in_flight:
-            oldest = self._leaving.popleft()
-            oldest.copy.wait()
-            oldest.on_device = None
+        self._make_room()
         host = self._pool.take(tensor.nbytes)
         content = host[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         on_device = tensor.detach()  # a reference to what made it would keep all of that
@@ -122,21 +118,23 @@ class ActivationOffload:
     def _unpack(self, saved: "Tensor | _Saved") -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        self._forget_dead()
         activation = saved.activation
         if activation in self._leaving:
             self._leaving.remove(activation)
             self._here.append(_Returned(ref(activation), activation.copy, activation.on_device))
         elif activation.on_device is None:
+            self._make_room()
             self._bring_back(activation)
         activation.copy.wait()
         on_device = activation.on_device
         assert on_device is not None
         self._count()
         activation.num_uses -= 1
+        own = next(each for each in self._here if each.activation() is activation)
+        own.is_used = True
         if activation.num_uses <= 0:
             activation.on_device = None
-            self._here = [each for each in self._here if each.activation() is not activation]
+            self._here.remove(own)
         self._bring_ahead(activation)
         return on_device.view(saved.shape)
 
@@ -156,13 +154,24 @@ class ActivationOffload:
         self._here.append(_Returned(ref(activation), activation.copy, on_device))
         self.counters.num_returned += 1
 
-    def _forget_dead(self) -> None:
-        """Let go of what came back for a backward pass that nobody runs any more. Its memory is used again after the
-        copy to it."""
+    def _make_room(self) -> None:
+        """Let the device have one activation less than it may. Those that are used again later go first and come back
+        once more; then the one that has been leaving longest; then the one that came farthest ahead."""
         for each in self._here:
-            if each.activation() is None:
+            if each.activation() is None:  # nobody runs that backward pass any more
                 each.copy.wait()
         self._here = [each for each in self._here if each.activation() is not None]
+        while len(self._leaving) + len(self._here) >= self._max_in_flight:
+            used = next((each for each in self._here if each.is_used), None)
+            if used is None and self._leaving:
+                oldest = self._leaving.popleft()
+            else:
+                gone = used or self._here[-1]
+                self._here.remove(gone)
+                oldest = gone.activation()
+                assert oldest is not None
+            oldest.copy.wait()
+            oldest.on_device = None
 
     def _count(self, others: int = 0) -> None:
         in_flight = len(self._leaving) + len(self._here) + others
@@ -198,7 +207,7 @@ class _Saved:
     shape: torch.Size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Returned:
     """An activation on the device in a backward pass."""
 
@@ -206,6 +215,8 @@ class _Returned:
     copy: Copy
     on_device: Tensor | None
     """Memory that is kept until the copy is waited for, also if the activation is gone before."""
+    is_used: bool = False
+    """It has been used, and will be once more."""
 
 
 class HostPool:

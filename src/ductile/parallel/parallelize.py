@@ -5,13 +5,15 @@
    (`parallel.pipeline`)
 3. tp: keep this slot's part of each weight, and modules that compute with it (`parallel.tensor_parallel`)
 4. cp: nothing; attention crosses the parts of a micro-batch (`parallel.context_parallel`)
-5. checkpointing: layers that compute again what they do not keep (`parallel.activation_checkpointing`)
-6. offloading: what layers keep waits in host memory (`parallel.activation_offloading`)
-7. FSDP: shard what that leaves over the ranks, around all of the above (`parallel.data`)
-8. give memory to this rank's shards alone
-9. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
+5. compile: what layers run becomes compiled code, between attention and collectives (`parallel.compilation`); inside of
+   checkpointing, as torch compiles nothing that is checkpointed as a whole and has such a cut in it
+6. checkpointing: layers that compute again what they do not keep (`parallel.activation_checkpointing`)
+7. offloading: what layers keep waits in host memory (`parallel.activation_offloading`)
+8. FSDP: shard what that leaves over the ranks, around all of the above (`parallel.data`)
+9. give memory to this rank's shards alone
+10. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
-Where the caller has the shards already, 8 and 9 are theirs: `build_over`; where it brings values later, 9 is:
+Where the caller has the shards already, 9 and 10 are theirs: `build_over`; where it brings values later, 10 is:
 `build_empty`.
 """
 
@@ -22,12 +24,12 @@ import torch
 from torch import Tensor
 
 from ductile.config.reading.key_tree import keys
-from ductile.config.schema.model import ActivationCheckpointing, TrainerModelConfig
+from ductile.config.schema.model import ActivationCheckpointing, CompileConfig, TrainerModelConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.model.peak import compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.transformer import Transformer
-from ductile.parallel import activation_checkpointing, data, pipeline, tensor_parallel
+from ductile.parallel import activation_checkpointing, compilation, data, pipeline, tensor_parallel
 from ductile.parallel.activation_offloading import ActivationOffload
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
@@ -59,6 +61,8 @@ class ParallelizeOptions:
 
     precision: Precision
     reshard_after_forward: bool = True
+    compile: CompileConfig | None = None
+    """Layers run compiled code; None: none does."""
     checkpointing: ActivationCheckpointing | None = None
     """Layers that compute their activations again; None: none does."""
     offload: ActivationOffload | None = None
@@ -72,6 +76,7 @@ class ParallelizeOptions:
         return cls(
             Precision.of(config, device),
             config.reshard_after_forward,
+            config.compile,
             config.ac,
             ActivationOffload.of(config.ac_offloading, torch.device(device)) if config.ac_offloading else None,
             config.fsdp_cpu_offload,
@@ -129,6 +134,8 @@ def _describe(spec: ModelSpec, context: ParallelContext, options: ParallelizeOpt
         model = Transformer(spec, layers).to(precision.parameters)
     if context.layout.dims.tp > 1:
         tensor_parallel.apply(model, context)
+    if options.compile is not None:
+        compilation.apply(model, options.compile)
     if options.checkpointing is not None:
         activation_checkpointing.apply(model, options.checkpointing)
     if options.offload is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ductile.core.layout.geometry.holdings import Box, volume
 from ductile.core.layout.geometry.layout import Layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.geometry.strategy import block_layout, model_layout
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.cells import Atoms, atoms
 from ductile.core.transfer.owners import owned_boxes, shared_boxes
@@ -34,6 +34,12 @@ class SlotParts:
     def of(spec: ModelSpec, parallel: ParallelLayout, slot: int) -> "SlotParts":
         """The slot's part of the model's parameters, by their names."""
         return SlotParts(model_layout(spec, parallel), slot)
+
+    @staticmethod
+    @lru_cache(maxsize=REMEMBERED_LAYOUTS)
+    def of_blocks(spec: ModelSpec, parallel: ParallelLayout, slot: int) -> "SlotParts":
+        """The slot's part of the scales of 8-bit moments, by their parameters' names."""
+        return SlotParts(block_layout(spec, parallel), slot)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""

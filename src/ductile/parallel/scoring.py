@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from ductile.columns import Floats
+from ductile.config.schema.model import TrainerModelConfig
 from ductile.core.layout.geometry.context_parallel import CpStyle
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.attention import Attend
@@ -17,6 +18,18 @@ from ductile.parallel.context_parallel import aligned, split
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.vocabulary_parallel import VocabularyParallelHead
 from ductile.records import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """How the head computes what it says: see `ductile.model.logprobs.LogprobHead`."""
+
+    chunk_tokens: int | None = None
+    fp32: bool = False
+
+    @classmethod
+    def of(cls, config: TrainerModelConfig) -> "HeadOptions":
+        return cls(config.head_chunk_tokens, config.fp32_lm_head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +46,13 @@ class ModelInputs:
 
 
 def model_inputs(
-    spec: ModelSpec, packed: PackedSamples, context: ParallelContext, chunk_tokens: int | None, cp_style: CpStyle
+    spec: ModelSpec, packed: PackedSamples, context: ParallelContext, head_options: HeadOptions, cp_style: CpStyle
 ) -> ModelInputs:
-    """chunk_tokens: see `ductile.model.logprobs.LogprobHead`."""
+    """What a slot runs of `packed`."""
     dims = context.layout.dims
     part = split(aligned(packed, cp_style, dims.cp, dims.tp), cp_style, context.group("cp"))
-    own_head = LogprobHead(part.rows, part.targets, part.temperatures, chunk_tokens)
+    chunk_tokens, fp32 = head_options.chunk_tokens, head_options.fp32
+    own_head = LogprobHead(part.rows, part.targets, part.temperatures, chunk_tokens, fp32)
     if dims.tp > 1:
         own_head = VocabularyParallelHead(own_head, spec.vocab_size, context.group("tp"))
 
@@ -49,10 +63,10 @@ def model_inputs(
 
 
 def score(
-    model: Transformer, packed: PackedSamples, context: ParallelContext, chunk_tokens: int | None, cp_style: CpStyle
+    model: Transformer, packed: PackedSamples, context: ParallelContext, head_options: HeadOptions, cp_style: CpStyle
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [N] (with gradient, if enabled) and entropies [N] of the scored tokens, on every slot of tp and cp."""
-    inputs = model_inputs(model.spec, packed, context, chunk_tokens, cp_style)
+    inputs = model_inputs(model.spec, packed, context, head_options, cp_style)
     return model(inputs.token_ids, inputs.positions, inputs.attend, inputs.head)
 
 

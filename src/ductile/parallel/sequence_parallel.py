@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ductile.parallel.compilation import outside_graphs
 from ductile.parallel.fsdp_collectives import DirectAllGather, DirectReduceScatter
 
 
@@ -33,16 +34,19 @@ class SharedRows:
     """(rows of the slot's part, which they are of `num_rows`) for those that the slot has."""
 
 
+@outside_graphs
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[S, ...] of each slot -> [T, ...]."""
     return _Gather.apply(x, group)  # pyright: ignore
 
 
+@outside_graphs
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Addends [T, ...] of a sum -> the slot's part of the sum [S, ...]."""
     return _ReduceScatter.apply(x, group)  # pyright: ignore
 
 
+@outside_graphs
 def sum_gradients(group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
     """The weights; what they get as gradients is summed over the group, in fp32 and all at once.
 
@@ -51,6 +55,7 @@ def sum_gradients(group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, .
     return _SumGradients.apply(group, *weights)  # pyright: ignore
 
 
+@outside_graphs
 def sum_shared_rows(group: dist.ProcessGroup, shared: SharedRows, *weights: Tensor) -> tuple[Tensor, ...]:
     """The weights; what these of their rows get as gradients is summed over the slots that have them, in fp32."""
     return _SumSharedRows.apply(group, shared, *weights)  # pyright: ignore

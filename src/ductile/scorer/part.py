@@ -22,7 +22,7 @@ from ductile.parallel.gathered import full_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parallelize import ParallelizeOptions, Precision, build, build_empty
 from ductile.parallel.parts import SlotParts
-from ductile.parallel.scoring import as_columns, score
+from ductile.parallel.scoring import HeadOptions, as_columns, score
 from ductile.records import MicroBatch, Sample
 
 
@@ -64,7 +64,7 @@ class ScorerPart:
     @torch.no_grad()
     def _score(self, micro_batch: MicroBatch, model: Transformer) -> Iterable[tuple[Sample, Floats]]:
         packed = PackedSamples.of(micro_batch.samples, self._device)
-        logprobs, _ = score(model, packed, self.context, self._config.model.head_chunk_tokens, "ulysses")
+        logprobs, _ = score(model, packed, self.context, HeadOptions.of(self._config.model), "ulysses")
         return zip(micro_batch.samples, as_columns(micro_batch.samples, logprobs), strict=True)
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -65,8 +65,7 @@ class FitRequest:
         device = {"device_memory_gib": self.gpu_memory / GIB, "slots_per_device": 1}
         cluster = self.config.cluster.model_copy(update=device)
         found = slot_memory(self.config.model_copy(update={"cluster": cluster}))
-        if found is None:
-            raise ValueError("what this optimizer keeps is not known; use adamw or sgd")
+        assert found is not None, "the config says how much memory there is"
         return found
 
     @cached_property

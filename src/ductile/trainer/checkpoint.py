@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ductile.config.schema.optimizer_state import SCALE
 from ductile.parallel import distributed_checkpoint as state
 from ductile.parallel.distributed_checkpoint import HeldTensor
+from ductile.parallel.parts import SlotParts
 from ductile.trainer.state import named_state, parts_of
 from ductile.trainer.trainer import Trainer
 
@@ -33,7 +35,11 @@ def load_state(trainer: Trainer, path: str | Path) -> None:
 def _held(trainer: Trainer) -> dict[str, Tensor | HeldTensor]:
     """This slot's parts of parameters and moments, by the names of `ductile.trainer.state`, such as
     `exp_avg/layers.0.mlp.down_proj.weight`."""
-    return {
-        name: HeldTensor(local, trainer.parts, name.split("/", 1)[1])
-        for name, local in parts_of(named_state(trainer)).items()
-    }
+    held: dict[str, Tensor | HeldTensor] = {}
+    for name, local in parts_of(named_state(trainer)).items():
+        kept, parameter = name.split("/", 1)
+        parts = trainer.parts
+        if kept.endswith(SCALE):
+            parts = SlotParts.of_blocks(trainer.spec, trainer.context.layout, trainer.context.slot)
+        held[name] = HeldTensor(local, parts, parameter)
+    return held

@@ -1,51 +1,66 @@
 """The optimizer, with its state in place from the start, so that a checkpoint always knows what to read and write.
 
+    adamw, sgd    torch's own (`TorchRule`)
+    adamw, 8bit   matrices by `ductile.trainer.adamw_8bit`, the rest as above
+    muon          matrices of layers by `ductile.trainer.muon`, the rest by torch's AdamW
+    sign_sgd      `SignSGD`
+
 What it keeps is described (`ductile.config.schema.optimizer_state`), and all that saves, moves or builds it reads the
 description. What it keeps in host memory (`trainer.model.optim_cpu_offload`) comes to the device for a step, a bucket
 of parameters at a time: while one bucket is updated the next one comes, and the one before goes back. So the device
 has three of them at most.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ductile.config.schema.optimizer_state import OptimizerTensor, Supported
-from ductile.config.schema.trainer import AdamWConfig
+from ductile.config.schema.optimizer_state import OptimizerTensor
+from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, SGDConfig
 from ductile.core.layout.memory.step_memory import BUCKET_BYTES
+from ductile.core.layout.model.parameters import is_norm_or_bias
 from ductile.parallel.data import like, local_shard
 from ductile.parallel.host_copies import Copy, host_copies
 from ductile.parallel.host_memory import host_like, is_host, mark_host
+from ductile.trainer.adamw_8bit import AdamW8bit
+from ductile.trainer.muon import Muon, WholeMatrices
+
+
+class UpdateRule(Protocol):
+    """What an optimizer does to some of a slot's parameters."""
+
+    def step(self, lr: float, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Update the parameters by their gradients. `state` has this rank's part of what is kept, on the parameters'
+        device, by parameter and name; it is changed in place."""
+        ...
 
 
 class Optimizer:
-    """torch's optimizer of a slot's parameters."""
+    """The optimizer of a slot's parameters."""
 
     def __init__(
         self,
-        config: Supported,
+        config: OptimConfig,
         described: Mapping[str, Sequence[OptimizerTensor]],
         parameters: Mapping[str, nn.Parameter],
         buffers: MutableMapping[str, Tensor] | None = None,
+        blocks: Mapping[str, int] | None = None,
+        matrices: WholeMatrices | None = None,
     ) -> None:
-        """Weight decay goes to every parameter, as torch does by itself.
-
-        What is `described` of each starts as zeros, or lives in the `buffers` called `<name>/<parameter>`: this rank's
-        parts, flat, taken out of the mapping.
+        """What is `described` of each starts as zeros, or lives in the `buffers` called `<name>/<parameter>`: this
+        rank's parts, flat, taken out of the mapping. `blocks`: columns of the blocks of 8-bit moments. `matrices`: what
+        Muon exchanges matrices by.
         """
         self.state: dict[str, dict[str, Tensor]] = {}
-        """What is kept for each parameter, by its name. What lies in host memory is this rank's part, a plain tensor;
-        the rest is laid out as the parameter is."""
-        self._described, self._parameters = described, parameters
+        """This rank's part of what is kept for each parameter, by its name; plain tensors."""
+        self._described, self._parameters, self._matrices = described, parameters, matrices
         for name, parameter in parameters.items():
-            self.state[name] = {
-                kept.name: _made(kept, parameter, buffers, f"{kept.name}/{name}") for kept in described[name]
-            }
-        self._buckets = [
-            _Bucket(_torch_optimizer(config, [parameters[name] for name in names]), names) for names in self._cut()
-        ]
+            columns = 0 if blocks is None else blocks.get(name, 0)
+            self.state[name] = {kept.name: _made(kept, name, parameter, columns, buffers) for kept in described[name]}
+        self._buckets = [_Bucket(self._rules(config, names), names) for names in self._cut()]
         self._copies = host_copies(next(iter(parameters.values())).device)
 
     def step(self, lr: float) -> None:
@@ -74,22 +89,16 @@ class Optimizer:
                     self.state[name][kept.name].fill_(float(num_updates))
 
     def _update(self, bucket: "_Bucket", here: "_Moving", lr: float) -> None:
-        for name in bucket.names:
-            parameter, on_device = self._parameters[name], here.on_device.get(name, {})
-            bucket.optimizer.state[parameter] = self.state[name] | {
-                kept: like(parameter, tensor) for kept, tensor in on_device.items()
-            }
-        for group in bucket.optimizer.param_groups:
-            group["lr"] = lr
-        bucket.optimizer.step()
-        bucket.optimizer.state.clear()  # it would keep what goes back
+        state = {name: self.state[name] | here.on_device.get(name, {}) for name in bucket.names}
+        for rule in bucket.rules:
+            rule.step(lr, state)
 
     def _bring(self, bucket: "_Bucket") -> "_Moving":
         moving = _Moving()
         for name in bucket.names:
             for kept in self._in_host_memory(name):
                 host = self.state[name][kept]
-                target = torch.empty_like(local_shard(self._parameters[name]), dtype=host.dtype)
+                target = torch.empty_like(host, device=self._parameters[name].device)
                 moving.on_device.setdefault(name, {})[kept] = target
                 moving.copies.append(self._copies.start(host, target))
         return moving
@@ -110,7 +119,7 @@ class Optimizer:
         names: list[str] = []
         num_bytes = 0
         for name in self._parameters:
-            of_name = sum(self.state[name][kept].nbytes for kept in self._in_host_memory(name))
+            of_name = sum(self._bytes_of(name, self.state[name][kept]) for kept in self._in_host_memory(name))
             if names and num_bytes + of_name > BUCKET_BYTES:
                 yield names
                 names, num_bytes = [], 0
@@ -118,12 +127,72 @@ class Optimizer:
             num_bytes += of_name
         yield names
 
+    def _bytes_of(self, name: str, kept: Tensor) -> int:
+        """Bytes by which buckets are cut. Of what Muon exchanges they are the same on all slots, as these exchange the
+        matrices of a bucket."""
+        if self._matrices is not None and self._matrices.has(name):
+            return self._matrices.share_bytes(name, kept.itemsize)
+        return kept.nbytes
+
+    def _rules(self, config: OptimConfig, names: Sequence[str]) -> list[UpdateRule]:
+        """Return the rules of a bucket, by what is kept of a parameter and whether it decays."""
+        groups: dict[tuple[Callable[..., UpdateRule], float], dict[str, nn.Parameter]] = {}
+        for name in names:
+            decays = config.decay_norms_and_biases or not is_norm_or_bias(name)
+            kind = (self._kind(config, name), config.weight_decay if decays else 0.0)
+            groups.setdefault(kind, {})[name] = self._parameters[name]
+        return [make(config, parameters, weight_decay) for (make, weight_decay), parameters in groups.items()]
+
+    def _kind(self, config: OptimConfig, name: str) -> "Callable[..., UpdateRule]":
+        kept = {each.name: each.layout for each in self._described[name]}
+        if "blocks" in kept.values():
+            return AdamW8bit
+        if isinstance(config, MuonConfig) and "momentum_buffer" in kept:
+            return self._muon
+        return TorchRule if kept or isinstance(config, SGDConfig) else SignSGD
+
+    def _muon(self, config: MuonConfig, parameters: Mapping[str, nn.Parameter], weight_decay: float) -> Muon:
+        assert self._matrices is not None
+        return Muon(config, parameters, weight_decay, self._matrices)
+
+
+class TorchRule:
+    """One of torch's optimizers."""
+
+    def __init__(self, config: OptimConfig, parameters: Mapping[str, nn.Parameter], weight_decay: float) -> None:
+        self._parameters = parameters
+        self._optimizer = _torch_optimizer(config, [*parameters.values()], weight_decay)
+
+    def step(self, lr: float, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for name, parameter in self._parameters.items():
+            self._optimizer.state[parameter] = {
+                kept: like(parameter, tensor) if tensor.dim() else tensor for kept, tensor in state[name].items()
+            }
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.state.clear()  # it would keep what goes back
+
+
+class SignSGD:
+    """Steps of one length, against the gradient's sign."""
+
+    def __init__(self, config: OptimConfig, parameters: Mapping[str, nn.Parameter], weight_decay: float) -> None:
+        self._parameters, self._weight_decay = parameters, weight_decay
+
+    @torch.no_grad()
+    def step(self, lr: float, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for parameter in self._parameters.values():
+            assert parameter.grad is not None, "the trainer has looked for a gradient"
+            weights = local_shard(parameter).mul_(1 - lr * self._weight_decay)
+            weights.sub_(local_shard(parameter.grad).sign(), alpha=lr)
+
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """Parameters that are updated at a time."""
 
-    optimizer: torch.optim.Optimizer
+    rules: Sequence[UpdateRule]
     names: Sequence[str]
 
 
@@ -147,39 +216,47 @@ class _Moving:
 
 
 def _made(
-    kept: OptimizerTensor, parameter: nn.Parameter, buffers: MutableMapping[str, Tensor] | None, name: str
+    kept: OptimizerTensor,
+    name: str,
+    parameter: nn.Parameter,
+    columns: int,
+    buffers: MutableMapping[str, Tensor] | None,
 ) -> Tensor:
-    """Return what is kept of a parameter: zeros, or the buffer of this name."""
+    """Return what is kept of a parameter: zeros, or its buffer. columns: of a block that has one number."""
     dtype: torch.dtype = getattr(torch, kept.dtype)
     if kept.layout == "scalar":
         return torch.zeros((), dtype=dtype, device=parameter.device)
     local = local_shard(parameter)
-    if kept.is_offloaded:
-        if buffers is None:
-            return host_like(local, dtype).zero_()
-        host = buffers.pop(name).view(local.shape)
-        mark_host(host)
-        return host
-    state = torch.zeros_like(parameter.detach(), dtype=dtype) if buffers is None else like(parameter, buffers.pop(name))
-    if is_host(parameter):
-        mark_host(state)  # it lies where its parameter does (`trainer.model.fsdp_cpu_offload`)
+    shape = (len(local), local.shape[1] // columns) if kept.layout == "blocks" else local.shape
+    if buffers is not None:
+        state = buffers.pop(f"{kept.name}/{name}").view(shape)
+    elif kept.is_offloaded:
+        state = host_like(local.new_empty(1).expand(shape), dtype).zero_()
+    else:
+        state = local.new_zeros(shape, dtype=dtype)
+    # Or it lies where its parameter does (`trainer.model.fsdp_cpu_offload`).
+    if kept.is_offloaded or is_host(parameter):
+        mark_host(state)
     return state
 
 
-def _torch_optimizer(config: Supported, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    if isinstance(config, AdamWConfig):
-        return torch.optim.AdamW(
+def _torch_optimizer(
+    config: OptimConfig, parameters: Sequence[nn.Parameter], weight_decay: float
+) -> torch.optim.Optimizer:
+    if isinstance(config, SGDConfig):
+        return torch.optim.SGD(
             parameters,
             lr=config.lr,
-            betas=(config.betas1, config.betas2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
+            momentum=config.momentum,
+            weight_decay=weight_decay,
+            nesterov=config.nesterov and config.momentum > 0,
         )
-    return torch.optim.SGD(
+    assert isinstance(config, AdamWConfig | MuonConfig)
+    return torch.optim.AdamW(
         parameters,
         lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        nesterov=config.nesterov and config.momentum > 0,
+        betas=(config.betas1, config.betas2),
+        eps=config.eps,
+        weight_decay=weight_decay,
+        fused=True,
     )

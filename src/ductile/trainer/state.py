@@ -15,11 +15,11 @@ from functools import lru_cache
 from torch import Tensor
 
 from ductile.config.schema.model import TrainerModelConfig
-from ductile.config.schema.optimizer_state import optimizer_state, supported
-from ductile.config.schema.trainer import TrainerConfig
+from ductile.config.schema.optimizer_state import optimizer_state
+from ductile.config.schema.trainer import AdamWConfig, TrainerConfig
 from ductile.core.layout.geometry.layout import Layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.geometry.strategy import block_columns, block_layout, model_layout
 from ductile.core.layout.model.parameters import frozen_names
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.plan import Plan
@@ -39,7 +39,7 @@ def named_state(trainer: Trainer) -> dict[str, Tensor]:
     for name, parameter in trainer.model.named_parameters():
         named[MODEL + name] = parameter.detach()
         for kept in trainer.optimizer_state.get(name, ()):
-            if kept.layout == "parameter":
+            if kept.layout != "scalar":
                 named[f"{kept.name}/{name}"] = trainer.optimizer.state[name][kept.name]
     return named
 
@@ -74,7 +74,9 @@ class StatePlans:
     def __init__(self, spec: ModelSpec, config: TrainerConfig) -> None:
         self._spec = spec
         self._dtype = config.model.optimization_dtype
-        self._optim = supported(config.optim)
+        self._optim = config.optim
+        self._blocks = block_columns(spec)
+        self._has_blocks = isinstance(config.optim, AdamWConfig) and config.optim.moments == "8bit"
         self._planners = {relays: Planner(relays=relays) for relays in (False, True)}
         self.layout = lru_cache(maxsize=REMEMBERED_LAYOUTS)(self._make)
         """Function that gives the layout of the state, with the gradient or without, on a `ParallelLayout`."""
@@ -87,12 +89,18 @@ class StatePlans:
         """Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short or empty."""
         parameters = model_layout(self._spec, parallel, self._dtype)
         kinds = {MODEL: [parameter.kind(MODEL, self._dtype) for parameter in parameters]}
+        blocks = block_layout(self._spec, parallel) if self._has_blocks else None
         frozen = frozen_names(self._spec)
         trained = [parameter for parameter in parameters if parameter.name not in frozen]
         for parameter in trained:
-            for kept in optimizer_state(self._optim, parameter.name, self._dtype):
+            described = optimizer_state(
+                self._optim, parameter.name, self._dtype, has_blocks=parameter.name in self._blocks
+            )
+            for kept in described:
                 if kept.layout == "parameter":
                     kinds.setdefault(kept.name, []).append(parameter.kind(f"{kept.name}/", kept.dtype))
+                elif kept.layout == "blocks" and blocks is not None:
+                    kinds.setdefault(kept.name, []).append(blocks[parameter.name].kind(f"{kept.name}/", kept.dtype))
         if with_gradient:
             kinds[GRADIENT] = [parameter.kind(GRADIENT, self._dtype) for parameter in trained]
         return Layout([tensor for of_kind in kinds.values() for tensor in of_kind], parameters.slots)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ductile.columns import Floats
 from ductile.config.checks.weight_headers import ModelFolderError
-from ductile.config.schema.model import why_not_selective
-from ductile.config.schema.optimizer_state import optimizer_state, supported
-from ductile.config.schema.trainer import TrainerConfig
+from ductile.config.schema.model import excluded_pairs, why_not_selective
+from ductile.config.schema.optimizer_state import optimizer_state
+from ductile.config.schema.trainer import MuonConfig, TrainerConfig
 from ductile.core.layout.geometry.context_parallel import CpStyle, chosen_style, style_violation
+from ductile.core.layout.geometry.strategy import block_columns
 from ductile.core.layout.model.flops import ForwardWork, training_flops
 from ductile.core.layout.model.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
@@ -28,16 +29,18 @@ from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel import data, parallelize
 from ductile.parallel.activation_offloading import OffloadCounters
+from ductile.parallel.compilation import COMPILE, COUNTERS
 from ductile.parallel.gathered import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
 from ductile.parallel.pipeline import Pipeline
 from ductile.parallel.reduction import GradientReduction
-from ductile.parallel.scoring import as_columns, model_inputs, score
+from ductile.parallel.scoring import HeadOptions, as_columns, model_inputs, score
 from ductile.records import MicroBatch, Sample, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
 from ductile.trainer.lr_schedule import learning_rate
+from ductile.trainer.muon import WholeMatrices
 from ductile.trainer.optimizer import Optimizer
 
 
@@ -78,7 +81,7 @@ class Trainer:
         """Optimizer steps asked for, those without a gradient too; the schedule follows it."""
         self.num_updates = 0
         """Optimizer steps that changed the weights: not those that were skipped, or had nothing to learn."""
-        self._optim = supported(config.optim)
+        self._optim = config.optim
         self._lr_at(0)  # raises now for a schedule without an end
         if self.device.type == "cuda":
             # On a CPU it could turn fp32 products into bf16 ones, and fp32 there means fp32.
@@ -87,10 +90,14 @@ class Trainer:
         self.spec = spec_of(config)
         use_kernel(config.model.attn, self.precision.compute, self.spec.head_dim, self.device)
         dims = context.layout.dims
+        self._head = HeadOptions.of(config.model)
         self._cp_style: CpStyle = chosen_style(config.model.cp_style, self.spec, dims.tp, dims.cp)[0]
         if violation := style_violation(self._cp_style, self.spec.num_heads, dims.cp, dims.tp):
             raise ValueError(f"trainer.model.{violation.sentence}")
         self.parts = SlotParts.of(self.spec, context.layout, context.slot)
+        styled = config.model.model_copy(update={"cp_style": self._cp_style}) if dims.cp > 1 else config.model
+        for key, _, why in excluded_pairs(styled, dims.pp > 1):
+            raise ValueError(f"trainer.model.{key} {why}")
         self.model = self._load() if buffers is None else self._build_over(buffers)
         self._reduction = GradientReduction(self.model, context, config.model.reduce_every == "step")
         self._pipeline = None
@@ -101,10 +108,13 @@ class Trainer:
             self._pipeline = Pipeline(self.model, context, schedule, compute, self.device)
         named = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         dtype = config.model.optimization_dtype
+        blocks, offload = block_columns(self.spec), config.model.optim_cpu_offload
         self.optimizer_state = {
-            name: optimizer_state(self._optim, name, dtype, config.model.optim_cpu_offload) for name in named
+            name: optimizer_state(self._optim, name, dtype, offload, name in blocks) for name in named
         }
-        self.optimizer = Optimizer(self._optim, self.optimizer_state, named, buffers)
+        is_muon = isinstance(self._optim, MuonConfig)
+        matrices = WholeMatrices(self.spec, context, self.precision.compute) if is_muon else None
+        self.optimizer = Optimizer(self._optim, self.optimizer_state, named, buffers, blocks, matrices)
         self._loss = make_loss(config.loss)
         self._required = required_fields(config.loss)
         self._sums: dict[str, Tensor] = {}
@@ -130,9 +140,8 @@ class Trainer:
         """How the loss function failed."""
         self._reduction.begin()
         if self._pipeline is None:
-            size = self.config.model.head_chunk_tokens
             for batch in batches:
-                scores = score(self.model, batch.packed, self.context, size, self._cp_style)
+                scores = score(self.model, batch.packed, self.context, self._head, self._cp_style)
                 self._loss_of(batch, *scores, failures).backward()
         else:
             self._run_stages(self._pipeline, batches, failures)
@@ -178,10 +187,12 @@ class Trainer:
         self.step += 1
         loss, num_tokens = totals.pop("loss") / loss_denominator, totals.pop("num_tokens")
         flops, peak = totals.pop("flops"), totals.pop("peak_flops_per_s")
+        compiled = {name: totals.pop(name) for name in [*totals] if name.startswith(COMPILE)}
         metrics = {name.removeprefix(METRIC): total / max(1.0, num_tokens) for name, total in totals.items()}
         if SKIPPED in metrics:
             metrics[f"loss/{SKIPPED}"] = metrics[SKIPPED]  # a custom loss has a metric of the name of ours
         metrics[SKIPPED] = float(not applied)
+        metrics |= compiled
         return StepReport(
             self.step, loss, grad_norm, lr, int(num_tokens), metrics, flops, peak if isfinite(peak) else None
         )
@@ -210,7 +221,7 @@ class Trainer:
             raise ValueError("stages of a pipeline cannot score without a loss")
         packed = PackedSamples.of(samples, self.device)
         try:
-            logprobs, _ = score(self.model, packed, self.context, self.config.model.head_chunk_tokens, self._cp_style)
+            logprobs, _ = score(self.model, packed, self.context, self._head, self._cp_style)
         finally:
             data.reshard(self.model)
         return as_columns(samples, logprobs)
@@ -264,8 +275,7 @@ class Trainer:
         def loss(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
             return self._loss_of(batches[number], logprobs, entropies, failures)
 
-        size = self.config.model.head_chunk_tokens
-        inputs = [model_inputs(self.spec, batch.packed, self.context, size, self._cp_style) for batch in batches]
+        inputs = [model_inputs(self.spec, batch.packed, self.context, self._head, self._cp_style) for batch in batches]
         pipeline.run(inputs, loss)
         if not pipeline.has_loss:
             # Sums are added up by their names, of which a loss that nobody here has computed may have some.
@@ -303,6 +313,9 @@ class Trainer:
         peak = peak_of(self.device, self._arithmetic)
         share = peak.flops_per_s / self.context.num_on_device if peak else nan
         self._sums["peak_flops_per_s"] = torch.tensor(share, dtype=torch.float64, device=self.device)
+        if self._options.compile is not None:
+            for name, count in COUNTERS.take().items():
+                self._sums[name] = torch.tensor(count, dtype=torch.float64, device=self.device)
         names = sorted(self._sums)
         totals = self.context.sum(torch.stack([self._sums[name] for name in names]))
         return dict(zip(names, totals.tolist(), strict=True))

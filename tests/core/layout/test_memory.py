@@ -161,6 +161,7 @@ OPTIONS = st.builds(
     offloaded_in_flight=st.none() | st.integers(1, 6),
     optim_cpu_offload=st.booleans(),
     head_chunk_tokens=st.none() | st.integers(1, 4096),
+    fp32_lm_head=st.booleans(),
     device=st.sampled_from(["cpu", "cuda"]),
     num_micro_batches=st.none() | st.integers(1, 20),
     seq_len=st.integers(2, 2048),

@@ -5,13 +5,15 @@ from pathlib import Path
 
 from ductile.config.checks.trainer_layout import TrainingConfig
 from ductile.config.finding import Finding
-from ductile.config.schema.model import TrainerModelConfig, why_not_selective
+from ductile.config.schema.model import TrainerModelConfig, excluded_pairs, why_not_selective
 from ductile.config.schema.run import RLConfig, SFTConfig
 from ductile.config.schema.trainer import MuonConfig, OptimConfig
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
 
-ON_GPU_ALONE = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4")
+IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4")
 """Values of `attn` whose kernels run on GPUs, and on numbers of 16 bits."""
+ON_GPU_ALONE = (*IN_16_BITS, "flex")
+"""Values of `attn` whose kernels run on GPUs."""
 
 
 def exclusion_findings(config: TrainingConfig) -> Iterator[Finding]:
@@ -23,6 +25,8 @@ def exclusion_findings(config: TrainingConfig) -> Iterator[Finding]:
     has_stages = trainer.model.pp != 1 or any(map(_has_stages, trainer.resize.layouts))
     if has_stages and (why := why_not_selective(trainer.model)):
         yield Finding((f"{root}model.ac.mode", f"{root}model.pp_schedule"), why)
+    for key, other, why in excluded_pairs(trainer.model, has_stages):
+        yield Finding((f"{root}model.{key}", f"{root}model.{other}"), why)
 
 
 def exclusion_warnings(config: TrainingConfig) -> Iterator[str]:
@@ -64,7 +68,7 @@ def _kernels(model: TrainerModelConfig, device: str, root: str) -> Iterator[Find
     if device == "cpu":
         what = 'is a kernel for GPUs, and cluster.device is "cpu". Write "auto"'
         yield Finding((key, "cluster.device"), what)
-    if model.compute_dtype == "float32":
+    if model.compute_dtype == "float32" and model.attn in IN_16_BITS:
         what = f'computes in numbers of 16 bits, and {root}model.compute_dtype is "float32". Write "auto"'
         yield Finding((key, f"{root}model.compute_dtype"), what)
 

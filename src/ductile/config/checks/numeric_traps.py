@@ -84,7 +84,7 @@ def _lost_updates(model: TrainerModelConfig, optim: OptimConfig, spec: ModelSpec
 def _lost_in_adam(optim: AdamWConfig, dtype: Literal["float32", "bfloat16"], root: str) -> Iterator[str]:
     # A number times (1 - x) is rounded back to the number for every x below this.
     kept = 2.0 ** -(SIGNIFICANT_BITS[dtype] + 1)
-    if 1 - optim.betas2 < kept:
+    if optim.moments == "full" and 1 - optim.betas2 < kept:
         yield (
             f"{root}optim.betas2 = {optim.betas2:g} lets the second moment fall by {1 - optim.betas2:.2g} of itself a "
             f"step, and {dtype}, which {root}model.optimization_dtype has it kept in, rounds away what is below "
@@ -155,6 +155,12 @@ def _between_engines(config: RLConfig) -> Iterator[str]:
             f"trainer.model.compute_dtype is {ours} and inference.model.dtype is {theirs}: bfloat16 rounds weights and "
             f"activations by up to {2.0**-9:.1%}, so that the generators sample from another distribution than the one "
             f"that is trained. train/mismatch_kl tells how far it is. Write the same for both"
+        )
+    elif ours == "bfloat16" and config.trainer.model.fp32_lm_head != config.inference.model.fp32_lm_head:
+        at = ("trainer", "inference") if config.trainer.model.fp32_lm_head else ("inference", "trainer")
+        yield (
+            f"{at[0]}.model.fp32_lm_head is true and {at[1]}.model.fp32_lm_head is false: one side rounds logits to "
+            f"bfloat16, by up to {2.0**-9:.1%}. train/mismatch_kl tells how far that is. Write the same for both"
         )
 
 

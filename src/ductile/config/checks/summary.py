@@ -22,7 +22,6 @@ from ductile.config.checks.written import of_a_run
 from ductile.config.reading.parse import Parsed
 from ductile.config.schema.bench import BenchConfig, load_of
 from ductile.config.schema.model import AdaptedModelConfig
-from ductile.config.schema.optimizer_state import Supported
 from ductile.config.schema.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.schema.run import (
     InferenceRunConfig,
@@ -258,8 +257,7 @@ def _mesh(config: TrainingConfig) -> list[Row]:
 
 def _memory(config: TrainingConfig, spec: ModelSpec | None, dims: ParallelDims) -> list[str]:
     """What a train slot takes at its worst moment, as predicted; nothing where that is not known."""
-    trainer = config.trainer if isinstance(config, RLConfig) else config
-    if spec is None or not isinstance(trainer.optim, Supported):
+    if spec is None:
         return []
     use, room = predict(spec, dims, memory_options(config)), slot_memory(config)
     of = f" of {in_bytes(room.room_bytes)}" if room else ""

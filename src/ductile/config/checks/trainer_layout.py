@@ -12,9 +12,9 @@ from ductile.config.checks.on_disk import read_spec
 from ductile.config.finding import Finding
 from ductile.config.reading.key_tree import keys
 from ductile.config.schema.model import TrainerModelConfig
-from ductile.config.schema.optimizer_state import Supported, optimizer_state
+from ductile.config.schema.optimizer_state import optimizer_state
 from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.schema.trainer import ResizeConfig, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, OptimConfig, ResizeConfig, TrainerConfig
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, plan_listed
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
@@ -26,6 +26,7 @@ from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, MemoryOptions
 from ductile.core.layout.memory.parts import gib
+from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.peak import compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.disk import free_bytes, show_bytes
@@ -46,16 +47,15 @@ def layout_rules(config: TrainingConfig) -> LayoutRules:
 
 def slot_memory(config: TrainingConfig) -> SlotMemory | None:
     """What training keeps on a slot, and the room for it; None where `cluster.device_memory_gib` is not written."""
-    cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
-    if cluster.device_memory_gib is None or not isinstance(trainer.optim, Supported):
+    cluster = config.cluster
+    if cluster.device_memory_gib is None:
         return None
     of_slot = cluster.device_memory_gib * GIB / cluster.slots_per_device
     return SlotMemory(room_bytes=int(of_slot * USABLE), options=memory_options(config))
 
 
 def memory_options(config: TrainingConfig) -> MemoryOptions:
-    """What the memory of a slot of the trainer depends on, besides model and layout. The optimizer has been found to be
-    a supported one."""
+    """What the memory of a slot of the trainer depends on, besides model and layout."""
     cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
     options = trainer_memory(trainer, "cpu" if cluster.device == "cpu" else "cuda")
     if isinstance(config, RLConfig) and placement_of(config).shares:  # a generator is on the same slot
@@ -82,6 +82,7 @@ def trainer_memory(
         optim_cpu_offload=model.optim_cpu_offload,
         fsdp_cpu_offload=model.fsdp_cpu_offload,
         head_chunk_tokens=model.head_chunk_tokens,
+        fp32_lm_head=model.fp32_lm_head,
         device=device,
         context_bytes=CONTEXT_BYTES[device],
         cp_style=asked.cp_style,
@@ -91,11 +92,30 @@ def trainer_memory(
     )
 
 
-def state_bytes(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> int:
-    """Bytes of a parameter, its gradient and what the optimizer keeps for it."""
-    dtype = trainer.model.optimization_dtype
-    kept = optimizer_state(trainer.optim, "embed.weight", dtype) if isinstance(trainer.optim, Supported) else ()
-    return 2 * DTYPE_BYTES[dtype] + sum(DTYPE_BYTES[each.dtype] for each in kept if each.layout == "parameter")
+def state_bytes(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> float:
+    """Bytes of a parameter, its gradient and what the optimizer keeps for it, on average; of a model that cannot be
+    read, what AdamW keeps."""
+    dtype, spec = trainer.model.optimization_dtype, _spec(trainer.model)
+    kept = 2.0 * DTYPE_BYTES[dtype] if spec is None else mean_state_bytes(trainer.optim, spec, dtype)
+    return 2 * DTYPE_BYTES[dtype] + kept
+
+
+def mean_state_bytes(config: OptimConfig, spec: ModelSpec, dtype: str) -> float:
+    """Return the bytes that the optimizer keeps for each number of a model's trained parameters, on average."""
+    blocks: Mapping[str, int] = {}
+    if isinstance(config, AdamWConfig) and config.moments == "8bit":
+        from ductile.core.layout.geometry.strategy import block_columns  # loads numpy
+
+        blocks = block_columns(spec)
+    item_bytes, total = {**DTYPE_BYTES, "uint8": 1}, 0.0
+    for parameter in (each for each in parameters(spec) if each.is_trained):
+        columns = blocks.get(parameter.name, 0)
+        of_number = 0.0
+        for kept in optimizer_state(config, parameter.name, dtype, has_blocks=columns > 0):
+            if kept.layout != "scalar":
+                of_number += item_bytes[kept.dtype] / (columns if kept.layout == "blocks" else 1)
+        total += of_number * prod(parameter.shape)
+    return total / spec.num_trained
 
 
 def room_warnings(config: RLConfig | SFTConfig) -> Iterator[str]:
@@ -105,7 +125,7 @@ def room_warnings(config: RLConfig | SFTConfig) -> Iterator[str]:
         return
     each = DTYPE_BYTES[trainer.model.optimization_dtype]
     moments = state_bytes(trainer) - 2 * each
-    needed, folder = spec.num_parameters * each + spec.num_trained * moments, Path(config.output_dir)
+    needed, folder = spec.num_parameters * each + int(spec.num_trained * moments), Path(config.output_dir)
     try:
         free = free_bytes(folder.absolute())
     except OSError:
@@ -142,6 +162,7 @@ def layout_findings(config: TrainingConfig, num_slots: int) -> Iterator[Finding]
             yield Finding(tuple(f"{root}model.{key}" for key in error.keys), error.what)
     if not errors:
         yield from _memory_findings(rules, num_slots, root)
+        yield from _block_findings(config, rules, num_slots, root)
 
 
 def layout_warnings(config: TrainingConfig, num_slots: int) -> Iterator[str]:
@@ -180,6 +201,19 @@ def _memory_findings(rules: LayoutRules, num_slots: int, root: str) -> Iterator[
         f"and has {gib(memory.room_bytes)} GiB: {_relief(rules, least, root)}"
     )
     yield Finding(("cluster.device_memory_gib",), what)
+
+
+def _block_findings(config: TrainingConfig, rules: LayoutRules, num_slots: int, root: str) -> Iterator[Finding]:
+    """A tp that cuts blocks of 8-bit moments."""
+    optim, spec = (config.trainer if isinstance(config, RLConfig) else config).optim, rules.spec
+    if spec is None or not isinstance(optim, AdamWConfig) or optim.moments != "8bit":
+        return
+    from ductile.core.layout.geometry.strategy import block_layout  # loads numpy
+
+    try:
+        block_layout(spec, choose_layout(num_slots, rules).layout)
+    except ValueError as error:
+        yield Finding((f"{root}optim.moments", f"{root}model.tp"), f"does not go with this layout: {error}")
 
 
 def _relief(rules: LayoutRules, dims: ParallelDims, root: str) -> str:

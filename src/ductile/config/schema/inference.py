@@ -51,6 +51,9 @@ class ParallelConfig(Section):
 class InferenceModelConfig(ChatModelConfig, AdaptedModelConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
+    fp32_lm_head: bool = False
+    """Logits are products of fp32 numbers also where `dtype` is bfloat16: what `trainer.model.fp32_lm_head` is to the
+    trainer. Each step makes an fp32 copy of the output embeddings."""
     max_model_len: int = Field(default=2048, ge=2)
     """Longest prompt plus completion, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most,
     in `inference` as far as the KV cache holds them."""

@@ -1,6 +1,7 @@
 """[model] and [trainer.model]: which weights, in which precision, and how they are spread."""
 
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -64,7 +65,13 @@ class QuantizationConfig(Section):
 
 
 class CompileConfig(Section):
-    fullgraph: bool = False
+    fullgraph: Annotated[
+        bool,
+        NotBuilt("layers that are one graph", instead="Attention and collectives stay outside of compiled code."),
+    ] = False
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """inductor: code is generated, with a C++ compiler on a CPU and with Triton on a GPU; aot_eager: layers are traced
+    alike, and run torch's own operators: which of the two steps a failure is of."""
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -117,13 +124,16 @@ class TrainerModelConfig(AdaptedModelConfig):
     )
     """`auto` and `custom` are ductile's own models; there is no other implementation."""
     attn: Annotated[
-        Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4"],
+        Literal[
+            "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4", "flex"
+        ],
         NotBuilt("attention that holds all scores", only=("eager",), instead='Write "sdpa".'),
     ] = "auto"
     """`auto` and `sdpa` are the same. On a CPU attention is ductile's own; on a GPU it is torch's variable-length
     kernel, or torch's scaled_dot_product_attention, document by document, where the kernel does not take the device,
     the dtype or the heads. flash_attention_2: that kernel and no other. flash_attention_3 (fa3), flash_attention_4
     (fa4): those of the packages flash_attn_interface and flash_attn.cute in its place, in the whole process of a slot.
+    flex: torch's FlexAttention on a GPU, which keeps no copies of a shared prompt's keys; it needs the package triton.
     A slot that lacks what the kernel needs refuses to start."""
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the sharded parameters, which the optimizer updates."""
@@ -181,9 +191,16 @@ class TrainerModelConfig(AdaptedModelConfig):
     """Layers compute their activations again in the backward pass, instead of keeping them."""
     ac_offloading: ActivationOffloading | None = None
     """What layers keep for the backward pass goes to host memory, and comes back before it is needed."""
-    compile: Annotated[CompileConfig | None, NotBuilt("torch.compile")] = None
+    compile: CompileConfig | None = None
+    """Layers run code that torch.compile makes of them, all but attention and collectives. A step tells how much of it
+    was made (`compile/graphs`) or made again (`compile/recompiles`). What cannot be compiled runs as without, and the
+    slot's log says so."""
     fp8: Annotated[bool, NotBuilt("8-bit training")] = False
     quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
+    fp32_lm_head: bool = False
+    """Logits are products of fp32 numbers also where the arithmetic is bfloat16's: the head multiplies hidden states
+    and weights, which are bfloat16 numbers there, as fp32 ones, and so their gradients. In scorers, too; in generators
+    by `inference.model.fp32_lm_head`."""
     fused_lm_head_token_chunk_size: Annotated[int, Ge(1)] | Literal["auto", "disabled"] = "auto"
     """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB),
     on a GPU 2^27 (512 MiB); disabled: all of a micro-batch."""
@@ -205,6 +222,37 @@ def why_not_selective(model: TrainerModelConfig) -> str:
         'cannot be with pp_schedule = "zero_bubble", whose backward pass runs a layer twice, as what is kept is there '
         'once. Write ac.mode = "full", or pp_schedule = "1f1b"'
     )
+
+
+def excluded_pairs(model: TrainerModelConfig, has_stages: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield two keys of the model that cannot be together as they are, and why, as a sentence goes on after the first.
+    has_stages: whether there is a pipeline."""
+    selective = model.ac is not None and model.ac.mode == "selective"
+    if model.compile is not None and selective:
+        why = (
+            'cannot be with ac.mode = "selective", which decides for each operator whether it is run again: compiled '
+            'code has none of them, and keeps what its compiler finds worth keeping. Write ac.mode = "full", or leave '
+            "one of them out"
+        )
+        yield "compile", "ac.mode", why
+    if model.compile is not None and has_stages and model.pp_schedule == "zero_bubble":
+        why = (
+            'cannot be with pp_schedule = "zero_bubble", which makes gradients of weights after those of inputs: '
+            'compiled code makes both at once. Write pp_schedule = "1f1b", or leave one of them out'
+        )
+        yield "compile", "pp_schedule", why
+    if model.attn == "flex" and selective:
+        why = (
+            'cannot be with ac.mode = "selective", which knows attention by its operator: FlexAttention has none. '
+            'Write ac.mode = "full", or attn = "auto"'
+        )
+        yield "attn", "ac.mode", why
+    if model.attn == "flex" and model.cp_style == "ring":
+        why = (
+            'cannot be with cp_style = "ring", which puts attention together from the parts of flash kernels. Write '
+            'cp_style = "ulysses", or attn = "auto"'
+        )
+        yield "attn", "cp_style", why
 
 
 class SFTModelConfig(ChatModelConfig, TrainerModelConfig):

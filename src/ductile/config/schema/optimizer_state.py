@@ -1,15 +1,20 @@
 """What an optimizer keeps for each parameter, as its config says:
 
 AdamW in float32    exp_avg float32 as the parameter, exp_avg_sq float32 as the parameter, step float32 scalar
+AdamW, 8bit         of a matrix exp_avg and exp_avg_sq uint8 as the parameter, each with a scale float32 for each block
 SGD with momentum   momentum_buffer float32 as the parameter
+Muon                of a layer's matrix momentum_buffer, of the rest what AdamW keeps
+sign-SGD            nothing
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ductile.config.schema.trainer import AdamWConfig, OptimConfig, SGDConfig
+from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, SGDConfig
+from ductile.core.layout.model.parameters import is_layer_matrix
 
-Supported = AdamWConfig | SGDConfig
+SCALE = "_scale"
+"""End of the names of 8-bit moments' scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,25 +24,31 @@ class OptimizerTensor:
     name: str
     """Name in the optimizer's state of a parameter, as torch has it."""
     dtype: str
-    layout: Literal["parameter", "scalar"] = "parameter"
+    layout: Literal["parameter", "scalar", "blocks"] = "parameter"
     """`parameter`: it has the parameter's shape and lies as the parameter does. `scalar`: it is one number, the count
-    of updates, which is set on every slot and so neither saved nor moved."""
+    of updates, which is set on every slot and so neither saved nor moved. `blocks`: it has a number for each block of a
+    row, and lies where the block does."""
     is_offloaded: bool = False
     """It lies in host memory, and comes to the device for a step (`trainer.model.optim_cpu_offload`)."""
 
 
-def supported(config: OptimConfig) -> Supported:
-    """The config itself. Raises ValueError for an optimizer that only the config knows."""
-    if isinstance(config, Supported):
-        return config
-    raise ValueError(f"trainer.optim.type = {config.type!r} is not built yet; use adamw or sgd")
-
-
 def optimizer_state(
-    config: Supported, parameter: str, dtype: str, is_offloaded: bool = False
+    config: OptimConfig, parameter: str, dtype: str, is_offloaded: bool = False, has_blocks: bool = False
 ) -> tuple[OptimizerTensor, ...]:
-    """Return what the optimizer keeps for the parameter of this name and dtype."""
-    if isinstance(config, AdamWConfig):
-        moments = (OptimizerTensor(name, dtype, is_offloaded=is_offloaded) for name in ("exp_avg", "exp_avg_sq"))
-        return *moments, OptimizerTensor("step", "float32", "scalar")
-    return (OptimizerTensor("momentum_buffer", dtype, is_offloaded=is_offloaded),) if config.momentum else ()
+    """Return what the optimizer keeps for the parameter of this name and dtype. has_blocks: its rows can be cut into
+    blocks, as moments of 8 bits need it (`ductile.core.layout.geometry.strategy.block_columns`)."""
+
+    def kept(name: str, dtype: str, layout: Literal["parameter", "blocks"] = "parameter") -> OptimizerTensor:
+        return OptimizerTensor(name, dtype, layout, is_offloaded)
+
+    is_muon = isinstance(config, MuonConfig)
+    if (isinstance(config, SGDConfig) and config.momentum) or (is_muon and is_layer_matrix(parameter)):
+        return (kept("momentum_buffer", dtype),)
+    if not isinstance(config, AdamWConfig | MuonConfig):
+        return ()
+    step = OptimizerTensor("step", "float32", "scalar")
+    moments = ("exp_avg", "exp_avg_sq")
+    if isinstance(config, AdamWConfig) and config.moments == "8bit" and has_blocks:
+        scales = (kept(name + SCALE, "float32", "blocks") for name in moments)
+        return *(kept(name, "uint8") for name in moments), *scales, step
+    return *(kept(name, dtype) for name in moments), step

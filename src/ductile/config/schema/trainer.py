@@ -10,47 +10,47 @@ from ductile.config.schema.section import ImportPath, NotBuilt, Section
 from ductile.core.batch.aggregation import LossAggregation
 
 
-class AdamWConfig(Section):
-    type: Literal["adamw"] = "adamw"
+class OptimizerSection(Section):
     lr: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
+    decay_norms_and_biases: bool = True
+    """Weight decay goes to norms and biases too, as torch's optimizers do by themselves; false: to matrices alone."""
     max_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this; "None" turns clipping off."""
     max_skipped_steps: int | None = Field(default=10, ge=1)
     """The run ends, saved, when so many steps in a row were thrown away because their gradients were not finite."""
+
+
+class AdamWConfig(OptimizerSection):
+    type: Literal["adamw"] = "adamw"
     betas1: float = Field(default=0.9, ge=0, lt=1)
     betas2: float = Field(default=0.999, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
+    moments: Literal["full", "8bit"] = "full"
+    """full: both moments have the parameter's dtype; 8bit: those of matrices have 8 bits a number and a scale for each
+    block of a row."""
 
 
-class SGDConfig(Section):
+class SGDConfig(OptimizerSection):
     type: Literal["sgd"] = "sgd"
-    lr: float = Field(default=1e-6, gt=0)
-    weight_decay: float = Field(default=0.01, ge=0)
-    max_norm: float | None = Field(default=1.0, gt=0)
-    max_skipped_steps: int | None = Field(default=10, ge=1)
-    """The run ends, saved, when so many steps in a row were thrown away because their gradients were not finite."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     nesterov: bool = True
 
 
-class MuonConfig(Section):
-    type: Annotated[Literal["muon"], NotBuilt("the Muon optimizer", instead='There are "adamw" and "sgd".')]
-    lr: float = Field(default=1e-6, gt=0)
-    weight_decay: float = Field(default=0.01, ge=0)
-    max_norm: float | None = Field(default=1.0, gt=0)
-    max_skipped_steps: int | None = Field(default=10, ge=1)
+class MuonConfig(OptimizerSection):
+    """Muon for the matrices of layers; AdamW, with the same learning rate, for embeddings, head, norms and biases."""
+
+    type: Literal["muon"]
     mu: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of the matrices."""
+    nesterov: bool = True
     betas1: float = Field(default=0.9, ge=0, lt=1)
     betas2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
 
 
-class SignSGDConfig(Section):
-    type: Annotated[Literal["sign_sgd"], NotBuilt("the sign-SGD optimizer", instead='There are "adamw" and "sgd".')]
-    lr: float = Field(default=1e-6, gt=0)
-    weight_decay: float = Field(default=0.01, ge=0)
-    max_norm: float | None = Field(default=1.0, gt=0)
-    max_skipped_steps: int | None = Field(default=10, ge=1)
+class SignSGDConfig(OptimizerSection):
+    type: Literal["sign_sgd"]
 
 
 OptimConfig = Annotated[AdamWConfig | SGDConfig | MuonConfig | SignSGDConfig, Field(discriminator="type")]

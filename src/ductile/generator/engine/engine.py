@@ -240,6 +240,8 @@ class Engine:
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
             """Prefilled tokens need no logits, unless a client asks for theirs: only the last one's hidden state goes
             to the vocabulary."""
+            if self.config.model.fp32_lm_head:
+                hidden, weight = hidden.float(), weight.float()
             offset = 0
             for chunk in chunks:
                 if (report := chunk.sequence.report) and report.with_prompt:

@@ -23,8 +23,8 @@ MOST_ROWS = 16
 class EachBytes:
     """Bytes that a trainer keeps for a parameter."""
 
-    trained: int
-    """Bytes of one that is trained, of its gradient and of what the optimizer keeps for it."""
+    trained: float
+    """Bytes of one that is trained, of its gradient and of what the optimizer keeps for it, on average."""
     frozen: int
     """Bytes of one that is not."""
 
@@ -41,7 +41,7 @@ class SlotShare:
     """Those that are trained: as many numbers has the gradient, and each moment."""
 
     def num_bytes(self, each: EachBytes) -> int:
-        return self.trained * each.trained + (self.numbers - self.trained) * each.frozen
+        return int(self.trained * each.trained) + (self.numbers - self.trained) * each.frozen
 
 
 def slot_shares(spec: ModelSpec, layout: ParallelLayout) -> dict[int, SlotShare]:

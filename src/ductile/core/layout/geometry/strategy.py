@@ -11,6 +11,7 @@ Every parameter has a row in two tables, and a name that has none is refused: `t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 
 from ductile.core.layout.geometry.holdings import Holdings, Shape
 from ductile.core.layout.geometry.layout import Layout, Tensor
@@ -19,6 +20,9 @@ from ductile.core.layout.geometry.sharding import Shard, local_shape, place
 from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.spec import ModelSpec
 
+MOST_BLOCK_COLUMNS, LEAST_BLOCK_COLUMNS = 256, 8
+TP_OF_BLOCKS = 8
+"""tp, and its divisors, for which no block of 8-bit moments is cut."""
 _ENDS = {"embed.weight": "first", "norm.weight": "last", "lm_head.weight": "last"}
 """Stage of what belongs to no layer. Tied embeddings are also the last stage's."""
 
@@ -69,19 +73,65 @@ def model_layout(spec: ModelSpec, parallel: ParallelLayout, dtype: str = "bfloat
     Raises ValueError for a layout with ep above 1, for stages of other layers than the model has, and for a parameter
     whose place nothing says.
     """
+    splits = tensor_parallel(spec, _vocab_rows(spec, parallel.dims.tp, vocab_multiple))
+    shapes = {parameter.name: (parameter.shape, _split(parameter.name, splits)) for parameter in parameters(spec)}
+    return _laid_out(shapes, spec, parallel, dtype)
+
+
+def block_columns(spec: ModelSpec) -> dict[str, int]:
+    """Columns of the blocks that share a scale, by parameter, where moments have 8 bits: a power of two up to
+    `MOST_BLOCK_COLUMNS`. A block lies in one row, and tp cuts columns between blocks alone, so that what a block has is
+    the same in every layout. Vectors have none, and matrices whose columns leave no block of 8."""
+    splits = tensor_parallel(spec, spec.vocab_size)
+    found: dict[str, int] = {}
+    for parameter in parameters(spec):
+        if len(parameter.shape) != 2:
+            continue
+        unit, split = parameter.shape[1], _split(parameter.name, splits)
+        if split is not None and split.dim == 1:
+            units = split.parts[0][1] if split.parts else TP_OF_BLOCKS
+            unit = unit // units if unit % units == 0 else 1
+        columns = gcd(unit, MOST_BLOCK_COLUMNS)
+        if columns >= LEAST_BLOCK_COLUMNS:
+            found[parameter.name] = columns
+    return found
+
+
+def block_layout(spec: ModelSpec, parallel: ParallelLayout) -> Layout:
+    """The scales of all blocks (`block_columns`) in the layout, by parameter: as many rows as it has, and a column for
+    each block. Raises ValueError for a tp that cuts a block."""
+    splits, tp = tensor_parallel(spec, _vocab_rows(spec, parallel.dims.tp)), parallel.dims.tp
+    shapes: dict[str, tuple[Shape, Shard | None]] = {}
+    whole = {parameter.name: parameter.shape for parameter in parameters(spec)}
+    for name, columns in block_columns(spec).items():
+        rows, width = whole[name]
+        split = _split(name, splits)
+        if split is not None and split.dim == 1:
+            if not split.parts and -(-width // tp) % columns:
+                raise ValueError(
+                    f"tp = {tp} cuts {name} inside a block of 8-bit moments, which has {columns} of {width} columns: "
+                    f'write a tp that divides {TP_OF_BLOCKS}, or trainer.optim.moments = "full"'
+                )
+            split = replace(split, parts=tuple((length // columns, units) for length, units in split.parts))
+        shapes[name] = (rows, width // columns), split
+    return _laid_out(shapes, spec, parallel, "float32")
+
+
+def _laid_out(
+    shapes: Mapping[str, tuple[Shape, Shard | None]], spec: ModelSpec, parallel: ParallelLayout, dtype: str
+) -> Layout:
+    """Tensors by the parameter with which they go: of these shapes, and cut so by tp."""
     mesh, stages = parallel.mesh, parallel.stages_of(spec.num_layers)
     if parallel.dims.ep > 1:
         raise ValueError(f"ep is {parallel.dims.ep}, and where experts lie is not built yet: write ep = 1")
-    splits = tensor_parallel(spec, _vocab_rows(spec, parallel.dims.tp, vocab_multiple))
     known: dict[tuple[Shape, tuple[Shard, ...], tuple[int, ...]], Holdings] = {}
     tensors: list[Tensor] = []
-    for parameter in parameters(spec):
-        split = _split(parameter.name, splits)
+    for name, (shape, split) in shapes.items():
         steps = (*([split] if split else []), Shard(FULLY_SHARDED, 0))
-        what = (parameter.shape, steps, _stages_of(parameter.name, spec, stages, parallel.dims.pp))
+        what = (shape, steps, _stages_of(name, spec, stages, parallel.dims.pp))
         if what not in known:
-            known[what] = place(parameter.shape, mesh, steps, (("pp", what[2]),))
-        tensors.append(Tensor(parameter.name, dtype, known[what]))
+            known[what] = place(shape, mesh, steps, (("pp", what[2]),))
+        tensors.append(Tensor(name, dtype, known[what]))
     return Layout(tensors, parallel.slots)
 
 

@@ -5,6 +5,9 @@ n rows of logits at a time, V rows of the vocabulary on the slot, M hidden size.
 forward     a chunk's logits in fp32, and their exponentials beside those of the chunk before
 backward    probabilities and their gradient in fp32, and the gradient in the compute dtype; of the weight's gradient
             [V, M] a sum in fp32, and a chunk's product in the compute dtype
+
+With `fp32_lm_head` the compute dtype is fp32 here, and from the forward to the backward pass there is a copy of the
+weight in it.
 """
 
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ class HeadMemory:
     """Probabilities that wait for the backward pass: those of a micro-batch that is one chunk."""
     forward_activations: int
     forward_logits: int
+    """Logits, and the copy of the weight."""
     backward_activations: int
     """Gradients of hidden states, beside what is kept."""
     backward_logits: int
@@ -42,7 +46,10 @@ class HeadMemory:
 
 def head_memory(shapes: SlotShapes, options: MemoryOptions) -> HeadMemory:
     """Return what the head of the last stage takes."""
-    c, num_scored = shapes.compute_bytes, shapes.tokens
+    is_cast = options.fp32_lm_head and shapes.compute_bytes < FP32
+    c, num_scored = FP32 if is_cast else shapes.compute_bytes, shapes.tokens
+    weight = FP32 * shapes.vocab_rows * shapes.hidden_size
+    copied = weight if is_cast else 0
     most = options.head_chunk_tokens or max(1, CHUNK_ELEMENTS[shapes.device] // shapes.vocab_rows)
     first = min(most, num_scored)
     second = min(most, num_scored - first)
@@ -59,10 +66,10 @@ def head_memory(shapes: SlotShapes, options: MemoryOptions) -> HeadMemory:
         kept=shapes.hidden_bytes + hidden,
         kept_logits=0 if following else FP32 * logits,
         forward_activations=shapes.hidden_bytes + (shapes.summed_bytes if shapes.tp > 1 else 0),
-        forward_logits=forward,
+        forward_logits=forward + copied,
         backward_activations=hidden,
-        backward_logits=backward,
-        product_logits=(FP32 + c) * logits,
-        sum_gradients=0 if shapes.adapters else FP32 * shapes.vocab_rows * shapes.hidden_size,
+        backward_logits=backward + copied,
+        product_logits=(FP32 + c) * logits + copied,
+        sum_gradients=0 if shapes.adapters else weight,
         product_gradients=0 if shapes.adapters else c * shapes.vocab_rows * shapes.hidden_size,
     )

@@ -31,8 +31,8 @@ class MemoryOptions:
     """Bytes of a number in forward and backward passes."""
     reduce_bytes: int = 4
     """Bytes of a number of gradients that are being added up over ranks."""
-    optimizer_bytes: int = 8
-    """Bytes that the optimizer keeps for each parameter."""
+    optimizer_bytes: float = 8
+    """Bytes that the optimizer keeps for each parameter, on average."""
     reduce_every_step: bool = False
     """Whether each slot keeps the gradients of all weights that it gathers until the optimizer step."""
     reshard_after_forward: bool = True
@@ -43,6 +43,7 @@ class MemoryOptions:
     fsdp_cpu_offload: bool = False
     head_chunk_tokens: int | None = None
     """Tokens whose logits exist at a time; None: as many as `model.logprobs` chooses for the device."""
+    fp32_lm_head: bool = False
     device: Literal["cpu", "cuda"] = "cuda"
     context_bytes: int = 0
     """Bytes of the device that its driver and its libraries take for a process."""
@@ -68,6 +69,6 @@ class MemoryOptions:
         return MemoryOptions(**own)
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Bytes of a parameter, its gradient and what the optimizer keeps for it."""
         return 2 * self.parameter_bytes + self.optimizer_bytes

@@ -92,7 +92,7 @@ class _StageStep:
         return {
             "parameters": self._num_shard * self._options.parameter_bytes * on_device,
             "gradients": self._gradients() if self._has_gradient else 0,
-            "optimizer": self._num_trained_shard * self._options.optimizer_bytes * moments,
+            "optimizer": int(self._num_trained_shard * self._options.optimizer_bytes) * moments,
             "activations": self._inputs_bytes,
             "generator": self._options.generator_bytes,
             "context": self._options.context_bytes,
@@ -154,7 +154,7 @@ class _StageStep:
         return MemoryParts(
             parameters=self._num_shard * options.parameter_bytes * state,
             gradients=self._num_trained_shard * options.parameter_bytes * sums,
-            optimizer=self._num_trained_shard * options.optimizer_bytes * moments,
+            optimizer=int(self._num_trained_shard * options.optimizer_bytes) * moments,
             activations=kept,
         )
 
@@ -255,9 +255,9 @@ class _StageStep:
             return self._at("optimizer step", made)
         trained = self._shapes.adapter_rows if self._spec.lora else [*self._shapes.layer_rows, *self._root_rows()]
         largest = max(rows * columns for rows, columns in trained)
-        bucket = max(BUCKET_BYTES, -(-largest // self._num_shards) * options.optimizer_bytes)
+        bucket = max(BUCKET_BYTES, -(-largest // self._num_shards) * int(options.optimizer_bytes))
         # One is updated while the next one comes and the one before goes back.
-        coming = min(3 * bucket, self._num_trained_shard * options.optimizer_bytes)
+        coming = min(3 * bucket, int(self._num_trained_shard * options.optimizer_bytes))
         return self._at("optimizer step", made, {"optimizer": coming})
 
     # Layers.

@@ -66,6 +66,15 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_A", ".lora_B"))
 
 
+def is_layer_matrix(name: str) -> bool:
+    """Return whether a parameter is a matrix of a layer: no embedding, head, norm or bias."""
+    return name.startswith("layers.") and name.endswith("_proj.weight")
+
+
+def is_norm_or_bias(name: str) -> bool:
+    return name.endswith(("norm.weight", ".bias"))
+
+
 def _layer(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Parameter]:
     hidden, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
     query, key = spec.num_heads * head, spec.num_kv_heads * head
