@@ -163,6 +163,8 @@ CASES = [
     ("qwen3", K_AND_UP, 2, {"cp": 2}, {}),
     ("llama", ALL, 4, {"pp": 2, "tp": 2}, {"pp_schedule": "zero_bubble"}),
     ("qwen3", ALL, 2, {"dp_replicate": 2}, {"ac": {"mode": "selective", "targets": ["mlp"]}}),
+    ("llama", ALL, 2, {"tp": 2}, {"compile": {"backend": "aot_eager"}}),
+    ("qwen3", SOME, 2, {}, {"optim_cpu_offload": True}),
 ]
 
 
