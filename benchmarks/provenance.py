@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ductile.host import cpu_name, num_cores
+
 RESULTS = Path(__file__).with_name("results")
 
 
@@ -58,19 +60,6 @@ def write(file: Path | None, figures: Mapping[str, object], indent: int = 2) -> 
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(figures, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def cpu_name() -> str:
-    """As the kernel names it; where a host hides which of a maker's CPUs it is, with family and model."""
-    keys = dict(re.findall(r"^(.+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
-    name = keys.get("model name") or platform.processor() or platform.machine()
-    if re.search(r"\d", name) or "model" not in keys:
-        return name
-    return f"{name}, family {keys['cpu family']} model {keys['model']}"
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _quoted(word: str) -> str:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import platform
+import re
 import resource
 from pathlib import Path
 
@@ -82,3 +84,21 @@ def is_amd_with_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return False
     fields = {name.strip(): value for name, _, value in (line.partition(":") for line in first.splitlines())}
     return fields.get("vendor_id", "").strip() == "AuthenticAMD" and "avx512f" in fields.get("flags", "").split()
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name as the kernel has it; where a host hides which of a maker's it is, with family and
+    model."""
+    try:
+        keys = dict(re.findall(r"^(.+?)\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE))
+    except OSError:
+        keys = {}
+    name = keys.get("model name") or platform.processor() or platform.machine()
+    if re.search(r"\d", name) or "model" not in keys:
+        return name
+    return f"{name}, family {keys['cpu family']} model {keys['model']}"
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -81,6 +81,8 @@ RESOLVED: list[tuple[str, str, Any]] = [
     ("--wandb.project p --wandb None", "wandb", None),
     ("--bench", "bench.output_json", None),
     ("--bench.output-json f.json", "bench.output_json", "f.json"),
+    ("--trace", "trace.steps", [2, 3]),
+    ("--trace.steps 4 5 --trace.slots 1", "trace.steps", [4, 5]),
     # tables of free names
     ('--orchestrator.task.config {"a":1} --orchestrator.task.config.b 2', "orchestrator.task.config", {"a": 1, "b": 2}),
     ("--orchestrator.task.config.b [1,2]", "orchestrator.task.config", {"b": [1, 2]}),
@@ -97,6 +99,7 @@ RESOLVED: list[tuple[str, str, Any]] = [
     ("--no-clean-output-dir", "clean", False),
     ("--inference.vllm.data-parallel-size 1", "inference.parallel.dp", 1),
     ("--trainer.ckpt.interval 3", "ckpt.interval", 3),
+    ("--trainer.trace-path traces", "trace.dir", "traces"),
     ("--inference.server.port 8001 --orchestrator.client.base-url http://h:8001/v1", "inference.server.port", 8001),
     ("--orchestrator.student.client.timeout-s 5", "orchestrator.client.timeout_s", 5.0),
     ("--orchestrator.reward-timeout-s 5", "orchestrator.graders.timeout_s", 5.0),

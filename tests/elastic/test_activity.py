@@ -6,8 +6,10 @@ from ductile.elastic.activity import ACTIVITIES, SlotActivity
 from ductile.elastic.situation import Situation
 from ductile.messages.workers import (
     AssignRole,
+    BeginTrace,
     Command,
     Done,
+    EndTrace,
     EngineStats,
     Generate,
     OptimStep,
@@ -182,5 +184,5 @@ def test_a_slot_that_is_gone_is_lost_and_still_accounted_for():
 
 
 def test_every_command_of_a_role_is_some_activity():
-    of_the_slot = {Ping, Stop, Survey}
+    of_the_slot = {Ping, Stop, Survey, BeginTrace, EndTrace}
     assert set(get_args(Command)) - of_the_slot == ACTIVITIES.keys()

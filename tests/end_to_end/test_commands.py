@@ -48,33 +48,6 @@ def test_sft_lowers_the_loss_and_resumes(tmp_path: Path, model: Path):
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
 
-@pytest.mark.slow
-def test_trainer_benches_on_made_up_data_and_touches_no_run(tmp_path: Path, model: Path, monkeypatch):
-    """Even where `clean` is set, as in the quickstart's file."""
-    figures, run, temporary = tmp_path / "figures.json", tmp_path / "run", tmp_path / "tmp"
-    for folder in (run / "state/step_2", run / "model", temporary):
-        folder.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text('{"step": 2}\n')
-    before = sorted(run.rglob("*"))
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    words = ["--model.name", model, "--model.seq-len", 64, "--data.fake", "--max-steps", 3, "--cluster.device", "cpu"]
-    done = ductile("trainer", *words, "--output-dir", run, "--clean", "--bench.output-json", figures)
-    assert done.returncode == 0, done.stderr
-    assert "Throughput" in done.stdout
-    found = json.loads(figures.read_text())
-    assert found["throughput"]["mean"] > 0
-    (device,) = found["devices"]
-    assert (device["name"], device["slots"], device["source"]) == ("cpu", 1, "measured")
-    assert found["mfu"]["mean"] > 0
-    assert 0.05 < found["peak_memory"]["gib"] < 8
-    assert found["peak_memory"]["of"] == "resident memory of the slots' processes"
-    assert sorted(run.rglob("*")) == before
-    assert list(temporary.glob("ductile-bench-*")) == []
-    failed = ductile("trainer", *words, "--output-dir", run, "--clean", "--bench", "--cluster.start-timeout-s", "0.01")
-    assert failed.returncode == 2, failed.stderr
-    assert sorted(run.rglob("*")) == before
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.slow

@@ -5,7 +5,8 @@ import json
 import pytest
 from rich.console import Console
 
-from ductile.messages.workers import Surveyed
+from ductile.config.schema.bench import BenchConfig
+from ductile.messages.workers import Surveyed, Traced
 from ductile.orchestrator.commands.bench import GIB, Bench, written
 from ductile.roles import Late
 
@@ -20,7 +21,7 @@ def measured_on(ask, steps, arithmetic="bfloat16") -> Bench:
     """A run of steps: (step, seconds, mfu), 1,000 tokens each."""
 
     async def run() -> Bench:
-        bench = Bench()
+        bench = Bench(BenchConfig(), {"seq_len": 64})
         if ask:
             await bench.begin(ask, arithmetic)
         for step, step_s, mfu in steps:
@@ -42,8 +43,8 @@ def gpus(*memory_gib: tuple[float, float]):
             return {slot: Surveyed("NVIDIA H200", 0, 0, 989e12, "known") for slot in (0, 1)}
         used, reserved = next(left)
         return {
-            0: Surveyed("NVIDIA H200", int(used * GIB), int(reserved * GIB)),
-            1: Surveyed("NVIDIA H200", GIB, GIB),
+            0: Surveyed("NVIDIA H200", int(used * GIB), int(reserved * GIB), total_bytes=8 * GIB),
+            1: Surveyed("NVIDIA H200", GIB, GIB, total_bytes=8 * GIB),
         }
 
     return ask
@@ -82,6 +83,7 @@ def test_the_first_step_is_left_out(tmp_path):
         "gib": 5.0,
         "largest_slot_gib": 4.0,
         "reserved_gib": 7.0,
+        "pct": 75.0,
         "of": "tensors on the slots' devices",
     }
     written(figures, bench.table(), str(tmp_path / "bench.json"))
@@ -90,7 +92,7 @@ def test_the_first_step_is_left_out(tmp_path):
     assert "40.0 %" in text
     assert "23.3 ± 12.5 % [10.0, 40.0]" in text
     assert "NVIDIA H200 at 989 TFLOP/s (known)" in text
-    assert "5.00 GiB" in text
+    assert "5.00 GiB (75 %)" in text
     assert "583 ± 312 tokens/s [250, 1,000]" in text
 
 
@@ -102,6 +104,7 @@ def test_a_cpu_is_measured_and_its_memory_is_the_processes():
         "gib": 2.0,
         "largest_slot_gib": 1.0,
         "reserved_gib": None,
+        "pct": None,
         "of": "resident memory of the slots' processes",
     }
     assert "cpu at 0.05 TFLOP/s (measured)" in text_of(bench)
@@ -154,5 +157,47 @@ def test_a_slot_that_does_not_reply_costs_its_figures_alone(capsys):
 
 
 def test_a_run_that_was_too_short_has_an_empty_table():
-    assert Bench().figures()["steps"] == 0
-    assert Bench().table().row_count == 0
+    assert Bench(BenchConfig(), {"seq_len": 64}).figures()["steps"] == 0
+    assert Bench(BenchConfig(), {"seq_len": 64}).table().row_count == 0
+
+
+class Tracer:
+    """As `SlotTracer`, with slots that spend a fifth and two fifths of their time on communication."""
+
+    def __init__(self) -> None:
+        self.did: list[object] = []
+
+    def begin(self, files):
+        self.did.append(dict(files))
+
+    def end(self):
+        self.did.append("end")
+
+    async def replies(self):
+        return {0: Traced(5.0, 1.0), 1: Traced(5.0, 2.0)}
+
+
+def test_the_step_after_the_timed_ones_is_traced():
+    bench, tracer = Bench(BenchConfig(steps=3, warmup_steps=2), {}), Tracer()
+
+    async def run() -> None:
+        bench.trace(tracer, lambda: (0, 1))
+        for step in range(1, 5):
+            seconds = {"seconds/forward_backward": 0.75 * step, "seconds/optim_step": 0.125, "seconds/resize": 0.0}
+            bench.on_metrics(step, {"tokens": 10.0, "step_s": float(step), **seconds})
+            tracer.did.append(step)
+        await bench.wait_for_replies()
+
+    asyncio.run(run())
+    assert tracer.did == [1, 2, {0: "", 1: ""}, 3, "end", 4]
+    figures = bench.figures()
+    assert (figures["steps"], figures["warm_up_steps"], figures["step_time"]["mean"]) == (1, 2, 3.0)
+    assert {name: found["mean"] for name, found in figures["phases"].items()} == {
+        "forward_backward": 2.25,
+        "optim_step": 0.125,
+    }
+    assert figures["communication"] == {"share": pytest.approx(0.3), "largest_slot_share": 0.4, "slots": 2}
+    assert figures["versions"]["torch"]
+    text = text_of(bench)
+    assert "Phases of a step, which may overlap: forward_backward 2.25 s, optim_step 0.125 s." in text
+    assert "Communication: 30.0 % of a traced step" in text

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ductile.config.schema.bench import BenchConfig
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.core.layout.choice.layout_rules import NO_RULES
@@ -47,7 +48,8 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     monkeypatch.setattr(run, "assign_role", take_roles)
     config = SimpleNamespace(cluster=ClusterConfig(command_timeout_s=1.0), bench=object())
     prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}, model=TrainerModelConfig()))
-    session = SimpleNamespace(logs=None, bench=Bench(), interrupt=SimpleNamespace(graceful=asyncio.Event()))
+    interrupt = SimpleNamespace(graceful=asyncio.Event())
+    session = SimpleNamespace(logs=None, bench=Bench(BenchConfig(), {}), tracing=None, interrupt=interrupt)
     with pytest.raises(Reached):
         asyncio.run(command(config, prepared, session))
     assert did == ["measure", "take roles"]
@@ -59,7 +61,7 @@ def test_nobody_waits_for_a_slot_that_does_not_say_its_memory(sooner: str):
         async def ask(measure: object) -> dict[int, object]:
             return {} if measure else await asyncio.Future()
 
-        bench = Bench()
+        bench = Bench(BenchConfig(), {})
         await bench.begin(ask, "bfloat16")
         bench.on_metrics(2, {"tokens": 10.0, "step_s": 1.0})
         interrupt = SimpleNamespace(graceful=asyncio.Event())
@@ -69,7 +71,7 @@ def test_nobody_waits_for_a_slot_that_does_not_say_its_memory(sooner: str):
         if sooner == "a death":
             cluster.kill(0)
         async with asyncio.timeout(30.0):
-            await run._measure_memory(bench, cluster, SimpleNamespace(interrupt=interrupt))
+            await run._hear_the_slots(cluster, SimpleNamespace(bench=bench, tracing=None, interrupt=interrupt))
         assert bench.figures()["steps"] == 1
         assert bench.figures()["peak_memory"] == {"gib": None, "reason": "no slot has said it"}
 

@@ -1,6 +1,7 @@
 """What a slot's process does with commands: one real cluster of one slot for the whole file."""
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
@@ -10,8 +11,11 @@ from ductile.cluster.local import LocalCluster
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.messages.workers import (
+    CLOCK_EVENT,
     AssignRole,
+    BeginTrace,
     Done,
+    EndTrace,
     Finished,
     Generate,
     OptimStep,
@@ -327,3 +331,18 @@ def test_a_slot_says_what_its_device_is_and_measures_it_when_asked(slot: Harness
     assert measured.peak_flops_per_s > 1e8
     again = slot.ask(Survey("float32"))
     assert again.peak_flops_per_s == measured.peak_flops_per_s, "once in a process"
+
+
+def test_a_slot_is_traced_from_one_command_to_another(slot: Harness, tmp_path: Path):
+    file = tmp_path / "traces" / "slot_0.json"
+    assert slot.ask(BeginTrace(str(file))) == Done()
+    with pytest.raises(Refused, match="this slot is being traced already"):
+        slot.ask(BeginTrace())
+    assert not file.exists()
+    traced = slot.ask(EndTrace())
+    assert (traced.seconds > 0, traced.communication_s) == (True, 0.0)
+    assert any(event["name"].startswith(CLOCK_EVENT) for event in json.loads(file.read_text())["traceEvents"])
+    with pytest.raises(Refused, match="this slot is not being traced"):
+        slot.ask(EndTrace())
+    assert slot.ask(BeginTrace()) == Done()
+    assert slot.ask(EndTrace()).seconds > 0, "it may be traced again"

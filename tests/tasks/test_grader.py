@@ -508,9 +508,13 @@ def test_what_a_reward_has_started_does_not_outlive_it(config, killed, fenced, t
             victim = {"orchestrator": orchestrator.pid, "keeper": keeper, "inner keeper": inner, "grader": grader}[
                 killed
             ]
+
             # The child that has a session of its own, and lost its parent, is found by what it runs.
-            daemon = [pid for pid in all_pids() if f"sleep\x00{DAEMON_S}" in command_line(pid)]
-            assert len(daemon) == 1
+            def daemons() -> list[int]:
+                return [pid for pid in all_pids() if f"sleep\x00{DAEMON_S}" in command_line(pid)]
+
+            wait_for(lambda: len(daemons()) == 1)
+            daemon = daemons()
             os.kill(victim, signal.SIGKILL)
             wait_for(lambda: not any(alive(pid) for pid in (*family[1:], *daemon)))
         finally:

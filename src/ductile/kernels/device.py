@@ -26,6 +26,8 @@ class PeakMemory:
     """Bytes that tensors took on a GPU, or that the process had resident elsewhere."""
     reserved_bytes: int | None
     """Bytes of the GPU that torch's allocator held; None elsewhere."""
+    total_bytes: int | None = None
+    """Bytes that the GPU has; None elsewhere."""
 
 
 class DeviceStopwatch:
@@ -76,7 +78,8 @@ def peak_of(device: str | torch.device, arithmetic: Arithmetic, measure: bool = 
 def peak_memory(device: str | torch.device) -> PeakMemory:
     device = torch.device(device)
     if device.type == "cuda":
-        return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), total_bytes)
     return PeakMemory(_resident_bytes(), None)
 
 

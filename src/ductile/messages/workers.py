@@ -79,6 +79,22 @@ class Survey(Message):
     slot measures it, and nothing else should run on the machine meanwhile."""
 
 
+class BeginTrace(Message):
+    """Trace what the main thread and the GPU do from now on. Reply: `Done`."""
+
+    file: str = ""
+    """File that the trace is written to at its end, in Chrome's format; "" writes none. A slot that leaves before
+    `EndTrace` writes what it has."""
+
+
+class EndTrace(Message):
+    """End what `BeginTrace` began. Reply: `Traced`."""
+
+
+CLOCK_EVENT = "ductile: unix time in ns: "
+"""How the name of a trace's first event begins; the number that follows says when that was."""
+
+
 # -- Commands: train -----------------------------------------------------------------------------------------------
 
 
@@ -310,6 +326,15 @@ class Surveyed(Message):
     peak_flops_per_s: float | None = None
     """Floating-point operations a second in matrix products; None where `Survey` did not ask for it."""
     peak_source: Literal["known", "measured"] | None = None
+    total_bytes: int | None = None
+    """Memory of the GPU; None on a CPU."""
+
+
+class Traced(Message):
+    seconds: float
+    """Seconds from `BeginTrace` to `EndTrace`."""
+    communication_s: float
+    """Those of them in which a collective was under way, waits for other ranks included."""
 
 
 class Frozen(Message):
@@ -421,11 +446,11 @@ TrainCommand = (
     | BeginUpdate | FinishUpdate | LeaveOut | Prepare | Freeze | TransferState | Commit | Rollback | Finalize
 )  # fmt: skip
 Command = (
-    AssignRole | ReleaseRole | Ping | Stop | Survey | TrainCommand
+    AssignRole | ReleaseRole | Ping | Stop | Survey | BeginTrace | EndTrace | TrainCommand
     | Generate | Abort | MigrateOut | Forget | OfferWeights | EndOffer | Receive | DigestWeights | Score
 )  # fmt: skip
 Reply = (
-    Done | Failed | Surveyed
+    Done | Failed | Surveyed | Traced
     | ForwardBackwardDone | Stepped | StateMoved | Frozen | StateTransferred | Published | UpdateBegun
     | Scores | WeightDigests | MigratedOut
 )  # fmt: skip

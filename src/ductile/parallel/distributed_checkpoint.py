@@ -14,7 +14,13 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -59,6 +65,11 @@ class HeldTensor:
         """The one of the boxes that begins where the index says, in the slot's own memory."""
         box = next(box for box in boxes if box[0] == tuple(index.offset or ()))
         return self._parts.view(self._parameter, self._local, box)
+
+    def check_dtype(self, name: str, stored: torch.dtype) -> None:
+        """Raises ValueError where one side has codes and the other numbers. Numbers are converted."""
+        if stored.is_floating_point != self._local.dtype.is_floating_point:
+            raise ValueError(f"{name} is {stored} there, and this trainer keeps it in {self._local.dtype}")
 
     @property
     def owned(self) -> list[Box]:
@@ -118,6 +129,10 @@ class _BoxesIn(DefaultLoadPlanner):
         """torch's own looks for tensors on the meta device, and knows no `HeldTensor`."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
         self.flatten_state_dict = False
+        for name, held in state_dict.items():
+            stored = metadata.state_dict_metadata.get(name) if metadata else None
+            if isinstance(held, HeldTensor) and isinstance(stored, TensorStorageMetadata):
+                held.check_dtype(name, stored.properties.dtype)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         held = self.state_dict[index.fqn]

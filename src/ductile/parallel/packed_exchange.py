@@ -22,7 +22,10 @@ class PackedExchange:
     def __init__(self, plan: Plan, slot: int, members: tuple[int, ...], group: dist.ProcessGroup) -> None:
         messages = plan.at_once(slot)
         self._group, self._target, self._slot = group, plan.target, slot
-        self._kept = [_views(part, plan, slot) for part in plan.local(slot)]
+        self._kept = [
+            (part.name, _view(plan.source, part, slot)[1], _view(plan.target, part, slot)[1])
+            for part in plan.local(slot)
+        ]
         sent = {message.peer: [_view(plan.source, part, slot) for part in message.parts] for message in messages.sends}
         coming = {
             message.peer: [_view(plan.target, part, slot) for part in message.parts] for message in messages.receives
@@ -49,10 +52,6 @@ class PackedExchange:
         for (name, view), part in zip(self._receives, parts, strict=True):
             _strided(target[name], view).copy_(part.view(view.shape))
         return target
-
-
-def _views(part: Part, plan: Plan, slot: int) -> tuple[str, View, View]:
-    return part.name, _view(plan.source, part, slot)[1], _view(plan.target, part, slot)[1]
 
 
 def _view(layout: Layout, part: Part, slot: int) -> tuple[str, View]:

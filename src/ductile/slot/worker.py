@@ -28,9 +28,11 @@ from ductile.messages.message import RoleName
 from ductile.messages.outgoing_updates import FinishUpdate, LeaveOut
 from ductile.messages.workers import (
     AssignRole,
+    BeginTrace,
     Command,
     Done,
     EndOffer,
+    EndTrace,
     Envelope,
     Failed,
     MigrateOut,
@@ -44,11 +46,13 @@ from ductile.messages.workers import (
     Stop,
     Survey,
     Surveyed,
+    Traced,
     TrainCommand,
 )
 from ductile.roles import Failure, Later, OutOfMemory, Refused, RoleAssignment, SlotRole, StaleEpoch, StateKept
 from ductile.slot.forkserver import Say
 from ductile.slot.link import Link
+from ductile.slot.trace import SlotTrace
 from ductile.surrogates import ESCAPED, escaped
 from ductile.transport.codec import BadFrame
 
@@ -81,6 +85,7 @@ class Worker:
         self._num_releases = Counter[RoleName]()
         """Commands that release a role and have not been executed yet."""
         self._changing_roles = Lock()
+        self._trace: SlotTrace | None = None
         self._leaving = False
 
     def run(self) -> None:
@@ -94,6 +99,9 @@ class Worker:
                 self._serve(envelope)
             else:
                 self._work()
+        with suppress(OSError):  # whoever reads it finds none
+            if self._trace is not None:
+                self._end_trace()
         for role in self._roles.values():
             role.close()
 
@@ -180,6 +188,13 @@ class Worker:
                 return Done()
             case Survey(measure=measure):
                 return survey(self._settings.device, measure)
+            case BeginTrace(file=file):
+                if self._trace is not None:
+                    raise ValueError("this slot is being traced already")
+                self._trace = SlotTrace(self._settings.device, file)
+                return Done()
+            case EndTrace():
+                return self._end_trace()
             case AssignRole():
                 if not beside and not self._begin_making(command):
                     raise ValueError(f"this slot holds the role {command.role!r} already")
@@ -198,6 +213,12 @@ class Worker:
                 return self._role(command.role).handle(command)
             case _:
                 return self._role("train" if isinstance(command, TrainCommand) else "generate").handle(command)
+
+    def _end_trace(self) -> Traced:
+        trace, self._trace = self._trace, None
+        if trace is None:
+            raise ValueError("this slot is not being traced")
+        return trace.end()
 
     def _begin_making(self, command: AssignRole) -> bool:
         """False when the slot holds or makes the role already."""
@@ -281,6 +302,7 @@ def survey(device: str, measure: Arithmetic | None) -> Surveyed:
         memory.reserved_bytes,
         peak.flops_per_s if peak else None,
         peak.source if peak else None,
+        memory.total_bytes,
     )
 
 

@@ -1,7 +1,9 @@
 """AdamW whose moments have 8 bits a number.
 
 Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861): a number is one of 256 of a
-table that is dense near zero, times the largest of its block. A block is a part of one row of the whole matrix, so a
+table that is dense near zero, times the largest of its block. Of the second moment it is the root that is kept, and
+none but 0 becomes 0: a number whose gradient is a ten thousandth of its neighbour's would else be divided by `eps`
+alone, and leap. A block is a part of one row of the whole matrix, so a
 number is rounded alike in every layout, and a resize moves codes and scales byte by byte
 (`ductile.core.layout.geometry.strategy.block_columns`).
 """
@@ -36,13 +38,13 @@ class AdamW8bit:
             kept["step"].add_(1)
             num_updates = kept["step"].double()
             first = _read(kept, "exp_avg", is_signed=True).lerp_(gradient, 1 - config.betas1)
-            second = _read(kept, "exp_avg_sq", is_signed=False)
+            second = _read(kept, "exp_avg_sq", is_signed=False).square_()
             second.mul_(config.betas2).addcmul_(gradient, gradient, value=1 - config.betas2)
             _write(kept, "exp_avg", first, is_signed=True)
-            _write(kept, "exp_avg_sq", second, is_signed=False)
+            _write(kept, "exp_avg_sq", second.sqrt_(), is_signed=False)
             # Both bias corrections; on the device, as nothing here waits for it.
             largest = (lr / (1 - config.betas1**num_updates)).float()
-            root = second.sqrt_().div_((1 - config.betas2**num_updates).sqrt().float()).add_(config.eps)
+            root = second.div_((1 - config.betas2**num_updates).sqrt().float()).add_(config.eps)
             weights.mul_(1 - lr * self._weight_decay).sub_(first.div_(root).mul_(largest))
 
 
@@ -52,6 +54,8 @@ def quantized(numbers: Tensor, columns: int, is_signed: bool) -> tuple[Tensor, T
     scales = blocks.abs().amax(-1)
     shares = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
     codes = torch.bucketize(shares, _table(is_signed, numbers.device)[1], out_int32=True)
+    if not is_signed:
+        codes.clamp_(min=1).masked_fill_(blocks == 0, 0)
     return codes.to(torch.uint8).view(numbers.shape), scales
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ductile.config.schema.optimizer_state import SCALE
 from ductile.parallel import distributed_checkpoint as state
 from ductile.parallel.distributed_checkpoint import HeldTensor
 from ductile.parallel.parts import SlotParts
@@ -35,11 +34,16 @@ def load_state(trainer: Trainer, path: str | Path) -> None:
 def _held(trainer: Trainer) -> dict[str, Tensor | HeldTensor]:
     """This slot's parts of parameters and moments, by the names of `ductile.trainer.state`, such as
     `exp_avg/layers.0.mlp.down_proj.weight`."""
+    of_blocks = {
+        f"{kept.name}/{parameter}"
+        for parameter, described in trainer.optimizer_state.items()
+        for kept in described
+        if kept.layout == "blocks"
+    }
     held: dict[str, Tensor | HeldTensor] = {}
     for name, local in parts_of(named_state(trainer)).items():
-        kept, parameter = name.split("/", 1)
         parts = trainer.parts
-        if kept.endswith(SCALE):
+        if name in of_blocks:
             parts = SlotParts.of_blocks(trainer.spec, trainer.context.layout, trainer.context.slot)
-        held[name] = HeldTensor(local, parts, parameter)
+        held[name] = HeldTensor(local, parts, name.split("/", 1)[1])
     return held

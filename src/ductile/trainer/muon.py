@@ -6,11 +6,12 @@ Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; t
 Orthogonalizing needs a whole matrix, and layouts have parts of it. So in a step momentum is updated where it lies, what
 it gives goes to the matrix's owner by one packed exchange, a batch of matrices at a time, is made orthogonal there, and
 comes back by another. Plans are those that move states (`ductile.core.transfer.planning`), so that any layout's update
-is that of one slot, to the last bit where the gradient is. Fused weights are split first: each of query, key and value
+is that of one slot. Fused weights are split first: each of query, key and value
 is a matrix of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +44,13 @@ class WholeMatrices:
         self.dtype = dtype
         self._slot, self._group = context.slot, context.group(*AXES_OF_STAGE)
         self._members = context.layout.group(context.slot, AXES_OF_STAGE)
-        self._rows = {each.name: each.rows for each in parameters(spec) if is_layer_matrix(each.name)}
+        self._num_elements = {each.name: prod(each.shape) for each in parameters(spec)}
+        self._fused_rows = {each.name: each.rows for each in parameters(spec) if is_layer_matrix(each.name)}
         layout = model_layout(spec, context.layout, str(dtype).removeprefix("torch."))
         ours = [
-            each for each in layout if each.name in self._rows and {*each.holdings.slots.tolist()} & {*self._members}
+            each
+            for each in layout
+            if each.name in self._fused_rows and {*each.holdings.slots.tolist()} & {*self._members}
         ]
         self._stored = Layout(ours, self._members)
         self._planner = Planner(relays=False)
@@ -57,15 +61,9 @@ class WholeMatrices:
         num_bytes = {name: self._stored[name].num_bytes for name in names}
         return batches_of(num_bytes, BATCH_BYTES * len(self._members))
 
-    def has(self, name: str) -> bool:
-        """Return whether a parameter is one of the matrices."""
-        return name in self._stored.tensors
-
-    def share_bytes(self, name: str, item_bytes: int) -> int:
-        """Return the bytes of a slot's part of a matrix, were it dealt out evenly; the same on all of the stage's
-        slots."""
-        whole = self._stored[name]
-        return -(-whole.num_bytes // whole.item_bytes // len(self._members)) * item_bytes
+    def even_share(self, name: str) -> int:
+        """Return how many numbers of a parameter each of the stage's slots would have, were all dealt out evenly."""
+        return -(-self._num_elements[name] // len(self._members))
 
     def apply(self, change: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what becomes of a batch of matrices, of which this slot has `parts`, flat: each is whole, and split
@@ -81,12 +79,14 @@ class WholeMatrices:
         return back.run(whole, like)
 
     def _changed(self, change: Callable[[Tensor], Tensor], name: str, matrix: Tensor) -> Tensor:
-        return torch.cat([change(part) for part in matrix.split(self._rows[name])])
+        return torch.cat([change(part) for part in matrix.split(self._fused_rows[name])])
 
     def _exchange(self, names: tuple[str, ...]) -> tuple[PackedExchange, PackedExchange]:
         if names not in self._exchanges:
             stored = Layout([self._stored[name] for name in names], self._members)
-            costs = {each.name: sum(_cost(rows, each.shape[1]) for rows in self._rows[each.name]) for each in stored}
+            costs = {
+                each.name: sum(_cost(rows, each.shape[1]) for rows in self._fused_rows[each.name]) for each in stored
+            }
             owned = owned_layout(stored, costs)
             there, back = self._planner.plan(stored, owned), self._planner.plan(owned, stored)
             self._exchanges[names] = (

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ductile.config.schema.optimizer_state import OptimizerTensor
-from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, SGDConfig
+from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, SGDConfig, SignSGDConfig
 from ductile.core.layout.memory.step_memory import BUCKET_BYTES
-from ductile.core.layout.model.parameters import is_norm_or_bias
+from ductile.core.layout.model.parameters import is_layer_matrix, is_norm_or_bias
 from ductile.parallel.data import like, local_shard
 from ductile.parallel.host_copies import Copy, host_copies
 from ductile.parallel.host_memory import host_like, is_host, mark_host
@@ -47,19 +47,16 @@ class Optimizer:
         described: Mapping[str, Sequence[OptimizerTensor]],
         parameters: Mapping[str, nn.Parameter],
         buffers: MutableMapping[str, Tensor] | None = None,
-        blocks: Mapping[str, int] | None = None,
         matrices: WholeMatrices | None = None,
     ) -> None:
         """What is `described` of each starts as zeros, or lives in the `buffers` called `<name>/<parameter>`: this
-        rank's parts, flat, taken out of the mapping. `blocks`: columns of the blocks of 8-bit moments. `matrices`: what
-        Muon exchanges matrices by.
+        rank's parts, flat, taken out of the mapping. `matrices`: what Muon exchanges matrices by.
         """
         self.state: dict[str, dict[str, Tensor]] = {}
         """This rank's part of what is kept for each parameter, by its name; plain tensors."""
         self._described, self._parameters, self._matrices = described, parameters, matrices
         for name, parameter in parameters.items():
-            columns = 0 if blocks is None else blocks.get(name, 0)
-            self.state[name] = {kept.name: _made(kept, name, parameter, columns, buffers) for kept in described[name]}
+            self.state[name] = {kept.name: _made(kept, name, parameter, buffers) for kept in described[name]}
         self._buckets = [_Bucket(self._rules(config, names), names) for names in self._cut()]
         self._copies = host_copies(next(iter(parameters.values())).device)
 
@@ -128,11 +125,9 @@ class Optimizer:
         yield names
 
     def _bytes_of(self, name: str, kept: Tensor) -> int:
-        """Bytes by which buckets are cut. Of what Muon exchanges they are the same on all slots, as these exchange the
-        matrices of a bucket."""
-        if self._matrices is not None and self._matrices.has(name):
-            return self._matrices.share_bytes(name, kept.itemsize)
-        return kept.nbytes
+        """Bytes by which buckets are cut. With Muon all of a stage's slots cut alike, as they exchange the matrices of
+        one bucket after the other."""
+        return kept.nbytes if self._matrices is None else self._matrices.even_share(name) * kept.itemsize
 
     def _rules(self, config: OptimConfig, names: Sequence[str]) -> list[UpdateRule]:
         """Return the rules of a bucket, by what is kept of a parameter and whether it decays."""
@@ -144,12 +139,11 @@ class Optimizer:
         return [make(config, parameters, weight_decay) for (make, weight_decay), parameters in groups.items()]
 
     def _kind(self, config: OptimConfig, name: str) -> "Callable[..., UpdateRule]":
-        kept = {each.name: each.layout for each in self._described[name]}
-        if "blocks" in kept.values():
-            return AdamW8bit
-        if isinstance(config, MuonConfig) and "momentum_buffer" in kept:
+        if isinstance(config, SignSGDConfig):
+            return SignSGD
+        if isinstance(config, MuonConfig) and is_layer_matrix(name):
             return self._muon
-        return TorchRule if kept or isinstance(config, SGDConfig) else SignSGD
+        return AdamW8bit if any(kept.columns for kept in self._described[name]) else TorchRule
 
     def _muon(self, config: MuonConfig, parameters: Mapping[str, nn.Parameter], weight_decay: float) -> Muon:
         assert self._matrices is not None
@@ -219,15 +213,14 @@ def _made(
     kept: OptimizerTensor,
     name: str,
     parameter: nn.Parameter,
-    columns: int,
     buffers: MutableMapping[str, Tensor] | None,
 ) -> Tensor:
-    """Return what is kept of a parameter: zeros, or its buffer. columns: of a block that has one number."""
+    """Return what is kept of a parameter: zeros, or its buffer."""
     dtype: torch.dtype = getattr(torch, kept.dtype)
     if kept.layout == "scalar":
         return torch.zeros((), dtype=dtype, device=parameter.device)
     local = local_shard(parameter)
-    shape = (len(local), local.shape[1] // columns) if kept.layout == "blocks" else local.shape
+    shape = (len(local), local.shape[1] // kept.columns) if kept.layout == "blocks" else local.shape
     if buffers is not None:
         state = buffers.pop(f"{kept.name}/{name}").view(shape)
     elif kept.is_offloaded:

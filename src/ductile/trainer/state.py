@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.optimizer_state import optimizer_state
-from ductile.config.schema.trainer import AdamWConfig, TrainerConfig
+from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.layout import Layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.strategy import block_columns, block_layout, model_layout
@@ -75,8 +75,7 @@ class StatePlans:
         self._spec = spec
         self._dtype = config.model.optimization_dtype
         self._optim = config.optim
-        self._blocks = block_columns(spec)
-        self._has_blocks = isinstance(config.optim, AdamWConfig) and config.optim.moments == "8bit"
+        self._block_columns = block_columns(spec)
         self._planners = {relays: Planner(relays=relays) for relays in (False, True)}
         self.layout = lru_cache(maxsize=REMEMBERED_LAYOUTS)(self._make)
         """Function that gives the layout of the state, with the gradient or without, on a `ParallelLayout`."""
@@ -89,17 +88,16 @@ class StatePlans:
         """Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short or empty."""
         parameters = model_layout(self._spec, parallel, self._dtype)
         kinds = {MODEL: [parameter.kind(MODEL, self._dtype) for parameter in parameters]}
-        blocks = block_layout(self._spec, parallel) if self._has_blocks else None
+        blocks: Layout | None = None
         frozen = frozen_names(self._spec)
         trained = [parameter for parameter in parameters if parameter.name not in frozen]
         for parameter in trained:
-            described = optimizer_state(
-                self._optim, parameter.name, self._dtype, has_blocks=parameter.name in self._blocks
-            )
-            for kept in described:
+            columns = self._block_columns.get(parameter.name, 0)
+            for kept in optimizer_state(self._optim, parameter.name, self._dtype, columns=columns):
                 if kept.layout == "parameter":
                     kinds.setdefault(kept.name, []).append(parameter.kind(f"{kept.name}/", kept.dtype))
-                elif kept.layout == "blocks" and blocks is not None:
+                elif kept.layout == "blocks":
+                    blocks = blocks or block_layout(self._spec, parallel)
                     kinds.setdefault(kept.name, []).append(blocks[parameter.name].kind(f"{kept.name}/", kept.dtype))
         if with_gradient:
             kinds[GRADIENT] = [parameter.kind(GRADIENT, self._dtype) for parameter in trained]

@@ -12,6 +12,7 @@ from ductile.core.layout.geometry.parallel_layout import ResizeOrder
 from ductile.error_text import error_text
 from ductile.fabric.groups import Groups
 from ductile.kernels.device import DeviceStopwatch
+from ductile.kernels.memory_history import MemoryHistory
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun, UpdateSent
 from ductile.messages.updates import Offer, WeightUpdate
 from ductile.messages.workers import (
@@ -93,6 +94,8 @@ class TrainRole:
         """Held where a change begins, in a thread of its own, or is taken back."""
         self._taken_back = -1
         """Epoch of the latest change that was taken back."""
+        folder, on_gpu = self._config.memory_profiler_path, assignment.device.startswith("cuda")
+        self._memory_history = MemoryHistory(folder, assignment.slot) if folder and on_gpu else None
         self._instance: TrainerPart | None = None
         if not assignment.joining:
             self._instance = TrainerPart(Groups.at(assignment, self._config.dist_timeout_seconds), None)
@@ -114,7 +117,10 @@ class TrainRole:
             case OptimStep(loss_denominator=loss_denominator):
                 self._outgoing.fence("OptimStep")
                 with self._in_step():
-                    return Stepped(self._live.optim_step(loss_denominator))
+                    report = self._live.optim_step(loss_denominator)
+                if self._memory_history is not None:
+                    self._memory_history.write(report.step)
+                return Stepped(report)
             case Publish(version=version, with_frozen=with_frozen):
                 with self._keeping_state():
                     return Published(self._publish(version, with_frozen))
@@ -179,6 +185,8 @@ class TrainRole:
             ending.callback(self._publisher.close)
             ending.callback(self._end_resize)
             ending.callback(self._outgoing.close)
+            if self._memory_history is not None:
+                ending.callback(self._memory_history.close)
 
     def _end_resize(self) -> None:
         if self._resize is not None:

@@ -110,11 +110,11 @@ class Trainer:
         dtype = config.model.optimization_dtype
         blocks, offload = block_columns(self.spec), config.model.optim_cpu_offload
         self.optimizer_state = {
-            name: optimizer_state(self._optim, name, dtype, offload, name in blocks) for name in named
+            name: optimizer_state(self._optim, name, dtype, offload, blocks.get(name, 0)) for name in named
         }
         is_muon = isinstance(self._optim, MuonConfig)
         matrices = WholeMatrices(self.spec, context, self.precision.compute) if is_muon else None
-        self.optimizer = Optimizer(self._optim, self.optimizer_state, named, buffers, blocks, matrices)
+        self.optimizer = Optimizer(self._optim, self.optimizer_state, named, buffers, matrices)
         self._loss = make_loss(config.loss)
         self._required = required_fields(config.loss)
         self._sums: dict[str, Tensor] = {}

@@ -1,14 +1,31 @@
-"""The count of pairs against a mask that is written out; sizes of known models."""
+"""The count of pairs against a mask that is written out; sizes of known models; whole steps against torch's own count.
+
+torch's counter counts what is multiplied. A model that computes whole squares of attention multiplies twice as much as
+a causal one needs, so transformers' is compared with a count of whole squares, and ours with an attention that
+multiplies each token with what it sees and nothing else.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from ductile.core.layout.model.flops import ForwardWork, forward_flops, layer_matrix_parameters, training_flops
-from ductile.core.layout.model.spec import ModelSpec
+from ductile.core.layout.model.lora import LoraSpec
+from ductile.core.layout.model.spec import Family, ModelSpec
+from ductile.model.checkpoint import load_model
+from ductile.model.logprobs import LogprobHead
+from ductile.model.packed import PackedSamples
+from ductile.records import Sample
+from tests.tiny import make_hf_model, make_model_folder
 
 QWEN3_4B = ModelSpec(
     "qwen3", 151_936, 2560, 9728, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, tie_embeddings=True
@@ -71,3 +88,93 @@ def test_attention_of_a_long_document() -> None:
     attention = training_flops(spec, work) - training_flops(spec, replace(work, num_pairs=0))
     square = 12 * spec.num_layers * spec.num_heads * spec.head_dim * 4096**2
     assert 2 * attention == square + square // 4096
+
+
+# -- Against torch's own counter
+
+
+def samples(prompt: int, *completions: int, first: int = 5) -> list[Sample]:
+    """Samples that begin with the same `prompt` tokens; all tokens but those, and the first one, are scored."""
+    begin = list(range(first, first + prompt))
+    return [
+        Sample((*begin, *(40 + place + number for number in range(length))), (False,) * prompt + (True,) * length)
+        for place, length in enumerate(completions)
+    ]
+
+
+STEPS = {
+    "dense": samples(1, 30),
+    "packed": [*samples(3, 9), *samples(7, 1, first=20), *samples(1, 17, first=30)],
+    "shared prompts": [*samples(12, 5, 9, 3), *samples(4, 6, 6, first=25), *samples(2, 8, first=35)],
+}
+
+
+def only_what_is_seen(packed: PackedSamples):
+    """Attention that multiplies the query of each token with the keys that it sees."""
+    mask = seen(list(packed.stems), [list(of_stem) for of_stem in packed.branches])
+    others = [torch.from_numpy(np.flatnonzero(row)) for row in mask]
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # [T, H, D]
+        outputs: list[Tensor] = []
+        for query, places in zip(q, others, strict=True):
+            weights = torch.bmm(query[:, None], k[places].permute(1, 2, 0)).softmax(-1)  # [H, 1, places]
+            outputs.append(torch.bmm(weights, v[places].transpose(0, 1))[:, 0])
+        return torch.stack(outputs)
+
+    return attention
+
+
+def of_norms(spec: ModelSpec, num_tokens: int) -> int:
+    """`kernels.norm` takes the gradient of a norm's weight, a sum over rows, as a product with a vector."""
+    return 2 * num_tokens * spec.hidden_size * (2 * spec.num_layers + 1)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("family", get_args(Family))
+def test_a_step_is_what_torch_counts(family: Family, step: str, tmp_path: Path) -> None:
+    """To the last operation, with fewer heads of keys than of queries, and heads of a size of their own."""
+    head_dim = {} if family == "qwen2" else {"head_dim": 16}
+    model = load_model(make_model_folder(tmp_path, family, tie_word_embeddings=step == "packed", **head_dim))
+    packed = PackedSamples.of(STEPS[step])
+    head = LogprobHead(packed.rows, packed.targets)
+    with FlopCounterMode(display=False) as forward:
+        logprobs, _ = model(packed.token_ids, packed.positions, only_what_is_seen(packed), head)
+    assert forward.get_total_flops() == forward_flops(model.spec, packed.work)
+    with FlopCounterMode(display=False) as backward:
+        logprobs.sum().backward()
+    counted = forward.get_total_flops() + backward.get_total_flops() - of_norms(model.spec, packed.work.num_tokens)
+    assert counted == training_flops(model.spec, packed.work)
+
+
+@pytest.mark.parametrize("family", get_args(Family))
+def test_transformers_model_is_counted_by_whole_squares(family: Family, tmp_path: Path) -> None:
+    """Its rotary angles are products, too: they are within the percent."""
+    num_tokens = 48
+    spec = load_model(make_model_folder(tmp_path, family, hidden_size=64, intermediate_size=192)).spec
+    model = make_hf_model(family, hidden_size=64, intermediate_size=192).train()
+    with FlopCounterMode(display=False) as counted:
+        model(torch.arange(num_tokens)[None]).logits.sum().backward()
+    expected = training_flops(spec, ForwardWork(num_tokens, num_tokens**2, num_tokens))
+    assert counted.get_total_flops() == pytest.approx(expected, rel=0.01)
+
+
+def whole_square(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every token sees every one: what an implementation multiplies that computes full squares."""
+    groups = q.shape[1] // k.shape[1]
+    queries, keys, values = (x.transpose(0, 1) for x in (q, *(x.repeat_interleave(groups, dim=1) for x in (k, v))))
+    return torch.bmm(torch.bmm(queries, keys.transpose(1, 2)).softmax(-1), values).transpose(0, 1)
+
+
+@pytest.mark.parametrize("targets", [("o_proj", "down_proj"), ("down_proj",)])
+def test_weights_that_are_not_trained_have_no_gradient(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Below the first adapter nothing has one."""
+    model = load_model(make_model_folder(tmp_path, num_hidden_layers=3), lora=LoraSpec(4, 8.0, targets))
+    num = 11
+    tokens, positions, rows = torch.arange(num), torch.arange(num), torch.arange(4)
+    with FlopCounterMode(display=False) as counted:
+        logprobs, _ = model(tokens, positions, whole_square, LogprobHead(rows, rows))
+        logprobs.sum().backward()
+    assert counted.get_total_flops() == training_flops(model.spec, ForwardWork(num, num * num, 4))
+    full = training_flops(model.spec.base, ForwardWork(num, num * num, 4))
+    assert counted.get_total_flops() < 0.75 * full

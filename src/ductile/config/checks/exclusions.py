@@ -37,6 +37,9 @@ def exclusion_warnings(config: TrainingConfig) -> Iterator[str]:
     if offloading is not None and "pin_memory" in offloading.model_fields_set and offloading.pin_memory and on_cpu:
         at = f"{root}model.ac_offloading.pin_memory"
         yield f"{at} = true has no effect on a CPU: page-locked memory is for copies from and to a GPU"
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    if on_cpu and not isinstance(trainer, SFTConfig) and trainer.memory_profiler_path is not None:
+        yield f"{root}memory_profiler_path has no effect on a CPU: it records what is allocated on a GPU"
 
 
 def _offloads(model: TrainerModelConfig, optim: OptimConfig, runs: int, root: str) -> Iterator[Finding]:

@@ -40,17 +40,19 @@ from ductile.config.checks.trainer_layout import layout_warnings, room_warnings
 from ductile.config.checks.written import output_findings
 from ductile.config.finding import Finding
 from ductile.config.reading.unread import unread_findings, unread_notes
-from ductile.config.schema.bench import load_findings, server_notes
+from ductile.config.schema.bench import load_findings, server_notes, warmup_findings
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.orchestrator import BuiltinTask, JsonlTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
 from ductile.config.schema.run import (
     InferenceRunConfig,
     OrchestratorRunConfig,
     RLConfig,
+    RunConfig,
     SFTConfig,
     TrainerRunConfig,
 )
 from ductile.config.schema.section import Section
+from ductile.config.schema.trace import trace_findings
 from ductile.config.schema.trainer import (
     CustomLoss,
     LinearSchedule,
@@ -82,6 +84,11 @@ def _of_command(config: Section) -> Iterator[Finding]:
         yield from _orchestrator_alone(config)
     elif isinstance(config, InferenceRunConfig):
         yield from _inference_alone(config)
+    if isinstance(config, RunConfig):
+        yield from warmup_findings(config.bench)
+    if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
+        own = config.trainer.max_steps if isinstance(config, RLConfig) else None
+        yield from trace_findings(config.trace, config.bench is not None, config.max_steps or own)
 
 
 def warnings(config: Section) -> list[str]:

@@ -145,7 +145,10 @@ def _work(config: RunConfig) -> Iterator[Row]:
 
 
 def _steps(given: int | None, bench: BenchConfig | None, otherwise: str) -> str:
-    return f"{bench.steps}, the first of which is not counted (--bench)" if bench else str(given or otherwise)
+    if bench is None:
+        return str(given or otherwise)
+    warming_up = "the first of which is" if bench.warmup_steps == 1 else f"the first {bench.warmup_steps} of which are"
+    return f"{bench.steps}, {warming_up} not counted (--bench)"
 
 
 def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None) -> list[str]:

@@ -23,7 +23,7 @@ from ductile.core.layout.choice.memory_levers import relief
 from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
-from ductile.core.layout.geometry.parallel_layout import ParallelDims
+from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
 from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, MemoryOptions
 from ductile.core.layout.memory.parts import gib
 from ductile.core.layout.model.parameters import parameters
@@ -109,11 +109,10 @@ def mean_state_bytes(config: OptimConfig, spec: ModelSpec, dtype: str) -> float:
         blocks = block_columns(spec)
     item_bytes, total = {**DTYPE_BYTES, "uint8": 1}, 0.0
     for parameter in (each for each in parameters(spec) if each.is_trained):
-        columns = blocks.get(parameter.name, 0)
         of_number = 0.0
-        for kept in optimizer_state(config, parameter.name, dtype, has_blocks=columns > 0):
+        for kept in optimizer_state(config, parameter.name, dtype, columns=blocks.get(parameter.name, 0)):
             if kept.layout != "scalar":
-                of_number += item_bytes[kept.dtype] / (columns if kept.layout == "blocks" else 1)
+                of_number += item_bytes[kept.dtype] / max(1, kept.columns)
         total += of_number * prod(parameter.shape)
     return total / spec.num_trained
 
@@ -210,10 +209,12 @@ def _block_findings(config: TrainingConfig, rules: LayoutRules, num_slots: int, 
         return
     from ductile.core.layout.geometry.strategy import block_layout  # loads numpy
 
-    try:
-        block_layout(spec, choose_layout(num_slots, rules).layout)
-    except ValueError as error:
-        yield Finding((f"{root}optim.moments", f"{root}model.tp"), f"does not go with this layout: {error}")
+    sizes = {choose_layout(num_slots, rules).layout.dims.tp, *(parse_sizes(text).get("tp", 1) for text in rules.listed)}
+    for tp in sorted(sizes):
+        try:
+            block_layout(spec, ParallelLayout.of(range(tp), tp=tp))
+        except ValueError as error:
+            yield Finding((f"{root}optim.moments", f"{root}model.tp"), f"does not go with this layout: {error}")
 
 
 def _relief(rules: LayoutRules, dims: ParallelDims, root: str) -> str:

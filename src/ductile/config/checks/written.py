@@ -14,7 +14,8 @@ DRY_RUN = "config.dry_run.toml"
 """File that `--dry-run` writes in a folder with a run, whose `config.toml` stays."""
 WRITTEN = (
     "config.toml", DRY_RUN, "control.json", "decisions.jsonl", "events.jsonl", "logs", "metrics.jsonl", "model",
-    "rollouts.jsonl", "samples.jsonl", "state", "summary.json", "tensorboard", "wandb", ".model.old", ".model.partial",
+    "rollouts.jsonl", "samples.jsonl", "state", "summary.json", "tensorboard", "trace", "wandb", ".model.old",
+    ".model.partial",
 )  # fmt: skip
 """All that runs write, with what a killed one leaves. Whatever else lies in the folder belongs to the user."""
 MARKS = (".lock", "config.toml")

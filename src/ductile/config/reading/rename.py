@@ -56,6 +56,7 @@ _BY_ROOT: dict[type[Section], Renames] = {
         "inference.log": "log",
         "trainer.bench": "bench",
         "orchestrator.bench": "bench",
+        "trainer.trace_path": "trace.dir",
         "tokenizer.chat_template": "model.chat_template",
         "orchestrator.chat_template_kwargs": "model.chat_template_kwargs",
         "weight_broadcast": "trainer.weight_broadcast",
@@ -71,8 +72,9 @@ _BY_ROOT: dict[type[Section], Renames] = {
         "deployment.num_train_nodes": "deployment.num_nodes",
         "tokenizer.chat_template": "model.chat_template",
         "data.chat_template_kwargs": "model.chat_template_kwargs",
+        "trace_path": "trace.dir",
     },
-    TrainerRunConfig: {**_RUN, **_TRAINER},
+    TrainerRunConfig: {**_RUN, **_TRAINER, "trace_path": "trace.dir"},
     OrchestratorRunConfig: {
         **_RUN,
         **_ORCHESTRATOR,

@@ -18,14 +18,29 @@ OWN: dict[str, object] = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_
 
 class BenchConfig(Section):
     steps: int = Field(default=4, ge=2)
-    """Steps to take, whatever `max_steps` says. The first one warms up, and is not counted."""
+    """Steps to take, whatever `max_steps` says. Train slots take one more, which they trace for the share of
+    communication in it."""
+    warmup_steps: int = Field(default=1, ge=1)
+    """The first ones of `steps`, which warm up and are not counted."""
     output_json: FilePath | None = None
     """Write the figures here too."""
 
 
+def num_steps(bench: BenchConfig) -> int:
+    """Return how many steps a command that trains takes: the last one is traced, and not timed."""
+    return bench.steps + 1
+
+
+def warmup_findings(bench: BenchConfig | None) -> Iterator[Finding]:
+    """Findings for a benchmark that measures nothing."""
+    if bench is not None and bench.warmup_steps >= bench.steps:
+        what = f"must be less than bench.steps ({bench.steps}): the steps that are left are measured"
+        yield Finding(("bench.warmup_steps", "bench.steps"), what)
+
+
 class InferenceBenchConfig(BenchConfig):
     steps: int = Field(default=4, ge=2)
-    """Rounds. All requests of one are sent at once. The first round warms up, and is not counted."""
+    """Rounds. All requests of one are sent at once."""
     num_requests: int | None = Field(default=None, ge=1)
     """Requests that a round sends at once. Default: the least of `max_num_seqs`, `server.max_connections` and
     `server.max_sequences`."""

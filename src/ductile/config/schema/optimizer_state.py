@@ -30,16 +30,18 @@ class OptimizerTensor:
     row, and lies where the block does."""
     is_offloaded: bool = False
     """It lies in host memory, and comes to the device for a step (`trainer.model.optim_cpu_offload`)."""
+    columns: int = 0
+    """Columns of a block, where it has a number for each."""
 
 
 def optimizer_state(
-    config: OptimConfig, parameter: str, dtype: str, is_offloaded: bool = False, has_blocks: bool = False
+    config: OptimConfig, parameter: str, dtype: str, is_offloaded: bool = False, columns: int = 0
 ) -> tuple[OptimizerTensor, ...]:
-    """Return what the optimizer keeps for the parameter of this name and dtype. has_blocks: its rows can be cut into
-    blocks, as moments of 8 bits need it (`ductile.core.layout.geometry.strategy.block_columns`)."""
+    """Return what the optimizer keeps for the parameter of this name and dtype. columns: of the blocks of its rows that
+    share a scale where moments have 8 bits (`ductile.core.layout.geometry.strategy.block_columns`); 0: it has none."""
 
     def kept(name: str, dtype: str, layout: Literal["parameter", "blocks"] = "parameter") -> OptimizerTensor:
-        return OptimizerTensor(name, dtype, layout, is_offloaded)
+        return OptimizerTensor(name, dtype, layout, is_offloaded, columns if layout == "blocks" else 0)
 
     is_muon = isinstance(config, MuonConfig)
     if (isinstance(config, SGDConfig) and config.momentum) or (is_muon and is_layer_matrix(parameter)):
@@ -48,7 +50,7 @@ def optimizer_state(
         return ()
     step = OptimizerTensor("step", "float32", "scalar")
     moments = ("exp_avg", "exp_avg_sq")
-    if isinstance(config, AdamWConfig) and config.moments == "8bit" and has_blocks:
+    if isinstance(config, AdamWConfig) and config.moments == "8bit" and columns:
         scales = (kept(name + SCALE, "float32", "blocks") for name in moments)
         return *(kept(name, "uint8") for name in moments), *scales, step
     return *(kept(name, dtype) for name in moments), step

@@ -19,6 +19,7 @@ from ductile.config.schema.inference import InferenceConfig
 from ductile.config.schema.model import ChatModelConfig, SFTModelConfig
 from ductile.config.schema.orchestrator import OrchestratorConfig
 from ductile.config.schema.section import FilePath, NotBuilt, Section
+from ductile.config.schema.trace import TraceConfig
 from ductile.config.schema.trainer import (
     AdamWConfig,
     CheckpointConfig,
@@ -97,6 +98,8 @@ class RLConfig(Section):
     tensorboard: TensorboardConfig | None = None
     bench: BenchConfig | None = None
     """A few steps and a table of figures; nothing in `output_dir` is touched."""
+    trace: TraceConfig | None = None
+    """Write down what slots do in a few steps, operator by operator (docs/bench.md)."""
     dry_run: bool = False
     """Write the resolved config to `output_dir` and exit."""
 
@@ -162,6 +165,7 @@ class SFTConfig(Section):
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
     bench: BenchConfig | None = None
+    trace: TraceConfig | None = None
     dry_run: bool = False
 
 
@@ -173,6 +177,7 @@ class TrainerRunConfig(TrainerConfig):
     cluster: ClusterConfig = ClusterConfig()
     deployment: TrainDeploymentConfig = TrainDeployment()
     bench: BenchConfig | None = None
+    trace: TraceConfig | None = None
     log: LogConfig = LogConfig()
     dry_run: bool = False
 

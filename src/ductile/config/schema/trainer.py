@@ -6,7 +6,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import Field
 
 from ductile.config.schema.model import TrainerModelConfig
-from ductile.config.schema.section import ImportPath, NotBuilt, Section
+from ductile.config.schema.section import FilePath, ImportPath, NotBuilt, Section
 from ductile.core.batch.aggregation import LossAggregation
 
 
@@ -316,8 +316,8 @@ class TrainerConfig(Section):
     ] = None
     """Also written `rollout_transport` at the root."""
     gc: Annotated[GCConfig | None, NotBuilt("garbage collection in lock-step")] = None
-    memory_profiler_path: Annotated[str | None, NotBuilt("memory profiles")] = None
-    trace_path: Annotated[str | None, NotBuilt("profiler traces")] = None
+    memory_profiler_path: FilePath | None = None
+    """Folder for what each train slot has allocated on its GPU, a file a step, for https://pytorch.org/memory_viz."""
     heartbeat: Annotated[HeartbeatConfig | None, NotBuilt("heartbeats to a URL")] = None
     metrics_server: Annotated[MetricsServerConfig | None, NotBuilt("a metrics server in the trainer")] = None
     enable_router_replay: Annotated[bool, NotBuilt("mixture of experts")] = False

@@ -1,8 +1,9 @@
-"""`--bench`: a few steps, the first one to warm up, and a table of the others.
+"""`--bench`: a few steps, the first ones to warm up, and a table of the others.
 
 `Bench` listens to a run as the live view does. The figures are the same that `metrics.jsonl` has; whole steps are
 timed, with optimizer and publishing, and only real tokens are counted. How fast devices are, and how much memory has
-been used, the slots say when they are asked.
+been used, the slots say when they are asked. The train slots trace one more step, which is not timed, for the share of
+communication in it.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import platform
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -17,18 +19,25 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from ductile import __version__
+from ductile.config.schema.bench import BenchConfig
 from ductile.core.layout.model.peak import Arithmetic
-from ductile.messages.workers import Surveyed
+from ductile.host import cpu_name, memory_bytes, num_cores
+from ductile.messages.workers import Surveyed, Traced
 from ductile.observe import Listener, write_json
+from ductile.orchestrator.commands.tracing import SlotTracer
 from ductile.roles import Late, Refused, SlotLost
 
-NUM_WARM_UP = 1
 GIB = 1024**3
 
 AskSlots = Callable[[Arithmetic | None], Awaitable[Mapping[int, Surveyed]]]
 """Asks each slot about its device; with an arithmetic, also how fast the device is at that."""
 NO_SLOTS = "this command starts no slots: the server's devices and their memory are its own"
+UNTRACED = "the run ended before the step that is traced"
+PHASE = "seconds/"
+"""What begins the names of metrics that are a phase's seconds."""
 NOT_KNOWN = "how fast the train slots' devices are at best is not known"
+NOT_TRAINED = "no step that was timed has trained anything"
 
 
 @dataclass(slots=True)
@@ -39,6 +48,8 @@ class MeasuredStep:
     tokens_per_s: float
     step_s: float
     mfu: float | None
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds by phase; phases may overlap."""
     slots: Mapping[int, Surveyed] = field(default_factory=dict[int, Surveyed])
     """What each slot said of its peak memory after this step; empty where the slots have not replied."""
 
@@ -47,44 +58,65 @@ class MeasuredStep:
         """Peak memory of all slots together; None where they have not replied."""
         return sum(slot.used_bytes for slot in self.slots.values()) if self.slots else None
 
+    @property
+    def shares(self) -> list[float]:
+        """Share of each GPU's memory that was reserved at most; empty on CPUs."""
+        known = [(slot.reserved_bytes, slot.total_bytes) for slot in self.slots.values()]
+        return [reserved / total for reserved, total in known if reserved is not None and total]
+
 
 class Bench(Listener):
-    def __init__(self) -> None:
+    def __init__(self, asked: BenchConfig, config: Mapping[str, Any]) -> None:
+        """config: the whole one, for the figures."""
+        self._asked, self._config = asked, config
         self._ask: AskSlots | None = None
         """Asks the slots; None where there are none."""
         self._rows: list[MeasuredStep] = []
         self._asking: list[asyncio.Task[None]] = []
         self._at_best: Sequence[Surveyed] = ()
+        self._tracer: SlotTracer | None = None
+        self._trained_by: Callable[[], Sequence[int]] = tuple
+        self._traced: Sequence[Traced] = ()
 
     async def begin(self, ask: AskSlots, arithmetic: Arithmetic) -> None:
         """Have every slot find out how fast its device is, before anything is at work. Raises what asking raises."""
         self._ask = ask
         self._at_best = list((await ask(arithmetic)).values())
 
+    def trace(self, tracer: SlotTracer, train_slots: Callable[[], Sequence[int]]) -> None:
+        """Have the train slots trace the step after the last one that is timed."""
+        self._tracer, self._trained_by = tracer, train_slots
+
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > NUM_WARM_UP:
-            tokens_per_s = metrics["tokens"] / max(metrics["step_s"], 1e-9)
-            row = MeasuredStep(step, tokens_per_s, metrics["step_s"], metrics.get("mfu"))
-            self._rows.append(row)
+        if self._asked.warmup_steps < step <= self._asked.steps:
+            self._rows.append(row := _measured(step, metrics))
             if self._ask is not None:
                 self._asking.append(asyncio.get_running_loop().create_task(self._note_memory(row, self._ask)))
+        if self._tracer is not None and step == self._asked.steps:
+            self._tracer.begin(dict.fromkeys(self._trained_by(), ""))
+        elif self._tracer is not None and step > self._asked.steps:
+            self._tracer.end()
 
     async def wait_for_replies(self) -> None:
         """Wait until all slots have replied to what they were asked; each request has its deadline."""
         await asyncio.gather(*self._asking)
+        if self._tracer is not None:
+            self._traced = list((await self._tracer.replies()).values())
 
     def figures(self) -> dict[str, Any]:
         """What `bench.output_json` holds. What cannot be told is null, with the reason beside it."""
         return {
             "mfu": self._mfu(),
-            "mfu_reason": None if self._mfu() else NO_SLOTS if self._ask is None else NOT_KNOWN,
+            "mfu_reason": None if self._mfu() else self._why_no_mfu(),
             "devices": self._devices(),
             "throughput": spread([row.tokens_per_s for row in self._rows]),
             "step_time": spread([row.step_s for row in self._rows]),
+            "phases": self._phases(),
+            "communication": self._communication(),
             "peak_memory": self._peak_memory(),
             "steps": len(self._rows),
-            "warm_up_steps": NUM_WARM_UP,
-            **origin(),
+            "warm_up_steps": self._asked.warmup_steps,
+            **origin(self._config),
         }
 
     def table(self) -> Table:
@@ -97,7 +129,7 @@ class Bench(Listener):
                 _percent(row.mfu),
                 f"{row.tokens_per_s:,.0f} tokens/s",
                 f"{row.step_s:.2f} s",
-                _gib(row.used_bytes),
+                _memory(row),
             )
         if self._rows:
             figures = self.figures()
@@ -108,7 +140,7 @@ class Bench(Listener):
                 shown({name: 100 * value for name, value in mfu.items()}, ".1f", "%") if mfu else "n/a",
                 shown(figures["throughput"], ",.0f", "tokens/s"),
                 shown(figures["step_time"], ".2f", "s"),
-                _gib(self._largest().used_bytes),
+                _memory(self._largest()),
             )
         return table
 
@@ -122,6 +154,24 @@ class Bench(Listener):
         """Mean and spread of the steps' MFU; None without any. A step that trained nothing has none."""
         values = [row.mfu for row in self._rows if row.mfu is not None]
         return spread(values) if values else None
+
+    def _why_no_mfu(self) -> str:
+        if self._ask is None:
+            return NO_SLOTS
+        return NOT_TRAINED if any(slot.peak_flops_per_s for slot in self._at_best) else NOT_KNOWN
+
+    def _phases(self) -> dict[str, dict[str, float]]:
+        """Seconds of each phase in a step, the longest first; a step without the phase has 0 of it."""
+        names = {name for row in self._rows for name, seconds in row.seconds.items() if seconds}
+        found = {name: spread([row.seconds.get(name, 0.0) for row in self._rows]) for name in names}
+        return dict(sorted(found.items(), key=lambda each: (-each[1]["mean"], each[0])))
+
+    def _communication(self) -> dict[str, Any]:
+        """Share of the traced step in which a train slot was in a collective, the mean of the slots."""
+        if not self._traced:
+            return {"share": None, "reason": NO_SLOTS if self._ask is None else UNTRACED}
+        shares = [each.communication_s / max(each.seconds, 1e-9) for each in self._traced]
+        return {"share": fmean(shares), "largest_slot_share": max(shares), "slots": len(shares)}
 
     def _devices(self) -> list[dict[str, Any]]:
         """One entry for all slots on devices of one kind; what was measured is their mean. One that has not said how
@@ -145,10 +195,12 @@ class Bench(Listener):
         if not slots:
             return {"gib": None, "reason": NO_SLOTS if self._ask is None else "no slot has said it"}
         reserved = [slot.reserved_bytes for slot in slots if slot.reserved_bytes is not None]
+        shares = self._largest().shares
         return {
             "gib": sum(slot.used_bytes for slot in slots) / GIB,
             "largest_slot_gib": max(slot.used_bytes for slot in slots) / GIB,
             "reserved_gib": sum(reserved) / GIB if reserved else None,
+            "pct": 100 * max(shares) if shares else None,
             "of": "tensors on the slots' devices" if reserved else "resident memory of the slots' processes",
         }
 
@@ -159,9 +211,15 @@ class Bench(Listener):
             for kind in self._devices()
             if kind["peak_flops_per_s"]
         ]
-        memory = self._peak_memory()
+        memory, phases, shared = self._peak_memory(), self._phases(), self._communication()
         of = f"Memory: {memory['of']}, all together." if "of" in memory else f"No memory: {memory['reason']}."
-        return "\n".join([*([f"MFU: against {', '.join(peaks)}."] if peaks else []), *([of] if self._rows else [])])
+        spent = ", ".join(f"{name} {found['mean']:.3g} s" for name, found in phases.items())
+        said = [f"MFU: against {', '.join(peaks)}."] if peaks else []
+        if self._rows:
+            said += [of, f"Phases of a step, which may overlap: {spent}."] if spent else [of]
+        if shared["share"] is not None:
+            said.append(f"Communication: {_percent(shared['share'])} of a traced step, with waits for other slots.")
+        return "\n".join(said)
 
 
 def written(figures: Mapping[str, Any], table: Table, file: str | None) -> RenderableType:
@@ -172,10 +230,16 @@ def written(figures: Mapping[str, Any], table: Table, file: str | None) -> Rende
     return Group(table, f"The figures are in {Path(file)}.")
 
 
-def origin() -> dict[str, Any]:
-    """Machine and command that the figures come from."""
-    machine = {"system": platform.platform(), "processor": platform.machine(), "python": sys.version.split()[0]}
-    return {"machine": machine, "command": sys.argv}
+def origin(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Machine, versions, command and config that the figures come from."""
+    machine = {
+        "system": platform.platform(),
+        "processor": cpu_name(),
+        "cores": num_cores(),
+        "memory_gib": memory_bytes() / GIB,
+    }
+    versions = {"ductile": __version__, "torch": _installed("torch"), "python": platform.python_version()}
+    return {"machine": machine, "versions": versions, "command": sys.argv, "config": config}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -194,5 +258,21 @@ def _percent(share: float | None) -> str:
     return "n/a" if share is None else f"{100 * share:.1f} %"
 
 
-def _gib(num_bytes: float | None) -> str:
-    return "n/a" if num_bytes is None else f"{num_bytes / GIB:.2f} GiB"
+def _memory(row: MeasuredStep) -> str:
+    if row.used_bytes is None:
+        return "n/a"
+    share = f" ({100 * max(row.shares):.0f} %)" if row.shares else ""
+    return f"{row.used_bytes / GIB:.2f} GiB{share}"
+
+
+def _measured(step: int, metrics: Mapping[str, float]) -> MeasuredStep:
+    seconds = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE)}
+    tokens_per_s = metrics["tokens"] / max(metrics["step_s"], 1e-9)
+    return MeasuredStep(step, tokens_per_s, metrics["step_s"], metrics.get("mfu"), seconds)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

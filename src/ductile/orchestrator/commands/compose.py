@@ -15,6 +15,7 @@ from typing import Any, cast
 from ductile.columns import TokenIds
 from ductile.config.reading.command_line import as_sentence
 from ductile.config.reading.imports import ImportPathError, import_object
+from ductile.config.schema.bench import num_steps
 from ductile.config.schema.orchestrator import AdvantageConfig, to_sampling
 from ductile.config.schema.run import RLConfig
 from ductile.config.schema.trainer import TrainerConfig, loss_aggregation, needs_reference
@@ -132,7 +133,7 @@ def prepare(config: RLConfig) -> Prepared:
     check_prompts(tasks["train"], tokenizer, train_examples)  # what raises is found before the start
     groups_per_step = orchestrator.batch_size // orchestrator.rollouts_per_example
     one_epoch = max(1, len(train_examples) // groups_per_step)
-    max_steps = config.bench.steps if config.bench else _given_steps(config) or one_epoch
+    max_steps = num_steps(config.bench) if config.bench else _given_steps(config) or one_epoch
     checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
     resume_step = None if bench else config.ckpt.resume_step
     progress = where_to_begin(checkpoints, resume_step, Path(config.output_dir) / "model")
@@ -326,7 +327,8 @@ def _sample_builder(prepared: Prepared, scorer: Scorer | None) -> SampleBuilder:
         advantage=prepared.advantage,
         loss_aggregation=loss_aggregation(loss),
         temperature=orchestrator.sampling.temperature,
-        drop_zero_advantage=orchestrator.drop_zero_advantage,
+        # A benchmark is of steps that train on whole batches, whatever an untrained model earns.
+        drop_zero_advantage=orchestrator.drop_zero_advantage and prepared.config.bench is None,
         needs_reference=needs_reference(loss),
     )
 

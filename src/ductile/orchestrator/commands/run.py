@@ -49,6 +49,7 @@ from ductile.orchestrator.commands.scheduling import Scheduling, limits_of
 from ductile.orchestrator.commands.servers import Servers, has_servers
 from ductile.orchestrator.commands.serving import become_server, bench_server
 from ductile.orchestrator.commands.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
+from ductile.orchestrator.commands.tracing import SlotTracer
 from ductile.orchestrator.control.endpoint import Endpoint
 from ductile.orchestrator.control.live_run import LiveRun
 from ductile.orchestrator.ending.final_summary import batches_summary, rl_summary, rollout_only_summary
@@ -97,6 +98,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         fleet = await run_until(
             _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
         )
+        _begin_traces(config, cluster, session, lambda: fleet.trainer.layout.slots, prepared.progress.step)
         stop = session.interrupt.graceful
         servers = Servers(config, fleet, session.record, session.folder, stop) if has_servers(config) else None
         live = _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet, servers)
@@ -142,6 +144,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.graceful, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, layout, deadlines, prepared.chat_format)
+        _begin_traces(config, cluster, session, lambda: trainer.layout.slots, prepared.progress.step)
         async with _live(config, prepared.trainer, cluster, trainer, activity, session, rules) as resizer:
             context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
             summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
@@ -200,8 +203,7 @@ async def _slots(
         if bench:
             await _begin(bench, trainer, cluster, session)
         yield cluster, activity
-        if bench:
-            await _measure_memory(bench, cluster, session)
+        await _hear_the_slots(cluster, session)
     finally:
         await cluster.stop()
 
@@ -223,11 +225,26 @@ async def _begin(bench: Bench, trainer: TrainerConfig, cluster: Cluster, session
     await run_until(bench.begin(cluster.survey, arithmetic), session.interrupt.graceful, cluster.death())
 
 
-async def _measure_memory(bench: Bench, cluster: Cluster, session: Session) -> None:
-    """Ask the slots how much memory the steps have taken. It is not known where the user stops the run, or a slot dies,
-    before they have replied."""
+def _begin_traces(
+    config: SlotsConfig, cluster: Cluster, session: Session, train_slots: Callable[[], Sequence[int]], step: int
+) -> None:
+    """The slots have their roles. step: the last one that is done."""
+    if session.tracing is None and session.bench is None:
+        return
+    tracer = SlotTracer(cluster.mailbox, Deadlines.of(config.cluster).command_s)
+    if session.tracing:
+        session.tracing.begin(tracer, lambda: cluster.slots, step)
+    if session.bench:
+        session.bench.trace(tracer, train_slots)
+
+
+async def _hear_the_slots(cluster: Cluster, session: Session) -> None:
+    """Wait for what slots say of the steps: how much memory they have taken, and their traces. It is not known where
+    the user stops the run, or a slot dies, before they have replied."""
     with suppress(Stopped, SlotDied):
-        await run_until(bench.wait_for_replies(), session.interrupt.graceful, cluster.death())
+        for listener in (session.bench, session.tracing):
+            if listener:
+                await run_until(listener.wait_for_replies(), session.interrupt.graceful, cluster.death())
 
 
 @asynccontextmanager

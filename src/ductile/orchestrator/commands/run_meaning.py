@@ -28,8 +28,9 @@ NUM_ASKED = 64
 """Examples whose prompts are compared of a task that makes each when it is asked for, which may take long."""
 
 _RUN = (
-    "model", "seq_len", "max_steps", "output_dir", "clean", "resume", "dry_run", "bench", "scorer", "cluster", "resize",
-    "deployment", "slurm", "ckpt", "tokenizer", "log", "wandb", "tensorboard", "dist_timeout_seconds", "loss_impl",
+    "model", "seq_len", "max_steps", "output_dir", "clean", "resume", "dry_run", "bench", "trace", "scorer", "cluster",
+    "resize", "deployment", "slurm", "ckpt", "tokenizer", "log", "wandb", "tensorboard", "dist_timeout_seconds",
+    "loss_impl",
 )  # fmt: skip
 """Keys that say where a run is, on what, and what it writes. `model` and `max_steps` are compared as facts."""
 _LAYOUT = (
@@ -41,7 +42,7 @@ _LAYOUT = (
 """How a model is spread and packed: the same numbers, but for rounding."""
 _TRAINER = (
     "data", "max_steps", "seed", "dist_timeout_seconds", "resize", "weight_broadcast", "rollout_transport", "gc",
-    "memory_profiler_path", "trace_path", "heartbeat", "metrics_server", "enable_router_replay", "enable_token_export",
+    "memory_profiler_path", "heartbeat", "metrics_server", "enable_router_replay", "enable_token_export",
     "max_concurrent_runs", "optim.max_skipped_steps",
 )  # fmt: skip
 _ORCHESTRATOR = (

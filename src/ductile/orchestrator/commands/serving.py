@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from ductile.config.checks.on_disk import read_spec
+from ductile.config.reading.dump import to_table
 from ductile.config.schema.bench import InferenceBenchConfig, load_of, own_server
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.deaths import ending
@@ -49,7 +50,7 @@ async def _bench(config: InferenceRunConfig, bench: InferenceBenchConfig, url: s
     load, spec = load_of(bench, config), read_spec(config.model.name)
     if spec is None:
         raise Refused(f"the config.json of {config.model.name} cannot be read any more")
-    found = ServingBench(load)
+    found = ServingBench(load, bench, to_table(config))
     async for each in run_rounds(url, load, spec.vocab_size, bench.steps):
         print(f"Round {each.number} of {bench.steps}: {each.tokens_per_s:,.0f} tokens/s generated.", flush=True)
         found.add(each)

@@ -1,4 +1,4 @@
-"""`ductile inference --bench`: rounds of requests to a server, the first one to warm up, and a table of the others.
+"""`ductile inference --bench`: rounds of requests to a server, the first ones to warm up, and a table of the others.
 
 All requests of a round are sent at once, as token ids, and each response is streamed and has exactly the tokens that it
 may have. So every token has gone through HTTP, the engine and back, and every round is the same work.
@@ -7,7 +7,7 @@ may have. So every token has gone through HTTP, the engine and back, and every r
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -16,8 +16,8 @@ import httpx
 from rich.table import Table
 
 from ductile.concurrency.structured import gather_all
-from ductile.config.schema.bench import Load
-from ductile.orchestrator.commands.bench import GIB, NUM_WARM_UP, origin, shown, spread
+from ductile.config.schema.bench import BenchConfig, Load
+from ductile.orchestrator.commands.bench import GIB, origin, shown, spread
 from ductile.roles import Late, Refused, SlotLost
 
 RESPONSE_S = 600.0
@@ -117,14 +117,15 @@ async def _peak_bytes(client: httpx.AsyncClient) -> float:
 
 
 class ServingBench:
-    """What was measured, without the round that warmed up."""
+    """What was measured, without the rounds that warmed up."""
 
-    def __init__(self, load: Load) -> None:
-        self._load = load
+    def __init__(self, load: Load, asked: BenchConfig, config: Mapping[str, Any]) -> None:
+        """config: the whole one, for the figures."""
+        self._load, self._asked, self._config = load, asked, config
         self._rounds: list[BenchRound] = []
 
     def add(self, found: BenchRound) -> None:
-        if found.number > NUM_WARM_UP:
+        if found.number > self._asked.warmup_steps:
             self._rounds.append(found)
 
     def figures(self) -> dict[str, Any]:
@@ -141,9 +142,9 @@ class ServingBench:
             "step_time": spread([each.seconds for each in self._rounds]),
             "peak_memory": {"gib": max((each.peak_bytes for each in self._rounds), default=0.0) / GIB},
             "steps": len(self._rounds),
-            "warm_up_steps": NUM_WARM_UP,
+            "warm_up_steps": self._asked.warmup_steps,
             "load": asdict(self._load),
-            **origin(),
+            **origin(self._config),
         }
 
     def table(self) -> Table:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ductile.concurrency.structured import undisturbed
 from ductile.config.checks.on_disk import read_spec
+from ductile.config.schema.bench import num_steps
 from ductile.config.schema.run import FakeData, JsonlData, SFTConfig, TrainerRunConfig
 from ductile.config.schema.trainer import CheckpointConfig, SFTLoss, TrainerConfig, loss_aggregation
 from ductile.core.batch.loss_aggregation import loss_denominator, weigh
@@ -94,7 +95,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         if not config.max_steps and progress.prompts.next == progress.step * data.batch_size:
             words = pass_in_words(num_samples, one_epoch, data.batch_size, "sample")
             about = replace(about, sentence=" ".join(filter(None, (about.sentence, words))))
-    max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
+    max_steps = num_steps(config.bench) if config.bench else config.max_steps or one_epoch
     began = Beginning(progress)
     if not bench:
         meaning = sft_meaning(config, tokenizer, rows, num_samples)
@@ -140,7 +141,7 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
         )
         return weigh(samples, loss_aggregation(config.loss))
 
-    max_steps = config.bench.steps if config.bench else config.max_steps or 1
+    max_steps = num_steps(config.bench) if config.bench else config.max_steps or 1
     names = set(TrainerConfig.model_fields)
     trainer = TrainerConfig(**{name: value for name, value in config if name in names})
     return PreparedBatches(

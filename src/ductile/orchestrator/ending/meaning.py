@@ -74,6 +74,8 @@ REFUSED = {
     "data.type": "the checkpoint counts samples of other data",
     "trainer.optim.type": "the checkpoint has the state of another optimizer",
     "optim.type": "the checkpoint has the state of another optimizer",
+    "trainer.optim.moments": "the checkpoint has moments of the other kind",
+    "optim.moments": "the checkpoint has moments of the other kind",
 }
 """Keys of a config of which another value is refused, and why."""
 DTYPES = ("trainer.model.optimization_dtype", "model.optimization_dtype")

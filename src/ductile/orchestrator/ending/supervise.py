@@ -42,6 +42,7 @@ from ductile.host import shortage
 from ductile.observe import Recorder, RunEvent
 from ductile.orchestrator.commands.bench import Bench, written
 from ductile.orchestrator.commands.sinks import SinkMissing, TensorboardSink, WandbSink
+from ductile.orchestrator.commands.tracing import Tracing
 from ductile.orchestrator.ending.folder import FolderInUse, bench_folder, run_folder
 from ductile.orchestrator.ending.interrupt import Interrupt, interrupts
 from ductile.orchestrator.ending.meaning import NEW, Beginning
@@ -75,8 +76,8 @@ class Session:
 
     command: str
     max_steps: int
-    bench: Bench | None
-    """The benchmark that this run is; None when it is none."""
+    measures: Bench | Tracing | None
+    """The benchmark that this run is, or the traces that are asked for, which exclude each other."""
     folder: Path
     record: Recorder
     state: RunState
@@ -84,6 +85,14 @@ class Session:
     view: RunDisplay
     interrupt: Interrupt = field(default_factory=Interrupt)
     began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def bench(self) -> Bench | None:
+        return self.measures if isinstance(self.measures, Bench) else None
+
+    @property
+    def tracing(self) -> Tracing | None:
+        return self.measures if isinstance(self.measures, Tracing) else None
 
     @property
     def logs(self) -> Path:
@@ -120,7 +129,7 @@ def supervise(
             print(f"ductile {command}: {nothing}")
             return DONE
         with ExitStack() as stack:
-            bench = Bench() if config.bench else None
+            bench = Bench(config.bench, to_table(config)) if config.bench else None
             folder = bench_folder() if bench else stack.enter_context(run_folder(config.output_dir, config.clean))
             record = Recorder(folder)
             stack.callback(lambda: record.close(end.code))
@@ -136,11 +145,12 @@ def supervise(
                     print(f"note: {printable(change.sentence)}", file=sys.stderr)
             state = RunState(num_kept=NUM_KEPT)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
-            record.listeners.extend([state, view, bench] if bench else [state, view])
+            measures = bench or _tracing(config, folder)
+            record.listeners.extend([state, view, measures] if measures else [state, view])
             if is_aside(folder):
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event(OldRunReplaced(sentence=f"The run that is in {folder} is deleted {when}."))
-            session = Session(command, max_steps(prepared), bench, folder, record, state, view)
+            session = Session(command, max_steps(prepared), measures, folder, record, state, view)
             end = asyncio.run(_run(session, run(config, prepared, session), partial(_abandon, config, session)))
             if bench and config.bench and end.summary:
                 end = replace(end, summary=written(bench.figures(), bench.table(), config.bench.output_json))
@@ -303,6 +313,12 @@ def _add_sinks(record: Recorder, config: Config, began: Beginning) -> None:
         record.listeners.append(TensorboardSink(board, began.last_kept))
     if config.wandb:
         record.listeners.append(WandbSink(record, config.wandb, to_table(config), began.last_kept))
+
+
+def _tracing(config: Config, folder: Path) -> Tracing | None:
+    """The traces that are asked for; `ductile orchestrator` has no slots that could trace."""
+    asked = None if isinstance(config, OrchestratorRunConfig) else config.trace
+    return Tracing(asked, folder) if asked else None
 
 
 def _words(error: Exception, folder: Path) -> str:
