@@ -149,7 +149,7 @@ class Measured:
         return TrainerRunConfig.model_validate({**self.settings(case), "cluster": {"device": "cpu"}})
 
     def spec(self, case: Case) -> ModelSpec:
-        return read_spec(self._folder / case.model)
+        return read_spec(self._folder / case.model, lora=self.config(case).model.adapters)
 
     def predicted(self, case: Case) -> SlotUse:
         """What a slot's pools hold at most, as the planner has it."""

@@ -161,6 +161,7 @@ def knobs() -> Iterator[Knob]:
 
 _LLAMA, _QWEN3, _QWEN2 = Case("llama"), Case("qwen3"), Case("qwen2", seq_len=1536, sample_tokens=384)
 _BYTES = Case("bytes", seq_len=512, sample_tokens=128)
+_LORA = {"lora": {"rank": 16}}
 _DP2, _TP2, _PP2, _CP2 = ({axis: 2} for axis in ("dp_shard", "tp", "pp", "cp"))
 
 
@@ -192,6 +193,10 @@ def configurations() -> Iterator[Case]:
     yield replace(_LLAMA, sizes=_DP2).with_options(reshard_after_forward=False)
     yield replace(_LLAMA, sizes=_DP2).with_options(reduce_every="step")
     yield replace(_LLAMA, sizes=_DP2).with_options(fsdp_cpu_offload=True)
+    for case in (_LLAMA, _BYTES, _LLAMA.with_options(**FULL)):
+        yield case.with_options(**_LORA)
+    for sizes in (_DP2, _TP2, _PP2, _CP2):
+        yield replace(_QWEN3, sizes=sizes).with_options(**_LORA)
 
 
 FIT_TOKENS = 1024

@@ -14,6 +14,7 @@ STAYS = {
     "options._devices": "options of gloo, which have no constructor that takes them",
     "parameter.data": "as `module.weight.data`",
     "phase.metrics": "the block that a phase goes with says what has come of it (`ductile.events.phases`)",
+    "phase.num_bytes": "as `phase.metrics`",
     "phase.report": "as `phase.metrics`",
     "sequence.blocks": "the scheduler gives sequences their blocks of the cache",
     "sequence.imported": "as `sequence.blocks`",

@@ -273,6 +273,9 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     digest: str = ""
     """Digest of the version (`ductile.messages.updates.Digest`); "" where the transport has made none."""
+    is_whole: bool = True
+    """Whether all tensors are there. Else those that training does not change are missing: they are those that a
+    receiver has already, and count in `digest`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ def test_help_leaves_out_what_is_not_built(command: str, root: type[Section]) ->
 def test_help_for_a_word_finds_variants_other_systems_names_and_what_is_not_built() -> None:
     assert "--orchestrator.task.path" in help_text("rl", "", RLConfig, "jsonl")
     assert "--max-steps" in help_text("rl", "", RLConfig, "num_epochs")
-    assert "Not built yet: LoRA" in help_text("rl", "", RLConfig, "lora")
+    assert "Not built yet: expert parallelism" in help_text("rl", "", RLConfig, "deepep")
 
 
 def test_docs_are_up_to_date() -> None:

@@ -402,6 +402,24 @@ def test_a_version_is_offered_in_the_middle_of_a_batch_as_long_as_the_weights_ar
     play(story)
 
 
+def test_a_version_is_whole_for_those_who_have_none_and_else_what_is_trained():
+    async def story():
+        _, _, trainer = make(ParallelLayout.of((0, 1)))
+        assert (await trainer.publish(0)).is_whole, "nobody has any"
+        assert not (await trainer.publish(1)).is_whole
+        assert (await trainer.offer(1)).is_whole, "it is for who joins"
+        assert (await trainer.offer(1)).is_whole
+        assert not (await trainer.publish(2)).is_whole
+        for _ in range(3):
+            await trainer.withdraw(1)
+        assert trainer.can_offer(2)
+        trainer.want_whole()
+        assert (await trainer.publish(3)).is_whole
+        assert not (await trainer.publish(4)).is_whole
+
+    play(story)
+
+
 def test_a_version_that_is_gone_is_refused_at_once_though_a_change_has_the_turn():
     """The change may wait until the slot that asks for the version has joined."""
 

@@ -147,9 +147,10 @@ class TrainSlots:
                 return ForwardBackwardDone(command.count_tokens(), self.work_s(slot.number, command))
             case OptimStep():
                 return self._optim_step(slot)
-            case Publish():
+            case Publish(with_frozen=with_frozen):
                 first = slot.live is not None and slot.number == slot.live.layout.slots[0]
-                return Published(Manifest(0, "shared_memory", f"slot {slot.number}", 0, 0, ()) if first else None)
+                manifest = Manifest(0, "shared_memory", f"slot {slot.number}", 0, 0, (), is_whole=with_frozen)
+                return Published(manifest if first else None)
             case AssignRole(joining=True):
                 assert not slot.holds, "holds the role already"
                 slot.holds = True

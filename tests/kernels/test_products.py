@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ductile.kernels import dispatch, products
 from ductile.kernels.dispatch import linear
 from ductile.kernels.products import BLOCKS
-from ductile.model.transformer import Linear
+from ductile.model.linear import Linear
 from tests.ranks import run_alone
 
 K, M = 64, 2048

@@ -10,7 +10,8 @@ import torch
 
 from ductile.trainer.export import FolderNotWritten, export_model
 
-SPEC = SimpleNamespace(num_layers=1, tie_embeddings=True)
+BASE = SimpleNamespace(num_layers=1, tie_embeddings=True)
+SPEC = SimpleNamespace(base=BASE, lora=None)
 
 
 def trainer_of(source: Path) -> Any:

@@ -390,7 +390,7 @@ def test_the_gathering_rank_that_fails_leaves_all_in_step(folders: dict[str, str
         fleet.release((0, 1))
 
 
-def fail_in_step(_: Trainer) -> Iterator[tuple[str, Tensor]]:
+def fail_in_step(_: Trainer, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     raise RuntimeError("a collective has failed")
     yield
 

@@ -66,6 +66,8 @@ class PublishPhase(StepPhase):
     """The trainer gives its weights a version that others can fetch."""
 
     name: ClassVar[str] = "publish"
+    num_bytes: int = 0
+    """Bytes of what slots fetch; 0 where none does."""
 
 
 @dataclass(slots=True)

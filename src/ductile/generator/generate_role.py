@@ -131,7 +131,7 @@ class GenerateRole(InstanceRole):
     def _note_digest(self, manifest: Manifest) -> None:
         self._digests[manifest.version] = manifest.digest
         named = ((entry.name, dtype_named(entry.dtype)) for entry in manifest.tensors)
-        self._dtypes = {name: dtype for name, dtype in named if dtype is not None}
+        self._dtypes |= {name: dtype for name, dtype in named if dtype is not None}
         while len(self._digests) > REMEMBERED:
             del self._digests[next(iter(self._digests))]
 
@@ -186,10 +186,10 @@ def load_engine(
     tokenizer = tokenizer or Tokenizer.of(config.model)
     dtype = resolve_dtype(config.model.dtype, device)
     if with_weights:
-        model = load_model(config.model.name, dtype=dtype, device=device)
+        model = load_model(config.model.name, dtype=dtype, device=device, lora=config.model.adapters)
     else:
         empty = empty_model if device.startswith("cuda") else empty_by_columns
-        model = empty(read_spec(config.model.name), dtype, device)
+        model = empty(read_spec(config.model.name, lora=config.model.adapters), dtype, device)
     return Engine(model, config, tokenizer.eos_token_ids, tokenizer.decode, device)
 
 

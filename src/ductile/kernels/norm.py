@@ -48,19 +48,21 @@ class _AddNorm(torch.autograd.Function):
             return grad_total, grad_total if ctx.with_change else None, None, None
         wide_weight = weight.to(scale.dtype)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        grad_weight = torch.zeros_like(wide_weight)
+        grad_weight = torch.zeros_like(wide_weight) if ctx.needs_input_grad[2] else None
         in_rows = (x, grad, scale, grad_x, *_there(grad_total))
         for x_block, grad_block, scale_block, out_block, *past in blocks(*in_rows):
             wide = x_block.to(scale.dtype)
             product = (grad_block * wide).reshape(-1, len(weight))
-            grad_weight += scale_block.reshape(-1) @ product
+            if grad_weight is not None:
+                grad_weight += scale_block.reshape(-1) @ product
             # scale depends on every x of its row: d scale / d x = -scale^3 x / D
             pull = (product @ wide_weight).view(scale_block.shape).mul_(scale_block**3).div_(-len(weight))
             through = (grad_block * wide_weight).mul_(scale_block)
             for past_block in past:
                 through += past_block
             torch.addcmul(through, wide, pull, out=out_block)
-        return grad_x, grad_x if ctx.with_change else None, grad_weight.to(weight.dtype), None
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_x, grad_x if ctx.with_change else None, of_weight, None
 
 
 def _there(tensor: Tensor | None) -> tuple[Tensor, ...]:

@@ -118,6 +118,8 @@ class Publish(Message):
     """Make a version available. Reply: `Published`; only that of the layout's first slot carries the manifest."""
 
     version: int
+    with_frozen: bool = True
+    """Make the tensors available, too, that training does not change. Without them it is for those that have them."""
 
 
 class Withdraw(Message):

@@ -28,9 +28,11 @@ from ductile.config.checks.weight_headers import (
     read_json,
     stranger,
 )
+from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.parameters import HfTensor, Parameter, parameters
 from ductile.core.layout.model.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import exchange, named, sync, sync_tree
+from ductile.model.adapters import first_adapters
 from ductile.model.safetensors_writer import DTYPES, write_safetensors
 from ductile.model.transformer import Transformer
 from ductile.records import AS_IN_SOURCE, ChatFormat
@@ -58,11 +60,11 @@ MAX_SHARD_BYTES = 5_000_000_000
 # -- Reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_spec(folder: str | Path, num_layers: int | None = None) -> ModelSpec:
-    """The model that `config.json` describes, with its first `num_layers` layers or all."""
+def read_spec(folder: str | Path, num_layers: int | None = None, lora: LoraSpec | None = None) -> ModelSpec:
+    """The model that `config.json` describes, with its first `num_layers` layers or all, and with such adapters."""
     path = Path(folder) / CONFIG
     try:
-        spec = spec_from_hf(read_json(path))
+        spec = replace(spec_from_hf(read_json(path)), lora=lora)
     except SpecError as error:
         raise ModelFolderError(f"{path}: {error}") from error
     if num_layers is None:
@@ -93,14 +95,16 @@ def load_model(
     random_init: bool = False,
     num_layers: int | None = None,
     seed: int = 0,
+    lora: LoraSpec | None = None,
 ) -> Transformer:
-    """Build the folder's model on `device`, its first `num_layers` layers or all.
+    """Build the folder's model on `device`, its first `num_layers` layers or all, with the adapters that training
+    begins with.
 
     With `random_init` only `config.json` is read, and equal seeds give equal weights.
     """
-    spec = read_spec(folder, num_layers)
+    spec = read_spec(folder, num_layers, lora)
     model = empty_model(spec, dtype, device)
-    tensors = random_tensors(spec, seed) if random_init else read_tensors(folder, spec)
+    tensors = first_tensors(folder, spec, random_init, seed)
     ours = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors:
@@ -115,10 +119,19 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device)
     return model.to(dtype).to_empty(device=device)
 
 
+def first_tensors(
+    folder: str | Path, spec: ModelSpec, random_init: bool = False, seed: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Our names and full tensors of what training begins with: the folder's, or random ones, and the adapters of the
+    spec. Raises ModelFolderError as `read_tensors` does."""
+    yield from random_tensors(spec, seed) if random_init else read_tensors(folder, spec)
+    yield from first_adapters(spec, seed)
+
+
 def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Our names and full tensors, in the order of `parameters(spec)`, in the file's dtype. One at a time in memory.
-    Raises ModelFolderError when the folder's tensors are not those of the model."""
-    path_of = find_weights(Path(folder), spec, read_spec(folder).num_layers)
+    """Our names and full tensors, in the order of `parameters(spec.base)`, in the file's dtype. One at a time in
+    memory. Raises ModelFolderError when the folder's tensors are not those of the model."""
+    path_of = find_weights(Path(folder), spec.base, read_spec(folder).num_layers)
     opened: dict[Path, Any] = {}
     with ExitStack() as stack:
 
@@ -133,7 +146,7 @@ def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Ten
                     f"{path} is not a whole safetensors file ({error}); download it again"
                 ) from error
 
-        for parameter in parameters(spec):
+        for parameter in parameters(spec.base):
             parts = [read(part) for part in parameter.parts]
             yield parameter.name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -153,9 +166,9 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def random_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Our names and random fp32 tensors: normal weights, norms of one, biases of zero."""
+    """Our names and random fp32 tensors: normal weights, norms of one, biases of zero. Adapters are not among them."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters(spec):
+    for parameter in parameters(spec.base):
         if parameter.name.endswith("norm.weight"):
             yield parameter.name, torch.ones(parameter.shape)
         elif parameter.name.endswith(".bias"):
@@ -228,6 +241,11 @@ def finish_folder(folder: str | Path) -> None:
         _replace(folder, building, old)
     except OSError as error:
         raise named(error, folder) from error
+
+
+def unfinished(folder: str | Path) -> Path:
+    """Return where a folder is that `begin_folder` has begun, until it has its name."""
+    return _names(folder)[1]
 
 
 def discard_folder(folder: str | Path) -> None:
@@ -308,7 +326,7 @@ def write_weights(
                 pass
             continue
         parts = [part for parameter in shard for part in parameter.parts]
-        chunks = (_bytes(tensor, parameter, dtype) for parameter, tensor in zip(shard, of_shard, strict=True))
+        chunks = (tensor_bytes(tensor, parameter, dtype) for parameter, tensor in zip(shard, of_shard, strict=True))
         try:
             write_safetensors(building / file, parts, dtype, chunks)
         except OSError as error:
@@ -346,8 +364,9 @@ def _shards(spec: ModelSpec, itemsize: int, max_shard_bytes: int) -> list[list[P
     return shards
 
 
-def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryview:
-    """The parts lie in our tensor as they lie in the file: one below the other."""
+def tensor_bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryview:
+    """A full tensor as a file has it: its parts lie there as they lie in ours, one below the other. Raises
+    ModelFolderError where `dtype` has no room for a number."""
     if tuple(tensor.shape) != parameter.shape:
         raise ValueError(f"{parameter.name} has shape {list(tensor.shape)}, not {list(parameter.shape)}")
     whole = tensor.detach().to(device="cpu", dtype=dtype).contiguous()

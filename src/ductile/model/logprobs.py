@@ -120,11 +120,11 @@ class _ChosenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         hidden, weight, chosen, targets, temperatures, log_totals, entropies, has_target, kept = ctx.saved_tensors
         grad = torch.zeros_like(entropies) if of_logprobs is None else of_logprobs
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if temperatures is not None:
             grad = grad / temperatures
             of_entropies = None if of_entropies is None else of_entropies / temperatures
@@ -142,10 +142,11 @@ class _ChosenLogprobs(torch.autograd.Function):
                 grad_logits.addcmul_(surprise, of_entropies[rows, None], value=-1)
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[rows] = linear(grad_logits, weight.t())
-            grad_weight += grad_logits.t() @ hidden[rows]
+            if grad_weight is not None:
+                grad_weight += grad_logits.t() @ hidden[rows]
         # A row may speak about several tokens: the first ones of all completions of a prompt.
         grad_all = hidden.new_zeros((ctx.num_hidden, hidden.shape[1])).index_add_(0, chosen, grad_hidden)
-        return grad_all, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_all, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor, size: int) -> list[slice]:

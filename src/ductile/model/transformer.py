@@ -11,20 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ductile.core.layout.model.parameters import is_adapter
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.kernels.dispatch import add_norm, linear, rms_norm, split_heads, swiglu
 from ductile.model.attention import Attend
+from ductile.model.linear import Linear, make_linear
 from ductile.model.rope import Rope
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Function that makes the model's output from the last hidden states [T, M] and the output embeddings [V, M]."""
-
-
-class Linear(nn.Linear):
-    """torch's linear layer for rows of a packed batch."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -52,10 +47,11 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.eps = spec.rms_norm_eps
-        self.qkv_proj = Linear(spec.hidden_size, sum(self.heads) * spec.head_dim, bias=spec.attention_bias)
+        rows = [heads * spec.head_dim for heads in self.heads]
+        self.qkv_proj = make_linear(spec, "attention.qkv_proj", spec.hidden_size, rows, spec.attention_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-        self.o_proj = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
+        self.o_proj = make_linear(spec, "attention.o_proj", rows[0], [spec.hidden_size], spec.output_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
         q, k, v = split_heads(self.qkv_proj(x), self.heads, self._norm_weight(), self.eps, cos, sin)
@@ -72,8 +68,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self.gate_up_proj = make_linear(spec, "mlp.gate_up_proj", hidden, [inner, inner], spec.mlp_bias)
+        self.down_proj = make_linear(spec, "mlp.down_proj", inner, [hidden], spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x)))
@@ -94,7 +91,8 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Made with uninitialised weights; `ductile.model.checkpoint.load_model` fills them.
+    """Made with uninitialised weights; `ductile.model.checkpoint.load_model` fills them. With adapters these alone have
+    gradients.
 
     Layers have the numbers that they have in the whole model, also where only some of them are here: then the
     embeddings are where the first one is (tied ones also where the last one is), and norm and head where the last one
@@ -116,6 +114,9 @@ class Transformer(nn.Module):
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
             if not spec.tie_embeddings:
                 self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        if spec.lora is not None:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(is_adapter(name))
 
     def forward(
         self,

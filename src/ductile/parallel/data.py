@@ -5,7 +5,7 @@ several copies of the state, each deals them out among its own ranks. Gradients 
 averaged: the loss is a sum as well, and is divided once, at the optimizer step.
 """
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from functools import partial
 
 import torch
@@ -74,9 +74,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parts: SlotParts) -> None:
+def fill(
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parts: SlotParts, may_lack: Collection[str] = ()
+) -> None:
     """Copy this slot's part out of full tensors; those of which it has none may come too. Every parameter of the model
-    must come exactly once."""
+    must come exactly once, but that those of `may_lack` may stay as they are."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors:
@@ -89,8 +91,8 @@ def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parts: SlotPar
                 local.zero_()  # rows of padding
             for box in held:
                 parts.view(name, local, box).copy_(tensor[tuple(map(slice, *box))])
-    if parameters:
-        raise ValueError(f"no values came for {', '.join(parameters)}")
+    if missing := parameters.keys() - {*may_lack}:
+        raise ValueError(f"no values came for {', '.join(sorted(missing))}")
 
 
 def assign(model: nn.Module, shards: MutableMapping[str, Tensor]) -> None:

@@ -38,10 +38,10 @@ def full_tensors(model: Transformer, context: ParallelContext, dtype: torch.dtyp
 
 
 def gathered_tensors(
-    model: Transformer, context: ParallelContext, compute: torch.dtype
+    model: Transformer, context: ParallelContext, compute: torch.dtype, with_frozen: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter as the forward pass computes with it, in `compute`, in the order of `parameters(spec)`. All slots
-    must run it to its end.
+    must run it to its end. with_frozen: those that are not trained, too.
 
     What FSDP2 gathers at once for a forward pass, a layer say, is gathered at once. So a tensor is there until the next
     one is asked for, and its memory must not be held: `Tensor.numpy` would keep FSDP2 from freeing it.
@@ -51,7 +51,7 @@ def gathered_tensors(
         for owner, of_owner in groupby(parameters(model.spec), key=lambda parameter: _unit_of(parameter.name)):
             unit = model.get_submodule(owner) if owner and any(name.startswith(f"{owner}.") for name in ours) else None
             with _unsharded(unit) if unit is not None else nullcontext():
-                for parameter in of_owner:
+                for parameter in (each for each in of_owner if with_frozen or each.is_trained):
                     name = parameter.name
                     part = model.get_parameter(name).detach() if name in ours else None
                     yield name, _whole(parameter, part, compute, model, context)

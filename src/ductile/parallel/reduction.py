@@ -28,7 +28,7 @@ class GradientReduction:
         self._root = model if isinstance(model, FSDPModule) else None
         self._once_a_step, self._in_stages = once_a_step, context.layout.dims.pp > 1
         self._device_type = context.mesh.device_type
-        self._ends = context.ends if model.spec.tie_embeddings else None
+        self._ends = context.ends if model.spec.tie_embeddings and model.spec.lora is None else None
         self._is_pending = False
         self._summed: Tensor | None = None
         """Gradient of tied embeddings that is summed already, while more is pending."""

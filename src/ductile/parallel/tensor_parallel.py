@@ -11,6 +11,8 @@
 | `attention` | `HeadParallelAttention` | its heads of all tokens |
 | `gate_up_proj` | `ColumnParallelLinear` | rows of gate and of up |
 | `o_proj`, `down_proj` | `RowParallelLinear` | columns, and all of the bias |
+| the former two with adapters | `ColumnParallelLora` | the same rows of B, all of A |
+| the latter two with adapters | `RowParallelLora` | the same columns of A, all of B |
 | `q_norm`, `k_norm` | stay; `HeadParallelAttention` reads their weights | all of the weight, its heads |
 | `lm_head` | stays; `VocabularyParallelHead` is called with its weight | rows of the vocabulary |
 
@@ -23,7 +25,7 @@ The number of tokens, T, must be a multiple of the number of slots, R. Between t
 (`ductile.parallel.sequence_parallel`). H query heads and K key/value heads on a slot, D head size, M hidden size.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,8 @@ from ductile.core.layout.geometry.strategy import tensor_parallel_shapes
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.kernels.dispatch import add_norm, linear, rms_norm
 from ductile.model.attention import Attend
-from ductile.model.transformer import AddNorm, Attention, Linear, RMSNorm, Transformer
+from ductile.model.linear import Linear, LoraLinear
+from ductile.model.transformer import AddNorm, Attention, RMSNorm, Transformer
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.sequence_parallel import (
     SharedRows,
@@ -95,17 +98,30 @@ def _replacements(spec: ModelSpec, context: ParallelContext) -> dict[str, Callab
     group = context.group("tp")
     heads = heads_on(spec, group.size(), group.rank())
     shared = _key_rows(spec, heads) if share_key_heads(spec, group.size()) else None
+    rows_of_heads = [count * spec.head_dim for count in heads.counts]
+
+    def projection_of_heads(module: Linear) -> Linear:
+        if isinstance(module, LoraLinear):
+            return ColumnParallelLora(module, group, rows_of_heads, shared)
+        return SharingProjection(module, group, shared) if shared else ColumnParallelLinear(module, group)
+
+    def gate_and_up(module: Linear) -> Linear:
+        if isinstance(module, LoraLinear):
+            return ColumnParallelLora(module, group, [len(module.weight) // 2] * 2)
+        return ColumnParallelLinear(module, group)
+
+    def row_parallel(module: Linear) -> Linear:
+        return RowParallelLora(module, group) if isinstance(module, LoraLinear) else RowParallelLinear(module, group)
+
     return {
         "embed": lambda module: VocabularyParallelEmbedding(module, group),
         "attention_norm": lambda module: SequenceParallelAddNorm(module, group),
-        "qkv_proj": lambda module: (
-            SharingProjection(module, group, shared) if shared else ColumnParallelLinear(module, group)
-        ),
+        "qkv_proj": projection_of_heads,
         "attention": lambda module: HeadParallelAttention(module, group, heads),
-        "o_proj": lambda module: RowParallelLinear(module, group),
+        "o_proj": row_parallel,
         "mlp_norm": lambda module: SequenceParallelAddNorm(module, group),
-        "gate_up_proj": lambda module: ColumnParallelLinear(module, group),
-        "down_proj": lambda module: RowParallelLinear(module, group),
+        "gate_up_proj": gate_and_up,
+        "down_proj": row_parallel,
         "norm": lambda module: SequenceParallelNorm(module, group),
     }
 
@@ -183,6 +199,39 @@ class RowParallelLinear(Linear):
             return out
         (bias,) = sum_gradients(self.group, self.bias)
         return out + bias
+
+
+class ColumnParallelLora(LoraLinear):
+    """The slot's outputs of all tokens, with its rows of B; each slot uses all of A for its outputs."""
+
+    def __init__(
+        self, whole: LoraLinear, group: dist.ProcessGroup, rows: Sequence[int], shared: SharedRows | None = None
+    ) -> None:
+        """rows: the slot's outputs of each projection. shared: those that are on other slots, too."""
+        vars(self).update(vars(whole))
+        self.group, self.rows, self.shared = group, rows, shared
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[S, M] -> [T, outputs]."""
+        x, up = gather(input, self.group), self.up()
+        (down,) = sum_gradients(self.group, self.lora_A)
+        if self.shared is not None:
+            (up,) = sum_shared_rows(self.group, self.shared, up)
+        return linear(x, self.weight, self.bias) + self.change(x, down, up)
+
+
+class RowParallelLora(LoraLinear):
+    """The sum, over slots, of what their inputs give, with their columns of A; each slot has all of B."""
+
+    def __init__(self, whole: LoraLinear, group: dist.ProcessGroup) -> None:
+        vars(self).update(vars(whole))
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[T, inputs] -> [S, M]."""
+        (up,) = sum_gradients(self.group, self.up())
+        out = reduce_scatter(linear(input, self.weight) + self.change(input, self.lora_A, up), self.group)
+        return out if self.bias is None else out + self.bias
 
 
 class HeadParallelAttention(Attention):

@@ -13,8 +13,9 @@ from ductile.columns import Floats
 from ductile.config.checks.weight_headers import ModelFolderError
 from ductile.config.schema.trainer import TrainerConfig, needs_reference
 from ductile.core.batch.packing import pack
+from ductile.core.layout.model.spec import ModelSpec
 from ductile.kernels.flash_attention import use_kernel
-from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
+from ductile.model.checkpoint import first_tensors, read_spec
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.gathered import full_tensors
@@ -39,18 +40,19 @@ class ScorerPart:
         self._stored, self._compute = rounded.parameters, rounded.compute
         # Nothing is updated: what forward passes see is all that is kept.
         self._options = ParallelizeOptions(Precision(rounded.compute, rounded.compute, rounded.compute))
-        self._spec = read_spec(self._folder, config.model.debug.num_layers)
+        self._spec = read_spec(self._folder, config.model.debug.num_layers, config.model.adapters)
         use_kernel(config.model.attn, self._compute, self._spec.head_dim, torch.device(device))
         self.parts = SlotParts.of(self._spec, context.layout, context.slot)
-        self.policy = self._load() if has_weights else self._allocate()
+        self.policy = self._load(self._spec) if has_weights else self._allocate()
         # The reference is loaded at once: what lies at model.name may be newer later.
-        self._reference: Transformer | None = self._load() if needs_reference(config.loss) else None
+        self._reference: Transformer | None = self._load(self._spec.base) if needs_reference(config.loss) else None
 
     @property
     def reference(self) -> Transformer:
-        """The weights that the run started from. They are loaded now unless the loss needs them."""
+        """The weights that the run started from, without adapters, which change nothing then. They are loaded now
+        unless the loss needs them."""
         if self._reference is None:
-            self._reference = self._load()
+            self._reference = self._load(self._spec.base)
         return self._reference
 
     def score(self, samples: tuple[Sample, ...], model: Transformer) -> Iterator[tuple[Sample, Floats]]:
@@ -72,10 +74,10 @@ class ScorerPart:
     def _allocate(self) -> Transformer:
         return build_empty(self._spec, self.context, self._device, self._options).requires_grad_(False)
 
-    def _load(self) -> Transformer:
+    def _load(self, spec: ModelSpec) -> Transformer:
         config = self._config
-        random = config.model.debug.random_init
-        tensors = random_tensors(self._spec, config.seed) if random else read_tensors(self._folder, self._spec)
+        tensors = first_tensors(self._folder, spec, config.model.debug.random_init, config.seed)
         # Rounded as the trainer rounds: to the optimizer's precision first, then to what forward passes see.
         stored = ((name, tensor.to(self._stored)) for name, tensor in tensors)
-        return build(self._spec, stored, self.context, self.parts, self._device, self._options).requires_grad_(False)
+        parts = SlotParts.of(spec, self.context.layout, self.context.slot)
+        return build(spec, stored, self.context, parts, self._device, self._options).requires_grad_(False)

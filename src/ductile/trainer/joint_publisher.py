@@ -23,8 +23,9 @@ from ductile.core.transfer.joint_publishing import PartOutcome, PublishingRuling
 from ductile.error_text import error_text
 from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.segment import Segment, SegmentUnavailable, mapped_for_writing
-from ductile.messages.updates import digest_text
+from ductile.messages.updates import Digest, digest_text
 from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.parts import SlotParts
 from ductile.records import Manifest, TensorEntry
 from ductile.trainer.own_weights import OwnWeights
 from ductile.trainer.trainer import Trainer
@@ -48,6 +49,8 @@ class _Part:
 
     digests: list[int]
     """Digests of its boxes of each tensor."""
+    left_out: int | None
+    """Digest of its boxes of tensors that are left out; None where none are."""
     num_bytes: int = 0
     error: Exception | None = None
 
@@ -82,66 +85,90 @@ class JointPublisher:
     """The versions that a train slot publishes, where it is its layout's first one, or helps to publish."""
 
     def __init__(self) -> None:
-        self._memory = SharedMemory()
+        self._whole, self._trained = SharedMemory(), SharedMemory()
+        """Whole versions, and what is trained of versions alone: one that is published anew as a whole leaves those who
+        read the other what they read."""
+        self._frozen: tuple[SlotParts, int] | None = None
+        """Digest of this slot's part of what is not trained, and the parts that it was taken of."""
         self._too_far: ParallelLayout | None = None
         """Layout in which a slot cannot open this one's memory."""
 
-    def publish(self, version: int, trainer: Trainer, state: Mapping[str, Tensor]) -> Manifest | None:
+    def publish(
+        self, version: int, trainer: Trainer, state: Mapping[str, Tensor], with_frozen: bool = True
+    ) -> Manifest | None:
         """Publish the weights as they are; collective. The first slot gets the manifest. Raises NotPublished, on all
         slots or on the first one alone.
 
-        state: this slot's part of the trainer's (`trainer.state`)."""
+        state: this slot's part of the trainer's (`trainer.state`). with_frozen: also tensors that are not trained;
+        without them the version is for those that have these already.
+        """
         context, weights = trainer.context, OwnWeights.of(trainer, state)
-        tensors = weights.tensors()
+        with_frozen = with_frozen or trainer.spec.lora is None
+        tensors, memory = weights.tensors(with_frozen), self._whole if with_frozen else self._trained
         entries, num_bytes = laid_out(tensors)
         table = list(zip(tensors, entries, strict=True))
-        part, segment = _Part([0] * len(table)), None
+        part, segment = _Part([0] * len(table), None if with_frozen else self._digest_of_frozen(weights)), None
         gathers = self._too_far == context.layout
         with ExitStack() as unpublished:
             if context.is_first and not gathers:
-                segment = part.attempt(lambda: self._memory.begin(version, num_bytes))
+                segment = part.attempt(lambda: memory.begin(version, num_bytes))
             if segment is not None:
                 unpublished.callback(segment.close)
             place = context.said_by_first(GATHER if gathers else _place(segment))
             if place == GATHER:
-                return self._gather(version, trainer)
+                return self._gather(version, trainer, memory, part)
             if place:
                 part.attempt(lambda: part.write(place, num_bytes, weights, table))
-            digests, ruled = _exchanged(part, sum(entry.num_bytes for entry in entries), context, trainer.device)
+            total_bytes = sum(entry.num_bytes for entry in entries)
+            digests, left_out, ruled = _exchanged(part, total_bytes, context, trainer.device)
             if ruled.next == "seal":
                 entries = [
                     replace(entry, digest=digest_text(each)) for entry, each in zip(entries, digests, strict=True)
                 ]
-                manifest = self._sealed(version, segment, entries)
+                manifest = self._sealed(version, memory, segment, entries, left_out)
                 unpublished.pop_all()
                 return manifest
         if ruled.next == "gather":
             if context.is_first:
                 self._too_far = context.layout
                 print(f"the trainer's weights are gathered where they are published: {ruled.reason}", file=sys.stderr)
-            return self._gather(version, trainer)
+            return self._gather(version, trainer, memory, part)
         why = error_text(part.error) if part.error is not None else ruled.reason
         raise NotPublished(f"version {version} is not published: {why}")
 
     def withdraw(self, version: int) -> None:
         """Free this version and all older ones. Readers keep what they have received."""
-        self._memory.withdraw(version)
+        self._whole.withdraw(version)
+        self._trained.withdraw(version)
 
     def close(self) -> None:
-        self._memory.close()
+        self._whole.close()
+        self._trained.close()
 
-    def _sealed(self, version: int, segment: Segment | None, entries: Sequence[TensorEntry]) -> Manifest | None:
+    def _digest_of_frozen(self, weights: OwnWeights) -> int:
+        if self._frozen is None or self._frozen[0] is not weights.parts:
+            self._frozen = weights.parts, weights.digest_of_frozen()
+        return self._frozen[1]
+
+    @staticmethod
+    def _sealed(
+        version: int, memory: SharedMemory, segment: Segment | None, entries: Sequence[TensorEntry], left_out: Digest
+    ) -> Manifest | None:
         try:
-            return None if segment is None else self._memory.finish(version, segment, entries)
+            return None if segment is None else memory.finish(version, segment, entries, left_out)
         except Exception as error:
             raise NotPublished(f"version {version} is not published: {error_text(error)}") from error
 
-    def _gather(self, version: int, trainer: Trainer) -> Manifest | None:
+    def _gather(self, version: int, trainer: Trainer, memory: SharedMemory, part: _Part) -> Manifest | None:
         """Have the first slot copy whole tensors, which all slots gather one by one. Where that fails half way, it
         still gathers the rest: the others are spared its failure."""
-        tensors = _CommonTensors(trainer.publish_weights())
+        context, left_out = trainer.context, ""
+        if part.left_out is not None:
+            said = torch.tensor(part.left_out % MODULUS, device=trainer.device)
+            left_out = digest_text(int(context.sum(said)))
+        tensors = _CommonTensors(trainer.publish_weights(with_frozen=not left_out))
         try:
-            return self._memory.publish(version, tensors) if trainer.context.is_first else None
+            return memory.publish(version, tensors, left_out) if context.is_first else None
         except Exception as error:
             if tensors.has_failed:
                 raise
@@ -185,13 +212,16 @@ def _place(segment: Segment | None) -> str:
 
 def _exchanged(
     part: _Part, tensor_bytes: int, context: ParallelContext, device: torch.device
-) -> tuple[list[int], PublishingRuling]:
-    """Return the digest of each tensor, from all slots' parts, and what all slots do next; collective. tensor_bytes:
-    those of all tensors, which is what all slots are to have written."""
+) -> tuple[list[int], Digest, PublishingRuling]:
+    """Return the digest of each tensor, from all slots' parts, that of all that are left out, "" where none are, and
+    what all slots do next; collective. tensor_bytes: those of all tensors, which is what all slots are to have
+    written."""
     slots, num_tensors = context.layout.slots, len(part.digests)
     outcomes = [part.outcome if slot == context.slot else PartOutcome.WRITTEN for slot in slots]
-    digests = [digest % MODULUS for digest in part.digests]  # of 52 bits: the sum over 2,000 slots is none of 64
+    # Of 52 bits: the sum over 2,000 slots is none of 64.
+    digests = [digest % MODULUS for digest in (*part.digests, part.left_out or 0)]
     said = torch.tensor([*digests, *outcomes, part.num_bytes], dtype=torch.int64, device=device)
-    totals: list[int] = context.sum(said).tolist()
-    of_slots = {slot: PartOutcome(value) for slot, value in zip(slots, totals[num_tensors:-1], strict=True)}
-    return totals[:num_tensors], ruling(of_slots, tensor_bytes - totals[-1])
+    *totals, num_bytes = context.sum(said).tolist()
+    of_slots = {slot: PartOutcome(value) for slot, value in zip(slots, totals[num_tensors + 1 :], strict=True)}
+    left_out = "" if part.left_out is None else digest_text(totals[num_tensors])
+    return totals[:num_tensors], left_out, ruling(of_slots, tensor_bytes - num_bytes)

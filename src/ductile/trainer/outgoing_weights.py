@@ -95,10 +95,11 @@ class _Sending:
             self.sender.abort()
 
     def num_bytes_equal(self, base: _Sent | None) -> int:
-        """Return the bytes of the boxes that are as they were in `base`, another version."""
+        """Return the bytes of the boxes that are as they were in `base`, another version. Of what is not trained that
+        is known without one."""
+        boxes = [box for bucket in self.whole_offer.buckets for box in bucket.boxes]
         if base is None or base.version == self.update.version or base.whole_offer is not self.whole_offer:
-            return 0
-        boxes = (box for bucket in self.whole_offer.buckets for box in bucket.boxes)
+            return sum(box.num_bytes for box in boxes if box.name in self.weights.frozen)
         return sum(box.num_bytes for box in boxes if base.digests[_key(box)] == self.digests.get(_key(box)))
 
     def digests_by_tensor(self) -> dict[str, Digest]:
@@ -143,7 +144,7 @@ class OutgoingWeights:
             self._end(f"update {update.update_id} began")
             sending = self._prepared(update, trainer, state)
             base = self._base(sending)
-            offer = sending.whole_offer if base is None else self._changed(sending, base)
+            offer = self._changed(sending, base)
             unchanged = sum(sending.digests.values())
             left_out = num_bytes_of(sending.whole_offer) - num_bytes_of(offer)
 
@@ -224,12 +225,21 @@ class OutgoingWeights:
         return base
 
     @staticmethod
-    def _changed(sending: _Sending, base: _Sent) -> Offer:
-        """The boxes that are not as they were in `base`; the digests of the others are known."""
-        offer = sending.whole_offer
-        boxes = [box for bucket in offer.buckets for box in bucket.boxes]
-        now = {_key(box): sending.weights.digest(box.name, (box.start, box.stop)) for box in boxes}
-        sending.digests.update({key: digest for key, digest in now.items() if base.digests[key] == digest})
+    def _changed(sending: _Sending, base: _Sent | None) -> Offer:
+        """The boxes that are not as they were in the version that the update builds on, if it does: what is not trained
+        never changes, and the rest is compared with `base`. The digests of those that are left out are known."""
+        weights, offer = sending.weights, sending.whole_offer
+        if sending.update.base_version is None:
+            return offer
+        known, frozen = base.digests if base else dict[BoxKey, int](), weights.frozen
+        for box in (box for bucket in offer.buckets for box in bucket.boxes):
+            key, place = _key(box), (box.start, box.stop)
+            if box.name in frozen:
+                sending.digests[key] = known[key] if key in known else weights.digest(box.name, place)
+            elif key in known and (digest := weights.digest(box.name, place)) == known[key]:
+                sending.digests[key] = digest
+        if not sending.digests:
+            return offer
         return only(offer, sending.update.bucket_bytes, lambda box: _key(box) not in sending.digests)
 
 

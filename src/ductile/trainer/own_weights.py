@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ductile.core.layout.geometry.holdings import Box
-from ductile.core.layout.model.parameters import parameters
+from ductile.core.layout.model.parameters import frozen_names, parameters
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.parallel.parts import SlotParts
 from ductile.trainer.state import MODEL
@@ -41,11 +41,13 @@ class OwnWeights:
         local = {name.removeprefix(MODEL): flat for name, flat in state.items() if name.startswith(MODEL)}
         return OwnWeights(trainer.spec, trainer.parts, local, trainer.precision.compute)
 
-    def tensors(self) -> list[OwnedTensor]:
-        """Return every tensor of the version, with this rank's boxes. All ranks have the same tensors."""
+    def tensors(self, with_frozen: bool = True) -> list[OwnedTensor]:
+        """Return every tensor of the version, with this rank's boxes. All ranks have the same tensors. with_frozen:
+        those that are not trained, too."""
         return [
             OwnedTensor(each.name, self.dtype, each.shape, self.parts.shared(each.name))
             for each in parameters(self.spec)
+            if with_frozen or each.is_trained
         ]
 
     def copy(self, name: str, box: Box, target: Tensor) -> int:
@@ -61,6 +63,15 @@ class OwnWeights:
         """Return the digest of a box as it is published."""
         view = self._view(name, box)
         return sum(box_digest(name, view[rows].to(self.dtype), start) for start, rows in _blocks(box, view, self.dtype))
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the tensors that are not trained."""
+        return frozen_names(self.spec)
+
+    def digest_of_frozen(self) -> int:
+        """Return the digest of this rank's boxes of the tensors that are not trained, as they would be published."""
+        return sum(self.digest(name, box) for name in self.frozen for box in self.parts.shared(name))
 
     def _view(self, name: str, box: Box) -> Tensor:
         return self.parts.view(name, self.local[name], box)

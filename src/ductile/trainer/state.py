@@ -1,7 +1,7 @@
 """What a trainer's state consists of, under which names, and where each of its numbers lies.
 
-    model/<parameter>            the parameters that the optimizer updates
-    exp_avg/<parameter>          what the optimizer keeps beside each parameter (`config.schema.optimizer_state`)
+    model/<parameter>            all parameters, those that are not trained among them
+    exp_avg/<parameter>          what the optimizer keeps beside each trained one (`config.schema.optimizer_state`)
     gradient/<parameter>         what has been accumulated since the last optimizer step, if anything
     step, num_updates, sums      numbers: `ductile.records.TrainProgress`
 
@@ -20,6 +20,7 @@ from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.layout.geometry.layout import Layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.strategy import block_columns, block_layout, model_layout
+from ductile.core.layout.model.parameters import frozen_names
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.planning import Planner
@@ -37,7 +38,7 @@ def named_state(trainer: Trainer) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         named[MODEL + name] = parameter.detach()
-        for kept in trainer.optimizer_state[name]:
+        for kept in trainer.optimizer_state.get(name, ()):
             if kept.layout != "scalar":
                 named[f"{kept.name}/{name}"] = trainer.optimizer.state[name][kept.name]
     return named
@@ -52,7 +53,8 @@ def named_gradient(trainer: Trainer) -> dict[str, Tensor]:
 def set_gradient(trainer: Trainer, parts: Mapping[str, Tensor]) -> None:
     """Make this memory the accumulated gradient: this rank's parts, flat."""
     for name, parameter in trainer.model.named_parameters():
-        parameter.grad = like(parameter, parts[GRADIENT + name])
+        if parameter.requires_grad:
+            parameter.grad = like(parameter, parts[GRADIENT + name])
 
 
 def device_of(model: TrainerModelConfig, name: str, device: str) -> str:
@@ -87,7 +89,9 @@ class StatePlans:
         parameters = model_layout(self._spec, parallel, self._dtype)
         kinds = {MODEL: [parameter.kind(MODEL, self._dtype) for parameter in parameters]}
         blocks: Layout | None = None
-        for parameter in parameters:
+        frozen = frozen_names(self._spec)
+        trained = [parameter for parameter in parameters if parameter.name not in frozen]
+        for parameter in trained:
             columns = self._block_columns.get(parameter.name, 0)
             for kept in optimizer_state(self._optim, parameter.name, self._dtype, columns=columns):
                 if kept.layout == "parameter":
@@ -96,5 +100,5 @@ class StatePlans:
                     blocks = blocks or block_layout(self._spec, parallel)
                     kinds.setdefault(kept.name, []).append(blocks[parameter.name].kind(f"{kept.name}/", kept.dtype))
         if with_gradient:
-            kinds[GRADIENT] = [parameter.kind(GRADIENT, self._dtype) for parameter in parameters]
+            kinds[GRADIENT] = [parameter.kind(GRADIENT, self._dtype) for parameter in trained]
         return Layout([tensor for of_kind in kinds.values() for tensor in of_kind], parameters.slots)

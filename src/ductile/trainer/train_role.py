@@ -121,9 +121,9 @@ class TrainRole:
                 if self._memory_history is not None:
                     self._memory_history.write(report.step)
                 return Stepped(report)
-            case Publish(version=version):
+            case Publish(version=version, with_frozen=with_frozen):
                 with self._keeping_state():
-                    return Published(self._publish(version))
+                    return Published(self._publish(version, with_frozen))
             case Score(samples=samples):
                 with self._in_step():
                     return Scores(tuple(self._live.score(samples)))
@@ -256,9 +256,9 @@ class TrainRole:
         assert self._instance is not None, "it has a trainer"
         return self._outgoing.begin(update, trainer, self._instance.state)
 
-    def _publish(self, version: int) -> Manifest | None:
+    def _publish(self, version: int, with_frozen: bool) -> Manifest | None:
         with self._in_step() as instance:  # no local here has the trainer: with it the sockets of a failure would stay
-            return self._publisher.publish(version, self._live, instance.state)
+            return self._publisher.publish(version, self._live, instance.state, with_frozen)
 
     @property
     def _live(self) -> Trainer:

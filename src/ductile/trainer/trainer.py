@@ -24,7 +24,7 @@ from ductile.core.layout.model.spec import ModelSpec
 from ductile.error_text import error_with_place
 from ductile.kernels.device import peak_of
 from ductile.kernels.flash_attention import use_kernel
-from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
+from ductile.model.checkpoint import first_tensors, read_spec
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel import data, parallelize
@@ -106,7 +106,7 @@ class Trainer:
                 raise ValueError(f'trainer.model.ac.mode = "selective" {why}')
             schedule, compute = config.model.pp_schedule, self.precision.compute
             self._pipeline = Pipeline(self.model, context, schedule, compute, self.device)
-        named = dict(self.model.named_parameters())
+        named = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         dtype = config.model.optimization_dtype
         blocks, offload = block_columns(self.spec), config.model.optim_cpu_offload
         self.optimizer_state = {
@@ -226,11 +226,11 @@ class Trainer:
             data.reshard(self.model)
         return as_columns(samples, logprobs)
 
-    def publish_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def publish_weights(self, with_frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, as the forward pass computes with it: what generators and scorers get, for a first
         slot whose memory another one cannot open (`ductile.trainer.joint_publisher`). Collective; a tensor is there
-        until the next one (`parallel.gathered.gathered_tensors`)."""
-        return gathered_tensors(self.model, self.context, self.precision.compute)
+        until the next one (`parallel.gathered.gathered_tensors`). with_frozen: those that are not trained, too."""
+        return gathered_tensors(self.model, self.context, self.precision.compute, with_frozen)
 
     def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, in `dtype`, as the optimizer has it: what a model folder is written from. Collective
@@ -259,11 +259,7 @@ class Trainer:
         }
 
     def _load(self) -> Transformer:
-        model = self.config.model
-        if model.debug.random_init:
-            weights = random_tensors(self.spec, self.config.seed)
-        else:
-            weights = read_tensors(_folder(self.config), self.spec)
+        weights = first_tensors(_folder(self.config), self.spec, self.config.model.debug.random_init, self.config.seed)
         return parallelize.build(self.spec, weights, self.context, self.parts, self.device, self._options)
 
     def _build_over(self, buffers: MutableMapping[str, Tensor]) -> Transformer:
@@ -327,7 +323,7 @@ class Trainer:
 
 def spec_of(config: TrainerConfig) -> ModelSpec:
     """The spec of the model that the config trains. Raises ModelFolderError."""
-    return read_spec(_folder(config), config.model.debug.num_layers)
+    return read_spec(_folder(config), config.model.debug.num_layers, config.model.adapters)
 
 
 def _folder(config: TrainerConfig) -> str:

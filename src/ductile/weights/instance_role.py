@@ -33,11 +33,14 @@ class InstanceRole(ABC):
 
     @abstractmethod
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Make a version live. One that does not fit raises `ValueError` and changes nothing."""
+        """Make a version live. What training does not change may be missing: it stays as it is. A version that does not
+        fit raises `ValueError` and changes nothing."""
 
     def handle(self, command: Any) -> Any:
         match command:
             case Receive(manifest=manifest):
+                if not manifest.is_whole:
+                    self.needs_weights(command)
                 self.load_weights(transport_of(manifest).receive(manifest), manifest.version)
                 self._has_weights = True
             case OfferWeights():

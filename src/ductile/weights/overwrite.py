@@ -1,30 +1,34 @@
 """Writes a version's tensors into a model's own parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ductile.core.layout.model.parameters import frozen_names
 from ductile.model.transformer import Transformer
 from ductile.parallel import data
 from ductile.parallel.parts import SlotParts
 
 
 @torch.no_grad()
-def overwrite_all(model: nn.Module, tensors: Mapping[str, Tensor], version: int) -> None:
-    """Give the model's parameters the values of these tensors, all of them by its own names. Raises `ValueError`, with
+def overwrite_all(model: Transformer, tensors: Mapping[str, Tensor], version: int) -> None:
+    """Give the model's parameters the values of these tensors, by its own names: all of them, but that those which
+    training does not change may be missing. Raises `ValueError`, with
     nothing changed, when names or shapes are not the model's."""
     parameters = dict(model.named_parameters())
-    _refuse_strange({name: tuple(parameter.shape) for name, parameter in parameters.items()}, tensors, version)
-    for name, parameter in parameters.items():
-        overwrite(parameter, tensors[name])
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    _refuse_strange(shapes, frozen_names(model.spec), tensors, version)
+    for name, values in tensors.items():
+        overwrite(parameters[name], values)
 
 
 def overwrite_parts(model: Transformer, parts: SlotParts, tensors: Mapping[str, Tensor], version: int) -> None:
     """Do as `overwrite_all` for a model of which this slot has `parts`: it gets its boxes of the tensors, which are
     whole."""
-    _refuse_strange({name: parts.shape(name) for name, _ in model.named_parameters()}, tensors, version)
-    data.fill(model, tensors.items(), parts)
+    shapes, frozen = {name: parts.shape(name) for name, _ in model.named_parameters()}, frozen_names(model.spec)
+    _refuse_strange(shapes, frozen, tensors, version)
+    data.fill(model, tensors.items(), parts, may_lack=frozen)
 
 
 def overwrite(parameter: Tensor, values: Tensor) -> None:
@@ -36,11 +40,13 @@ def overwrite(parameter: Tensor, values: Tensor) -> None:
     parameter.copy_(values)
 
 
-def _refuse_strange(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], version: int) -> None:
-    if wrong := sorted(shapes.keys() ^ tensors.keys()):
+def _refuse_strange(
+    shapes: Mapping[str, tuple[int, ...]], may_lack: Collection[str], tensors: Mapping[str, Tensor], version: int
+) -> None:
+    if wrong := sorted((shapes.keys() ^ tensors.keys()) - (shapes.keys() & {*may_lack})):
         raise ValueError(f"version {version} is of another model: {', '.join(wrong[:5])} on one side only")
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
+    for name in tensors:
+        if tuple(tensors[name].shape) != shapes[name]:
             raise ValueError(
-                f"{name} of version {version} has shape {tuple(tensors[name].shape)}, the model's has {shape}"
+                f"{name} of version {version} has shape {tuple(tensors[name].shape)}, the model's has {shapes[name]}"
             )

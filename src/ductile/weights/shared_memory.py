@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ductile.fabric.alignment import aligned
 from ductile.fabric.segment import Segment, SegmentUnavailable, borrowed, map_segment
-from ductile.messages.updates import digest_text, total_of
+from ductile.messages.updates import Digest, digest_text, total_of
 from ductile.records import Manifest, TensorEntry
 from ductile.weights.buckets import OwnedTensor, dtype_name
 from ductile.weights.digest import box_digest
@@ -26,11 +26,12 @@ class SharedMemory:
     def __init__(self) -> None:
         self._offers: dict[int, tuple[Manifest, Segment]] = {}
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], left_out: Digest = "") -> Manifest:
+        """left_out: as `finish` has it."""
         segment = self.begin(version)
         try:
             entries = [_append(segment, name, tensor) for name, tensor in tensors]
-            return self.finish(version, segment, entries)
+            return self.finish(version, segment, entries, left_out)
         except BaseException:
             segment.close()
             raise
@@ -41,9 +42,13 @@ class SharedMemory:
         # On every host and in every run the name is another one: who writes into the segment knows it by that.
         return Segment(f"ductile-weights-{version}-{token_hex(8)}", num_bytes)
 
-    def finish(self, version: int, segment: Segment, entries: Iterable[TensorEntry]) -> Manifest:
+    def finish(self, version: int, segment: Segment, entries: Iterable[TensorEntry], left_out: Digest = "") -> Manifest:
         """Offer a filled segment, until the version is withdrawn, or published again: who asked for it may never have
-        heard of this one. Its readers keep what they have received."""
+        heard of this one. Its readers keep what they have received.
+
+        left_out: digest of the version's tensors that receivers have already, and that are not in the segment; "" where
+        all are.
+        """
         segment.seal()
         tensors = tuple(entries)
         manifest = Manifest(
@@ -53,7 +58,8 @@ class SharedMemory:
             segment.num_bytes,
             segment.fingerprint,
             tensors,
-            total_of(entry.digest for entry in tensors),
+            total_of([left_out, *(entry.digest for entry in tensors)]),
+            is_whole=not left_out,
         )
         before = self._offers.get(version)
         self._offers[version] = manifest, segment

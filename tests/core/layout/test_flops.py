@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ductile.core.layout.model.flops import ForwardWork, forward_flops, layer_matrix_parameters, training_flops
+from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.spec import Family, ModelSpec
 from ductile.model.checkpoint import load_model
 from ductile.model.logprobs import LogprobHead
@@ -156,3 +157,24 @@ def test_transformers_model_is_counted_by_whole_squares(family: Family, tmp_path
         model(torch.arange(num_tokens)[None]).logits.sum().backward()
     expected = training_flops(spec, ForwardWork(num_tokens, num_tokens**2, num_tokens))
     assert counted.get_total_flops() == pytest.approx(expected, rel=0.01)
+
+
+def whole_square(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every token sees every one: what an implementation multiplies that computes full squares."""
+    groups = q.shape[1] // k.shape[1]
+    queries, keys, values = (x.transpose(0, 1) for x in (q, *(x.repeat_interleave(groups, dim=1) for x in (k, v))))
+    return torch.bmm(torch.bmm(queries, keys.transpose(1, 2)).softmax(-1), values).transpose(0, 1)
+
+
+@pytest.mark.parametrize("targets", [("o_proj", "down_proj"), ("down_proj",)])
+def test_weights_that_are_not_trained_have_no_gradient(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Below the first adapter nothing has one."""
+    model = load_model(make_model_folder(tmp_path, num_hidden_layers=3), lora=LoraSpec(4, 8.0, targets))
+    num = 11
+    tokens, positions, rows = torch.arange(num), torch.arange(num), torch.arange(4)
+    with FlopCounterMode(display=False) as counted:
+        logprobs, _ = model(tokens, positions, whole_square, LogprobHead(rows, rows))
+        logprobs.sum().backward()
+    assert counted.get_total_flops() == training_flops(model.spec, ForwardWork(num, num * num, 4))
+    full = training_flops(model.spec.base, ForwardWork(num, num * num, 4))
+    assert counted.get_total_flops() < 0.75 * full

@@ -16,6 +16,7 @@ from ductile.core.layout.memory.options import Checkpointing, MemoryOptions
 from ductile.core.layout.memory.parts import MemoryParts
 from ductile.core.layout.memory.predict import predict
 from ductile.core.layout.memory.slot_shapes import slot_shapes
+from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.spec import ModelSpec
 
 MIB = 2**20
@@ -26,6 +27,7 @@ WIDE = ModelSpec("qwen3", 4096, 256, 768, 4, 8, 4, 32, tie_embeddings=True, qk_n
 DEEP = ModelSpec("qwen3", 256, 256, 1024, 4, 8, 4, 32, tie_embeddings=True, qk_norm=True)
 """Models whose peak is at the head, at either, and in the layers."""
 SIX = ModelSpec("qwen3", 4096, 128, 512, 6, 4, 2, 32, qk_norm=True)
+ADAPTED = replace(SIX, lora=LoraSpec(16, 32.0))
 LLAMA = ModelSpec("llama", 4096, 256, 768, 6, 8, 4, 32, tie_embeddings=True)
 """Model that a pipeline runs with as many micro-batches as stages, or with fewer."""
 CPU = MemoryOptions(compute_bytes=4, device="cpu", num_micro_batches=2)
@@ -73,6 +75,9 @@ def selective(*targets: str) -> Checkpointing:
         (107.78, LLAMA, {"pp": 2, "tp": 2}, {"seq_len": 1024}),
         (122.23, LLAMA, {"pp": 2, "cp": 2}, {"seq_len": 1024}),
         (117.51, LLAMA, {"pp": 4}, {"seq_len": 1024}),
+        (111.18, ADAPTED, {"dp_shard": 2}, {"seq_len": 1024}),
+        (62.51, ADAPTED, {"tp": 2}, {"seq_len": 1024}),
+        (100.77, ADAPTED, {"pp": 2}, {"seq_len": 1024}),
         (62.13, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "interleaved", "num_runs": 2}),
         (71.81, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "zero_bubble"}),
     ],
@@ -260,3 +265,27 @@ def test_the_numbers_of_modules_that_take_torch_are_these() -> None:
 
     assert head_memory.CHUNK_ELEMENTS == logprobs.CHUNK_ELEMENTS
     assert layer_operations.BLOCKS == products.BLOCKS
+
+
+@pytest.mark.parametrize("dims", [{}, {"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2}])
+def test_adapters_alone_have_gradients_and_moments(dims: dict[str, int]) -> None:
+    options, layout = replace(CPU, seq_len=64), ParallelDims(**dims)
+    adapted = replace(QWEN, lora=LoraSpec(16, 32.0))
+    full, use = (predict(spec, layout, options).device for spec in (QWEN, adapted))
+    num_slots = prod(dims.values())
+    # A or B is whole along tp, and stages have not equally many layers.
+    most = 1.1 * adapted.num_trained if {*dims} <= {"dp_shard"} else 1.8 * adapted.num_trained
+    assert 7 * adapted.num_trained <= num_slots * use.optimizer <= 8 * most
+    assert use.parameters == pytest.approx(full.parameters, rel=0.05)
+    assert use.parameters > full.parameters
+    assert use.total < 0.6 * full.total
+
+
+def test_a_module_without_an_adapter_keeps_nothing_for_its_weight() -> None:
+    spec = replace(QWEN, lora=LoraSpec(16, 32.0, ("down_proj",)))
+    some, every, none = (
+        layer_memory(slot_shapes(each, ParallelDims(), CPU), None)
+        for each in (spec, replace(QWEN, lora=LoraSpec(16, 32.0)), QWEN)
+    )
+    assert some.kept_bytes < none.kept_bytes < every.kept_bytes
+    assert some.weight_gradients < every.weight_gradients < none.weight_gradients

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_rules import LayoutRules, layout_for
-from ductile.core.layout.choice.mesh_table import mesh_table, numbering, slot_shares
+from ductile.core.layout.choice.mesh_table import EachBytes, mesh_table, numbering, slot_shares
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.strategy import model_layout
 from tests.core.layout.test_planner import QWEN, TINY
@@ -33,7 +33,7 @@ slots     layers                          of the state
 
 
 def table(num_slots: int, asked: AskedLayout) -> str:
-    return "\n".join(mesh_table(QWEN, layout_for(range(num_slots), LayoutRules(QWEN, asked)), 16))
+    return "\n".join(mesh_table(QWEN, layout_for(range(num_slots), LayoutRules(QWEN, asked)), EachBytes(16, 4)))
 
 
 def test_few_slots_have_a_row_each_and_many_a_row_a_stage() -> None:

@@ -4,6 +4,7 @@ Each trap is a sentence with the numbers. What cannot be computed from the confi
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, log2, sqrt
 from pathlib import Path
 from typing import Literal
@@ -35,8 +36,10 @@ def numeric_traps(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[s
     """A sentence for each trap of the config."""
     trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
     model, optim = trainer.model, trainer.optim
-    if (spec := read_spec(model.name)) is not None:
-        yield from _lost_updates(model, optim, spec, root)
+    if (found := read_spec(model.name)) is not None:
+        spec = replace(found, lora=model.adapters)
+        if spec.lora is None:  # adapters begin at zero
+            yield from _lost_updates(model, optim, spec, root)
         if isinstance(optim, AdamWConfig):
             yield from _large_eps(optim, spec, root)
     if isinstance(optim, AdamWConfig):
@@ -97,11 +100,11 @@ def _lost_in_adam(optim: AdamWConfig, dtype: Literal["float32", "bfloat16"], roo
 def _large_eps(optim: AdamWConfig, spec: ModelSpec, root: str) -> Iterator[str]:
     if optim.max_norm is None:
         return
-    each = optim.max_norm / sqrt(spec.num_parameters)
+    each = optim.max_norm / sqrt(spec.num_trained)
     if optim.eps >= each:
         yield (
             f"{root}optim.eps = {optim.eps:g} outweighs the gradient: clipped to {root}optim.max_norm = "
-            f"{optim.max_norm:g} it has {each:.2g} for each of {spec.num_parameters:,} weights, so that steps are "
+            f"{optim.max_norm:g} it has {each:.2g} for each of {spec.num_trained:,} weights, so that steps are "
             f"{each / (each + optim.eps):.2g} of lr"
         )
 

@@ -1,6 +1,7 @@
 """What `ductile check` says: what a run would do, on which slots, and why."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ductile.config.checks.trainer_layout import (
 from ductile.config.checks.written import of_a_run
 from ductile.config.reading.parse import Parsed
 from ductile.config.schema.bench import BenchConfig, load_of
+from ductile.config.schema.model import AdaptedModelConfig
 from ductile.config.schema.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.schema.run import (
     InferenceRunConfig,
@@ -33,8 +35,9 @@ from ductile.core.instances.instances import slot_groups
 from ductile.core.instances.placement import many
 from ductile.core.layout.choice.layout_rules import ChosenLayout, LayoutRules, choose_layout, dims_allowed, layout_for
 from ductile.core.layout.choice.layout_text import compact, in_words
-from ductile.core.layout.choice.mesh_table import MOST_ROWS, in_bytes, mesh_table
+from ductile.core.layout.choice.mesh_table import MOST_ROWS, EachBytes, in_bytes, mesh_table
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
+from ductile.core.layout.memory.options import DTYPE_BYTES
 from ductile.core.layout.memory.predict import predict
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.scheduling.policies.names import described
@@ -91,12 +94,17 @@ def _column(name: str, texts: Sequence[str]) -> list[Row]:
 
 
 def _model(config: RunConfig) -> str:
-    name = config.trainer.model.name if isinstance(config, RLConfig) else config.model.name
-    spec = read_spec(name)
+    model = config.trainer.model if isinstance(config, RLConfig) else config.model
+    spec = read_spec(model.name)
     if spec is None:
-        return str(name)
+        return str(model.name)
     size = f"{spec.num_layers} layers of {spec.hidden_size}, {_count(spec.num_parameters)} parameters"
-    return f"{name}: {spec.family}, {size}"
+    adapted = ""
+    if isinstance(model, AdaptedModelConfig) and (lora := model.adapters):
+        num = _count(replace(spec, lora=lora).num_trained)
+        on = ", ".join(lora.targets)
+        adapted = f"; adapters of rank {lora.rank} on {on}: {num} parameters, which alone are trained"
+    return f"{model.name}: {spec.family}, {size}{adapted}"
 
 
 def _count(number: int) -> str:
@@ -242,7 +250,8 @@ def _mesh(config: TrainingConfig) -> list[Row]:
     parts = many(layout.num_data_parallel, "data-parallel rank")
     table = [f"{in_words(layout.dims)}: {parts} on {many(len(train), 'slot')}"] if len(train) > 1 else []
     if rules.spec is not None:
-        lines = mesh_table(rules.spec, layout, state_bytes(trainer))
+        each = EachBytes(state_bytes(trainer), DTYPE_BYTES[trainer.model.optimization_dtype])
+        lines = mesh_table(rules.spec, layout, each)
         table += [f"  {line}" for line in lines] if table else lines
     others, memory = _other_layouts(config, len(train), rules), _memory(config, rules.spec, layout.dims)
     why = _column("why", _reasons(chosen, rules, root))

@@ -101,20 +101,20 @@ def state_bytes(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> float:
 
 
 def mean_state_bytes(config: OptimConfig, spec: ModelSpec, dtype: str) -> float:
-    """Return the bytes that the optimizer keeps for each number of a model's parameters, on average."""
+    """Return the bytes that the optimizer keeps for each number of a model's trained parameters, on average."""
     blocks: Mapping[str, int] = {}
     if isinstance(config, AdamWConfig) and config.moments == "8bit":
         from ductile.core.layout.geometry.strategy import block_columns  # loads numpy
 
         blocks = block_columns(spec)
     item_bytes, total = {**DTYPE_BYTES, "uint8": 1}, 0.0
-    for parameter in parameters(spec):
+    for parameter in (each for each in parameters(spec) if each.is_trained):
         of_number = 0.0
         for kept in optimizer_state(config, parameter.name, dtype, columns=blocks.get(parameter.name, 0)):
             if kept.layout != "scalar":
                 of_number += item_bytes[kept.dtype] / max(1, kept.columns)
         total += of_number * prod(parameter.shape)
-    return total / spec.num_parameters
+    return total / spec.num_trained
 
 
 def room_warnings(config: RLConfig | SFTConfig) -> Iterator[str]:
@@ -122,8 +122,9 @@ def room_warnings(config: RLConfig | SFTConfig) -> Iterator[str]:
     trainer = config.trainer if isinstance(config, RLConfig) else config
     if config.bench is not None or (spec := _spec(trainer.model)) is None:
         return
-    saved = state_bytes(trainer) - DTYPE_BYTES[trainer.model.optimization_dtype]
-    needed, folder = int(spec.num_parameters * saved), Path(config.output_dir)
+    each = DTYPE_BYTES[trainer.model.optimization_dtype]
+    moments = state_bytes(trainer) - 2 * each
+    needed, folder = spec.num_parameters * each + int(spec.num_trained * moments), Path(config.output_dir)
     try:
         free = free_bytes(folder.absolute())
     except OSError:
@@ -293,7 +294,9 @@ def _trainer(config: TrainingConfig) -> tuple[TrainerModelConfig, ResizeConfig, 
 
 def _spec(model: TrainerModelConfig) -> ModelSpec | None:
     spec, num_layers = read_spec(model.name), model.debug.num_layers
-    return spec if spec is None or num_layers is None else replace(spec, num_layers=min(num_layers, spec.num_layers))
+    if spec is None:
+        return None
+    return replace(spec, num_layers=min(num_layers or spec.num_layers, spec.num_layers), lora=model.adapters)
 
 
 def model_section(config: TrainingConfig) -> tuple[TrainerModelConfig, str]:

@@ -9,6 +9,7 @@ from itertools import groupby
 
 from ductile.config.reading.provenance import COMMAND_LINE, DEFAULT, NOWHERE, Origin, Path
 from ductile.config.schema.secrets import SECRETS, without_userinfo
+from ductile.config.schema.section import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ def show(value: object, path: Path = ()) -> str:
         return "***"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, Section):
+        value = value.model_dump(exclude_unset=True)
     text = without_userinfo("None" if value is None else json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -48,6 +48,11 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
         Shared("model.name", ("trainer.model.name", "inference.model.name")),
         Shared("model.chat_template", ("inference.model.chat_template",)),
         Shared("model.chat_template_kwargs", ("inference.model.chat_template_kwargs",)),
+        Shared(
+            "trainer.model.lora",
+            ("inference.model.lora",),
+            why="the generators have the adapters that are trained",
+        ),
         Shared("max_steps", ("trainer.max_steps", "orchestrator.max_steps")),
         Shared(
             "seq_len",

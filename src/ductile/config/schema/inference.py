@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ductile.config.schema.fleet import FleetConfig
-from ductile.config.schema.model import ChatModelConfig
+from ductile.config.schema.model import AdaptedModelConfig, ChatModelConfig
 from ductile.config.schema.section import NotBuilt, Section
 
 MIN_KEY_CHARS = 8
@@ -48,7 +48,7 @@ class ParallelConfig(Section):
     """Copies of the model. In `ductile rl` it must equal the generate slots divided by `tp`, or be left out."""
 
 
-class InferenceModelConfig(ChatModelConfig):
+class InferenceModelConfig(ChatModelConfig, AdaptedModelConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     fp32_lm_head: bool = False

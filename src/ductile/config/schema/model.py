@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ductile.config.schema.section import FilePath, NotBuilt, Section
 from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule
+from ductile.core.layout.model.lora import PROJECTIONS, LoraSpec
 
 
 class VisionConfig(Section):
@@ -73,12 +74,38 @@ class CompileConfig(Section):
     alike, and run torch's own operators: which of the two steps a failure is of."""
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class LoraConfig(Section):
+    """Low-rank adapters, which alone are trained: y = W x + (alpha / rank) B (A x), as PEFT has them."""
+
     rank: int = Field(default=16, ge=1)
-    alpha: float = 32.0
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: list[str] = []
-    modules_to_save: list[str] = []
+    """Rows of each A, and columns of each B."""
+    alpha: float = Field(default=32.0, gt=0)
+    """What the product of B and A is multiplied by, times `rank`."""
+    dropout: Annotated[float, NotBuilt("dropout before adapters")] = Field(default=0.0, ge=0, lt=1)
+    target_modules: list[Projection] = []
+    """Projections that have an adapter; empty: all of a layer."""
+    modules_to_save: Annotated[list[str], NotBuilt("training modules whole beside adapters")] = []
+
+    @property
+    def spec(self) -> LoraSpec:
+        """The adapters as the model has them; targets in the order of a layer."""
+        wanted = frozenset[str](self.target_modules or PROJECTIONS)
+        return LoraSpec(self.rank, self.alpha, tuple(name for name in PROJECTIONS if name in wanted))
+
+
+class AdaptedModelConfig(ModelConfig):
+    """A model that may have adapters beside its weights."""
+
+    lora: LoraConfig | None = None
+    """Adapters beside the weights (docs/lora.md): they alone are trained, published and received."""
+
+    @property
+    def adapters(self) -> LoraSpec | None:
+        """The adapters of the model; None: it has none."""
+        return None if self.lora is None else self.lora.spec
 
 
 class DebugConfig(Section):
@@ -89,7 +116,7 @@ class DebugConfig(Section):
     force_balanced_routing: Annotated[bool, NotBuilt("mixture of experts")] = False
 
 
-class TrainerModelConfig(ModelConfig):
+class TrainerModelConfig(AdaptedModelConfig):
     seq_len: int = Field(default=2048, ge=2)
     """Tokens a rank packs into one micro-batch. A longer sample is refused by the trainer."""
     impl: Annotated[Literal["custom", "auto", "hf"], NotBuilt("running transformers' own model code", only=("hf",))] = (
@@ -170,7 +197,6 @@ class TrainerModelConfig(ModelConfig):
     slot's log says so."""
     fp8: Annotated[bool, NotBuilt("8-bit training")] = False
     quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
-    lora: Annotated[LoraConfig | None, NotBuilt("LoRA")] = None
     fp32_lm_head: bool = False
     """Logits are products of fp32 numbers also where the arithmetic is bfloat16's: the head multiplies hidden states
     and weights, which are bfloat16 numbers there, as fp32 ones, and so their gradients. In scorers, too; in generators

@@ -32,6 +32,8 @@ class WeightSource(Protocol):
 
     async def withdraw(self, version: int) -> None: ...
 
+    def want_whole(self) -> None: ...
+
 
 _Source = InstancePort | None
 """Source of an offer: an instance that has the weights, or the trainer (None)."""
@@ -63,6 +65,10 @@ class WeightOffers:
     def forget(self, holder: InstancePort) -> None:
         """Forget an instance that is none any more."""
         self._versions.pop(holder, None)
+
+    def want_whole(self) -> None:
+        """Have the next version be published as a whole: an instance waits for it that has no weights."""
+        self._trainer.want_whole()
 
     async def give(self, joiner: SlotsPort, version: int) -> bool:
         """Have `joiner`, which has the role and no weights, make this version live. False: no source has it any more.

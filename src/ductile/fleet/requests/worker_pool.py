@@ -200,6 +200,8 @@ class WorkerPool:
                 takes_work = version is not None and await self._offers.give(port, version)
                 if why := port.why_lost:
                     raise SlotLost(why)
+                if not takes_work:
+                    self._offers.want_whole()
                 self._add(port, "" if takes_work else "it waits for its first weights")
                 return takes_work
         except BaseException:

@@ -101,6 +101,8 @@ class RemoteTrainer:
         self._micro_steps = MicroSteps(self._send, self._most_in_flight, deadlines.command_s)
         self.on_micro_step = self._micro_steps.on_done
         self._kept = KeptVersions(mailbox)
+        self._wants_whole = True
+        """Somebody waits for the next version who has none, and so lacks what training does not change."""
         self._changed = ChangeSignal()
         self._end: TrainerLost | None = None
         mailbox.subscribe(self._on_event)
@@ -176,10 +178,12 @@ class RemoteTrainer:
             return replies[self.layout.first].report
 
     async def publish(self, version: int) -> Manifest:
-        """Make a version available to the run's slots. Servers get it by `begin_update`, and need no snapshot."""
+        """Make a version available to the run's slots: what is trained of it, where they have the rest. Servers get it
+        by `begin_update`, and need no snapshot."""
         async with self.boundary():
             self._weights_are(version)
-            return await self._keep(version)
+            whole, self._wants_whole = self._wants_whole, False
+            return await self._keep(version, whole)
 
     async def begin_update(self, update: WeightUpdate) -> list[Offer]:
         """Have the ranks send the weights, which are the update's version, beside training; what would change them
@@ -238,18 +242,22 @@ class RemoteTrainer:
 
     def can_offer(self, version: int) -> bool:
         """Return whether the weights still are this version, or it is still published."""
-        return (version == self.version and not self.parking.is_parked) or self._kept.has(version)
+        return (version == self.version and not self.parking.is_parked) or self._kept.has(version, whole=True)
 
     async def offer(self, version: int) -> Manifest:
-        """Publish as `publish` does, for slots that join. Raises Refused when training has gone on from this
+        """Publish all of a version, for slots that join. Raises Refused when training has gone on from this
         version."""
-        if manifest := self._kept.use(version):
+        if manifest := self._kept.use(version, whole=True):
             return manifest
         self.parking.refuse()
         self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
         async with self.boundary():
             self._still(version)
             return await self._keep(version)
+
+    def want_whole(self) -> None:
+        """Publish the next version with what training does not change: somebody waits for it who has none."""
+        self._wants_whole = True
 
     async def publish_again(self, version: int) -> Manifest | None:
         """Publish the weights as they are now under the number of the live version, which no slot has any more. None
@@ -437,13 +445,13 @@ class RemoteTrainer:
                 f"{given.num_samples} samples waiting"
             ) from None
 
-    async def _keep(self, version: int) -> Manifest:
-        if manifest := self._kept.use(version):
+    async def _keep(self, version: int, whole: bool = True) -> Manifest:
+        if manifest := self._kept.use(version, whole):
             return manifest
         if self._receivers == "servers":
             return self._kept.keep(version, Manifest(version, "none", "", 0, 0, ()), slot=None)
         first = self.layout.first
-        manifest = (await self._all(Publish(version), Published))[first].manifest
+        manifest = (await self._all(Publish(version, with_frozen=whole), Published))[first].manifest
         if manifest is None:
             raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
         return self._kept.keep(version, manifest, slot=first)

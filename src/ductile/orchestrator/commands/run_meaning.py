@@ -124,7 +124,9 @@ def _held_out(task: Task, examples: Sequence[int]) -> str:
 
 def _of_model(name: str | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
     spec = read_spec(name)
-    facts = {} if spec is None else {f"config.json {field}": value for field, value in asdict(spec).items()}
+    # Adapters are none of the folder's: they are among the settings.
+    fields = {} if spec is None else {field: value for field, value in asdict(spec).items() if field != "lora"}
+    facts = {f"config.json {field}": value for field, value in fields.items()}
     return facts | {"weights": fingerprint(Path(str(name)))} | (tokenizer.fingerprints() if tokenizer else {})
 
 

@@ -295,6 +295,7 @@ def models_of(config: RLConfig) -> tuple[str, ...]:
         return ()
     if model.debug.num_layers is not None:
         spec = replace(spec, num_layers=model.debug.num_layers)
+    spec = replace(spec, lora=model.adapters)
     return tuple(
         model_fingerprint(TensorSpec(each.name, dtype, each.shape) for each in parameters(spec))
         for dtype in ("bfloat16", "float32", "float16")

@@ -46,8 +46,9 @@ class Publisher:
         Waits for the trainer, and until the version before is live. With a scorer it also waits until this one is: what
         is trained next is scored by the same weights.
         """
-        with self._listeners.during(PublishPhase()):
+        with self._listeners.during(PublishPhase()) as phase:
             manifest = await self._trainer.publish(version)
+            phase.num_bytes = manifest.num_bytes
         self._rollouts.buffer.note_published(version, manifest.digest)
         await self._receiving.start(self._receive(manifest))
         if self._scorer:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ductile.core.batch.rewards import too_many_failed
-from ductile.events.phases import EvaluatePhase, OptimStepPhase, StepListener, StepPhase
+from ductile.events.phases import EvaluatePhase, OptimStepPhase, PublishPhase, StepListener, StepPhase
 from ductile.events.steps import NothingToLearn
 from ductile.observe import Recorder, Stopwatch
 from ductile.orchestrator.ending.meaning import Beginning
@@ -53,6 +53,8 @@ class RunOutput(StepListener):
         self._metrics = StepMetrics(buffer.version)
         self._evaluated: Mapping[str, float] = {}
         """Metrics of the latest evaluation; empty once they are in a row."""
+        self._published: Mapping[str, float] = {}
+        """Bytes of the weights that were published last; empty once they are in a row."""
         self._skips = SkippedSteps(schedule.max_skipped_steps, record, table="trainer.")
 
     def on_phase_begin(self, phase: StepPhase) -> None:
@@ -71,6 +73,8 @@ class RunOutput(StepListener):
                 if phase.loss_denominator:
                     self._skips.note(report)
                 self._metrics.add(phase.groups, report if phase.loss_denominator else None)
+            case PublishPhase(num_bytes=num_bytes):
+                self._published = {"published_bytes": float(num_bytes)} if num_bytes else {}
             case EvaluatePhase(metrics=metrics):
                 self._evaluated = metrics or {}
             case _:
@@ -104,7 +108,9 @@ class RunOutput(StepListener):
     def _write(self, step: int) -> None:
         metrics, evaluated, self._evaluated = self._metrics, self._evaluated, {}
         counts = {name: count for each in self._counted for name, count in each.counts().items()}
-        self._record.metrics(step, {**metrics.row(*self._watch.lap()), **evaluated, **counts})
+        row = metrics.row(*self._watch.lap())
+        self._record.metrics(step, {**row, **self._published, **evaluated, **counts})
+        self._published = {}
         self._record.samples(step, sample_rows(metrics.groups, self._tokenizer, self._num_samples))
 
     async def _write_checkpoint(self, step: int) -> None:

@@ -22,6 +22,7 @@ sampled_length_mean, trained_length_mean   sampled tokens a completion (since th
                                  of those that steps were made of; apart, what is learned from is not what is sampled
 canaries_checked, canaries_skipped, canaries_disagreed    generators and versions (since the start)
 canary_difference                largest one between log-probs of the latest version that was compared
+published_bytes                  of the new weights that the step gives to slots: with adapters, of these alone
 train_slots, resizes             of the trainer, at the step's end; resizes since the start
 seconds/resize                   in which the trainer stood still for resizes; part of the other phases' time
 reward_error_share               of the batch's completions that could not be scored, and so are not trained on

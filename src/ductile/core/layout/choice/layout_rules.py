@@ -31,6 +31,7 @@ from ductile.core.layout.choice.layout_text import in_words, parse_sizes
 from ductile.core.layout.choice.planner import PlannedLayout, plan_layout
 from ductile.core.layout.choice.slot_memory import SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
+from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.spec import ModelSpec, RopeScaling
 
 REMEMBERED = 4096
@@ -64,6 +65,8 @@ class LayoutRules:
         if own.get("spec") is not None:
             spec = dict(own["spec"])
             spec["rope_scaling"] = RopeScaling(**spec["rope_scaling"]) if spec["rope_scaling"] else None
+            if spec.get("lora"):
+                spec["lora"] = LoraSpec(**spec["lora"] | {"targets": tuple(spec["lora"]["targets"])})
             own["spec"] = ModelSpec(**spec)
         own["asked"], own["listed"] = AskedLayout(**own["asked"]), tuple(own["listed"])
         if own.get("memory") is not None:

@@ -12,10 +12,21 @@ from itertools import groupby
 from ductile.core.layout.choice.layout_text import compact
 from ductile.core.layout.geometry.parallel_layout import AXES, ParallelLayout
 from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.model.parameters import frozen_names
 from ductile.core.layout.model.spec import ModelSpec
 
 MOST_ROWS = 16
 """Slots that have a row each; of more, those of a stage have one together."""
+
+
+@dataclass(frozen=True, slots=True)
+class EachBytes:
+    """Bytes that a trainer keeps for a parameter."""
+
+    trained: float
+    """Bytes of one that is trained, of its gradient and of what the optimizer keeps for it, on average."""
+    frozen: int
+    """Bytes of one that is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,33 +36,43 @@ class SlotShare:
     layers: str
     """Layers, and which embeddings: "0-18, embeddings"."""
     numbers: int
-    """Parameters of which the slot has its part; as many numbers of the gradient and of each moment."""
+    """Parameters of which the slot has its part."""
+    trained: int
+    """Those that are trained: as many numbers has the gradient, and each moment."""
+
+    def num_bytes(self, each: EachBytes) -> int:
+        return int(self.trained * each.trained) + (self.numbers - self.trained) * each.frozen
 
 
 def slot_shares(spec: ModelSpec, layout: ParallelLayout) -> dict[int, SlotShare]:
     """What every slot of the layout has."""
     stages = layout.stages_of(spec.num_layers)
-    held = dict.fromkeys(layout.slots, 0)
+    held, trained, frozen = dict.fromkeys(layout.slots, 0), dict.fromkeys(layout.slots, 0), frozen_names(spec)
     for tensor in model_layout(spec, layout, "float32"):
         for slot, _, size in tensor.holdings.sizes:
             held[slot] += size
+            trained[slot] += size * (tensor.name not in frozen)
     names = [_layers(spec, stages, stage, layout.dims.pp) for stage in range(layout.dims.pp)]
-    return {slot: SlotShare(names[layout.mesh.coordinate(slot, ("pp",))], held[slot]) for slot in layout.slots}
+    return {
+        slot: SlotShare(names[layout.mesh.coordinate(slot, ("pp",))], held[slot], trained[slot])
+        for slot in layout.slots
+    }
 
 
-def mesh_table(spec: ModelSpec, layout: ParallelLayout, each_bytes: float) -> list[str]:
-    """Lines for people. each_bytes: of a parameter, its gradient and what the optimizer keeps for it."""
+def mesh_table(spec: ModelSpec, layout: ParallelLayout, each: EachBytes) -> list[str]:
+    """Lines for people."""
     shares = slot_shares(spec, layout)
     if len(layout.slots) == 1:
-        return [f"slot {layout.first} has all of the state: {in_bytes(int(spec.num_parameters * each_bytes))}"]
+        (share,) = shares.values()
+        return [f"slot {layout.first} has all of the state: {in_bytes(share.num_bytes(each))}"]
     if len(layout.slots) <= MOST_ROWS:
-        return _a_row_each(spec, layout, shares, each_bytes)
+        return _a_row_each(spec, layout, shares, each)
     lines = [numbering(layout)]
     rows = [("slots", "layers", "of the state")]
     by_stage = groupby(layout.slots, key=lambda slot: layout.mesh.coordinate(slot, ("pp",)))
     for _, slots in by_stage:
         stage = tuple(slots)
-        rows.append((compact(stage), shares[stage[0]].layers, _share(spec, [shares[s] for s in stage], each_bytes)))
+        rows.append((compact(stage), shares[stage[0]].layers, _share(spec, [shares[s] for s in stage], each)))
     return [*lines, *_aligned(rows, "<<>")]
 
 
@@ -70,26 +91,24 @@ def numbering(layout: ParallelLayout) -> str:
     return f"rank = {' + '.join(addends)}, counted through slots {compact(layout.slots)}"
 
 
-def _a_row_each(
-    spec: ModelSpec, layout: ParallelLayout, shares: Mapping[int, SlotShare], each_bytes: float
-) -> list[str]:
+def _a_row_each(spec: ModelSpec, layout: ParallelLayout, shares: Mapping[int, SlotShare], each: EachBytes) -> list[str]:
     axes = [axis for axis in AXES if getattr(layout.dims, axis) > 1]
     rows = [("slot", *axes, "layers", "of the state")]
     for slot in layout.slots:
         at = layout.coordinates(slot)
-        share = _share(spec, [shares[slot]], each_bytes)
+        share = _share(spec, [shares[slot]], each)
         rows.append((str(slot), *(str(at[axis]) for axis in axes), shares[slot].layers, share))
     return _aligned(rows, ">" * (1 + len(axes)) + "<>")
 
 
-def _share(spec: ModelSpec, shares: Sequence[SlotShare], each_bytes: float) -> str:
+def _share(spec: ModelSpec, shares: Sequence[SlotShare], each: EachBytes) -> str:
     """Share of one slot; of several the smallest and the largest, where they differ in print."""
-    numbers = sorted({share.numbers for share in shares})
-    ends = (numbers[0], numbers[-1])
-    percents = list(dict.fromkeys(f"{100 * number / spec.num_parameters:.3g}" for number in ends))
-    sizes = list(dict.fromkeys(in_bytes(int(number * each_bytes)) for number in ends))
-    each = " each" if len(shares) > 1 else ""
-    return f"{' to '.join(percents)} %   {' to '.join(sizes)}{each}"
+    in_order = sorted(shares, key=lambda share: share.numbers)
+    ends = (in_order[0], in_order[-1])
+    percents = list(dict.fromkeys(f"{100 * share.numbers / spec.num_parameters:.3g}" for share in ends))
+    sizes = list(dict.fromkeys(in_bytes(share.num_bytes(each)) for share in ends))
+    of_each = " each" if len(shares) > 1 else ""
+    return f"{' to '.join(percents)} %   {' to '.join(sizes)}{of_each}"
 
 
 def _layers(spec: ModelSpec, stages: Sequence[int], stage: int, pp: int) -> str:

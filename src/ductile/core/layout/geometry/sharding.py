@@ -37,7 +37,7 @@ class Shard:
     """Components of a fused dim: (length, number of units), each cut for itself. A unit (a head) stays whole.
 
     The component with the most units leads; the others follow, so that a slot has the key heads that its query heads
-    need: with fewer key heads than slots, neighbours hold the same one.
+    need: with fewer key heads than slots, neighbours hold the same one. One of length 0 may lead, and has no rows.
     """
     padded: int = 0
     """Length to which the dim is padded before it is cut; 0 for no padding. The extra rows exist in memory and are not
@@ -116,7 +116,7 @@ def _split(parts: tuple[tuple[int, int], ...], size: int, coordinate: int) -> tu
     base = local = 0
     held = units_of([units for _, units in parts], size, coordinate)
     for (length, units), kept in zip(parts, held, strict=True):
-        if kept:
+        if kept and length:
             unit = length // units
             runs.append((base + kept.start * unit, local, len(kept) * unit))
             local += len(kept) * unit

@@ -34,22 +34,35 @@ def tensor_parallel(spec: ModelSpec, vocab_rows: int) -> dict[str, Shard | None]
     vocabulary = Shard("tp", 0, padded=vocab_rows)
     heads = Shard("tp", 0, ((query, spec.num_heads), (key, spec.num_kv_heads), (key, spec.num_kv_heads)))
     gate_and_up = Shard("tp", 0, ((spec.intermediate_size, spec.intermediate_size),) * 2)
-    return {
+    of_heads, inputs_of_down = Shard("tp", 1, ((query, spec.num_heads),)), Shard("tp", 1)
+    rules: dict[str, Shard | None] = {
         "embed.weight": vocabulary,
         "attention_norm.weight": None,
         "attention.qkv_proj.weight": heads,
         "attention.qkv_proj.bias": heads,
         "attention.q_norm.weight": None,
         "attention.k_norm.weight": None,
-        "attention.o_proj.weight": Shard("tp", 1, ((query, spec.num_heads),)),
+        "attention.o_proj.weight": of_heads,
         "attention.o_proj.bias": None,  # added to the sum of the products, once
         "mlp_norm.weight": None,
         "mlp.gate_up_proj.weight": gate_and_up,
         "mlp.gate_up_proj.bias": gate_and_up,
-        "mlp.down_proj.weight": Shard("tp", 1),
+        "mlp.down_proj.weight": inputs_of_down,
         "mlp.down_proj.bias": None,
         "norm.weight": None,
         "lm_head.weight": vocabulary,
+    }
+    if spec.lora is None:
+        return rules
+    return rules | {
+        "attention.qkv_proj.lora_A": None,
+        "attention.qkv_proj.lora_B": _of_targets(heads, spec.lora.among("attention.qkv_proj")),
+        "attention.o_proj.lora_A": of_heads,
+        "attention.o_proj.lora_B": None,
+        "mlp.gate_up_proj.lora_A": None,
+        "mlp.gate_up_proj.lora_B": _of_targets(gate_and_up, spec.lora.among("mlp.gate_up_proj")),
+        "mlp.down_proj.lora_A": inputs_of_down,
+        "mlp.down_proj.lora_B": None,
     }
 
 
@@ -130,6 +143,13 @@ def tensor_parallel_shapes(spec: ModelSpec, parallel: ParallelLayout, slot: int)
         split = _split(parameter.name, splits)
         found[parameter.name] = local_shape(parameter.shape, parallel.mesh, [split] if split else [], slot)
     return found
+
+
+def _of_targets(split: Shard, is_target: Sequence[bool]) -> Shard:
+    """The split of a fused module's rows without those of projections that have no adapter. Such a component is still
+    there, with no rows: a slot has the adapters of the heads that it has."""
+    parts = ((length * kept, units) for (length, units), kept in zip(split.parts, is_target, strict=True))
+    return replace(split, parts=tuple(parts))
 
 
 def _vocab_rows(spec: ModelSpec, tp: int, multiple: int = 1) -> int:

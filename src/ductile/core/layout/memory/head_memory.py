@@ -70,6 +70,6 @@ def head_memory(shapes: SlotShapes, options: MemoryOptions) -> HeadMemory:
         backward_activations=hidden,
         backward_logits=backward + copied,
         product_logits=(FP32 + c) * logits + copied,
-        sum_gradients=weight,
-        product_gradients=c * shapes.vocab_rows * shapes.hidden_size,
+        sum_gradients=0 if shapes.adapters else weight,
+        product_gradients=0 if shapes.adapters else c * shapes.vocab_rows * shapes.hidden_size,
     )

@@ -4,7 +4,8 @@ the model's own modules and kernels have them.
 | operation | saves |
 |---|---|
 | norm (`kernels/norm.py`) | what it normalises, and a scale a row |
-| product | its input; of tp that of all tokens, gathered |
+| product | its input, if its weight or an adapter's is trained; of tp that of all tokens, gathered |
+| adapter (`model/linear.py`) | what its A makes |
 | heads (`kernels/heads.py`) | the projection, and a scale a head |
 | attention (`kernels/cpu_attention.py`) | queries, keys, values, output, log-sum-exp |
 | SwiGLU (`kernels/swiglu.py`) | gate and up |
@@ -64,27 +65,46 @@ def operations_of(shapes: SlotShapes) -> list[Operation]:
         Operation("attention_norm", ("x",), {"residual": 0, "normed": hidden, "scale": rows}, ("x", "scale"),
                   {"x": hidden}),
         *_gather(shapes, "normed", "attn_proj"),
-        Operation("qkv_proj", (normed,), {"qkv": q + k + v}, (normed,), weight=shapes.qkv_weight * c,
-                  target="attn_proj", is_product=True),
+        _product(shapes, "attention.qkv_proj", normed, {"qkv": q + k + v}, shapes.qkv_weight),
         Operation("split_heads", ("qkv",), {"turned": q + k, "v": 0, "scales": num_turned * ROW_BYTES},
                   ("qkv", "scales"), target="attn_proj", forward_extra=4 * widened, backward_extra=5 * widened),
         *attention,
-        Operation("o_proj", (joined,), {attended: shapes.summed_bytes}, (joined,), weight=shapes.o_weight * c,
-                  target="attn_proj", is_product=True),
+        _product(shapes, "attention.o_proj", joined, {attended: shapes.summed_bytes}, shapes.o_weight),
         *_reduce_scatter(shapes, "attended", "attn_proj"),
         Operation("mlp_norm", ("residual", "attended"), {"total": hidden, "normed2": hidden, "scale2": rows},
                   ("total", "scale2"), {"residual": hidden, "attended": 0}),
         *_gather(shapes, "normed2", "mlp"),
-        Operation("gate_up_proj", (normed2,), {"gate_up": 2 * gate}, (normed2,), weight=shapes.gate_up_weight * c,
-                  target="mlp", is_product=True),
+        _product(shapes, "mlp.gate_up_proj", normed2, {"gate_up": 2 * gate}, shapes.gate_up_weight),
         Operation("swiglu", ("gate_up",), {"gated": gate}, ("gate_up",), target="mlp",
                   backward_extra=gate if shapes.device == "cuda" else 0),
-        Operation("down_proj", ("gated",), {mlp: shapes.summed_bytes}, ("gated",), weight=shapes.down_weight * c,
-                  target="mlp", is_product=True),
+        _product(shapes, "mlp.down_proj", "gated", {mlp: shapes.summed_bytes}, shapes.down_weight),
         *_reduce_scatter(shapes, "mlp", "mlp"),
         Operation(ADD, ("total", "mlp"), {"y": hidden}, (), {"total": 0, "mlp": 0}),
     ]  # fmt: skip
     return [*_in_blocks(operations, shapes)]
+
+
+def _product(shapes: SlotShapes, module: str, read: str, makes: Mapping[str, int], weight: int) -> Operation:
+    """The product of a module such as "mlp.down_proj", with so many numbers in its weight. An adapter adds what it
+    makes to it."""
+    adapter, name = shapes.adapter_of(module), module.partition(".")[2]
+    target = "attn_proj" if module.startswith("attention") else "mlp"
+    if not shapes.adapters:
+        return Operation(name, (read,), makes, (read,), weight=weight * shapes.compute_bytes, target=target,
+                         is_product=True)  # fmt: skip
+    if adapter is None:
+        return Operation(name, (read,), makes, target=target, is_product=True)
+    low = f"low_{name}"
+    return Operation(
+        name,
+        (read,),
+        {**makes, low: shapes.tokens * adapter.down[0] * shapes.compute_bytes},
+        (read, low),
+        weight=adapter.num_elements * shapes.compute_bytes,
+        target=target,
+        is_product=True,
+        forward_extra=sum(makes.values()),
+    )
 
 
 def _in_blocks(operations: Sequence[Operation], shapes: SlotShapes) -> Iterator[Operation]:
@@ -100,7 +120,7 @@ def _in_blocks(operations: Sequence[Operation], shapes: SlotShapes) -> Iterator[
         made, read = sum(operation.makes.values()), sum(sizes[name] for name in operation.reads)
         yield replace(
             operation,
-            forward_extra=made * block // shapes.tokens,
+            forward_extra=operation.forward_extra + made * block // shapes.tokens,
             backward_extra=read * block // shapes.tokens,
         )
 

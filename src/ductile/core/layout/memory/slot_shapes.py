@@ -15,6 +15,21 @@ Rows = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """Adapters of the projections that are fused into a module, as a slot has them."""
+
+    module: str
+    down: Rows
+    """Rows and columns of A."""
+    up: Rows
+    """Rows and columns of B."""
+
+    @property
+    def num_elements(self) -> int:
+        return self.down[0] * self.down[1] + self.up[0] * self.up[1]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotShapes:
     """Numbers of one slot, the largest along tp, for one micro-batch."""
 
@@ -38,6 +53,8 @@ class SlotShapes:
     cp_style: CpStyle
     device: Literal["cpu", "cuda"]
     qk_norm: bool
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters of a layer, which alone are trained; none: all parameters are."""
 
     @property
     def hidden_bytes(self) -> int:
@@ -77,7 +94,17 @@ class SlotShapes:
             (2 * self.intermediate_size, self.hidden_size),
             (self.hidden_size, self.intermediate_size),
         ]
-        return found + [(self.head_dim, 1)] * 2 if self.qk_norm else found
+        norms = [(self.head_dim, 1)] * 2 if self.qk_norm else []
+        return [*found, *norms, *self.adapter_rows]
+
+    @property
+    def adapter_rows(self) -> list[Rows]:
+        """The parameters of a layer's adapters."""
+        return [rows for adapter in self.adapters for rows in (adapter.down, adapter.up)]
+
+    def adapter_of(self, module: str) -> Adapter | None:
+        """Return the adapter of a module such as "mlp.down_proj", if it has one."""
+        return next((adapter for adapter in self.adapters if adapter.module == module), None)
 
 
 @lru_cache(maxsize=1024)
@@ -103,7 +130,27 @@ def slot_shapes(spec: ModelSpec, dims: ParallelDims, options: MemoryOptions) -> 
         cp_style=style,
         device=options.device,
         qk_norm=spec.qk_norm,
+        adapters=_adapters(spec, queries, keys, -(-spec.intermediate_size // dims.tp)),
     )
+
+
+def _adapters(spec: ModelSpec, queries: int, keys: int, intermediate: int) -> tuple[Adapter, ...]:
+    """The adapters of a slot with so many heads and rows of gate."""
+    if spec.lora is None:
+        return ()
+    rank, hidden, head = spec.lora.rank, spec.hidden_size, spec.head_dim
+    sizes = {
+        "attention.qkv_proj": (hidden, (queries * head, keys * head, keys * head)),
+        "attention.o_proj": (queries * head, (hidden,)),
+        "mlp.gate_up_proj": (hidden, (intermediate, intermediate)),
+        "mlp.down_proj": (intermediate, (hidden,)),
+    }
+    found: list[Adapter] = []
+    for module, (inputs, outputs) in sizes.items():
+        rows = [size for size, is_target in zip(outputs, spec.lora.among(module), strict=True) if is_target]
+        if rows:
+            found.append(Adapter(module, (rank * len(rows), inputs), (sum(rows), rank)))
+    return tuple(found)
 
 
 def _most_keys(spec: ModelSpec, tp: int, queries: int) -> int:

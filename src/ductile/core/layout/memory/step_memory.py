@@ -78,6 +78,9 @@ class _StageStep:
         is_plain = num_ranks == 1 and options.parameter_bytes == options.compute_bytes == options.reduce_bytes
         self._is_wrapped = not is_plain or options.fsdp_cpu_offload
         self._unit, self._root = self._as_unit(self._shapes.layer_rows), self._as_unit(self._root_rows())
+        self._trained_unit, self._trained_root = self._unit, self._root
+        if spec.lora is not None:
+            self._trained_unit, self._trained_root = self._as_unit(self._shapes.adapter_rows), _Unit(0, 0)
         self._sums_at_end = options.reduce_every_step or dims.pp > 1
         self._keeps_gathered = not options.reshard_after_forward or dims.pp > 1
 
@@ -89,7 +92,7 @@ class _StageStep:
         return {
             "parameters": self._num_shard * self._options.parameter_bytes * on_device,
             "gradients": self._gradients() if self._has_gradient else 0,
-            "optimizer": int(self._num_shard * self._options.optimizer_bytes) * moments,
+            "optimizer": int(self._num_trained_shard * self._options.optimizer_bytes) * moments,
             "activations": self._inputs_bytes,
             "generator": self._options.generator_bytes,
             "context": self._options.context_bytes,
@@ -101,8 +104,13 @@ class _StageStep:
         return self._unit.shard * len(self._layers) + self._root.shard
 
     @property
-    def _num_whole(self) -> int:
-        return self._unit.whole * len(self._layers) + self._root.whole
+    def _num_trained_shard(self) -> int:
+        """Numbers of the slot's shards of the parameters that are trained: those with gradients and moments."""
+        return self._trained_unit.shard * len(self._layers) + self._trained_root.shard
+
+    @property
+    def _num_trained_whole(self) -> int:
+        return self._trained_unit.whole * len(self._layers) + self._trained_root.whole
 
     @property
     def _has_gradient(self) -> bool:
@@ -113,12 +121,12 @@ class _StageStep:
     def _gradients(self) -> int:
         """Bytes of what has been accumulated, on the device."""
         if not self._is_wrapped:
-            return self._num_whole * self._options.parameter_bytes
-        sharded = self._num_shard * self._options.parameter_bytes * (not self._options.fsdp_cpu_offload)
+            return self._num_trained_whole * self._options.parameter_bytes
+        sharded = self._num_trained_shard * self._options.parameter_bytes * (not self._options.fsdp_cpu_offload)
         if not self._sums_at_end:
             return sharded
         has_sum = not self._options.reduce_every_step and self._num_messages > 1
-        return self._num_whole * self._options.reduce_bytes + sharded * has_sum
+        return self._num_trained_whole * self._options.reduce_bytes + sharded * has_sum
 
     @property
     def _num_messages(self) -> int:
@@ -145,8 +153,8 @@ class _StageStep:
             kept = int(sum(host_bytes(layer, is_pinned) for layer in self._layers) * self._in_flight)
         return MemoryParts(
             parameters=self._num_shard * options.parameter_bytes * state,
-            gradients=self._num_shard * options.parameter_bytes * sums,
-            optimizer=int(self._num_shard * options.optimizer_bytes) * moments,
+            gradients=self._num_trained_shard * options.parameter_bytes * sums,
+            optimizer=int(self._num_trained_shard * options.optimizer_bytes) * moments,
             activations=kept,
         )
 
@@ -192,7 +200,7 @@ class _StageStep:
         options, last = self._options, len(self._layers) - 1
         for place in self._looked_at:
             layer = self._layers[place]
-            summing = options.reduce_bytes * self._unit.whole if self._sums(place < last) else 0
+            summing = options.reduce_bytes * self._trained_unit.whole if self._sums(place < last) else 0
             ahead = self._flat(self._unit) if place and not self._keeps_gathered else 0
             around = [
                 {"activations": self._beside(place) + self._for_weights},
@@ -209,9 +217,9 @@ class _StageStep:
             if self._sums(True):
                 gathered = self._gathered_until(place, less=1)
                 hidden = {"activations": self._shapes.hidden_bytes}
-                for sums in self._summing(self._unit, ahead - summing):
+                for sums in self._summing(self._trained_unit, ahead - summing):
                     yield self._at(f"sum of the gradients of layer {place}", *around, gathered, hidden, sums)
-        if self._has_embed:
+        if self._has_embed and self._spec.lora is None:
             yield self._embeddings_backward()
 
     def _embeddings_backward(self) -> Moment:
@@ -222,7 +230,7 @@ class _StageStep:
             "backward pass of the embeddings",
             {"activations": self._kept(0) + hidden, "gradients": self._waiting_gradient + gradient},
             {"gradients": self._sums_of_later(-1)},
-            {"communication": self._options.reduce_bytes * self._unit.whole if self._sums(True) else 0},
+            {"communication": self._options.reduce_bytes * self._trained_unit.whole if self._sums(True) else 0},
             {"gathered": self._gathered(self._root)},
         )
 
@@ -234,20 +242,22 @@ class _StageStep:
         if not self._sums_at_end:
             others = {"gradients": self._sums_of_later(-1)}
         elif not self._has_gradient:
-            others = {"gradients": self._num_whole * self._options.reduce_bytes}
+            others = {"gradients": self._num_trained_whole * self._options.reduce_bytes}
         if self._dims.pp > 1:
             others = {**others, "gathered": self._gathered(self._unit) * len(self._layers)}
-        yield from (self._at("sum of the embeddings' gradients", others, sums) for sums in self._summing(self._root, 0))
+        for sums in self._summing(self._trained_root, 0):
+            yield self._at("sum of the embeddings' gradients", others, sums)
 
     def _optimizer_step(self) -> Moment:
         options = self._options
         made = {} if self._has_gradient else {"gradients": self._gradients()}
         if not options.optim_cpu_offload:
             return self._at("optimizer step", made)
-        largest = max(rows * columns for rows, columns in [*self._shapes.layer_rows, *self._root_rows()])
+        trained = self._shapes.adapter_rows if self._spec.lora else [*self._shapes.layer_rows, *self._root_rows()]
+        largest = max(rows * columns for rows, columns in trained)
         bucket = max(BUCKET_BYTES, -(-largest // self._num_shards) * int(options.optimizer_bytes))
         # One is updated while the next one comes and the one before goes back.
-        coming = min(3 * bucket, int(self._num_shard * options.optimizer_bytes))
+        coming = min(3 * bucket, int(self._num_trained_shard * options.optimizer_bytes))
         return self._at("optimizer step", made, {"optimizer": coming})
 
     # Layers.
@@ -380,6 +390,8 @@ class _StageStep:
     def _waiting_gradient(self) -> int:
         """Bytes of the head's weight gradient, while it waits for that of the embeddings, or for the sum of both."""
         shapes = self._shapes
+        if self._spec.lora is not None:
+            return 0
         waits = self._has_head and (self._is_wrapped or (self._spec.tie_embeddings and self._stage == 0))
         embeddings = shapes.vocab_rows * shapes.hidden_size
         if self._has_head and not self._is_wrapped and not self._has_gradient:
@@ -391,14 +403,14 @@ class _StageStep:
         options, later = self._options, len(self._layers) - 1 - place
         if options.fsdp_cpu_offload:  # of a slot that is alone a gradient is the host's once its micro-batch is over
             waits = options.device == "cpu" and self._num_shards == 1 and not self._sums_at_end
-            return later * self._unit.shard * options.parameter_bytes * waits
+            return later * self._trained_unit.shard * options.parameter_bytes * waits
         if self._has_gradient:
             return 0
         if not self._is_wrapped:
-            return later * self._unit.whole * options.parameter_bytes
+            return later * self._trained_unit.whole * options.parameter_bytes
         if self._sums_at_end:
-            return later * self._unit.whole * options.reduce_bytes
-        return later * self._unit.shard * options.parameter_bytes
+            return later * self._trained_unit.whole * options.reduce_bytes
+        return later * self._trained_unit.shard * options.parameter_bytes
 
 
 def _layers_of(spec: ModelSpec, dims: ParallelDims, num_runs: int, stage: int) -> list[int]:

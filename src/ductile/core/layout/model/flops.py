@@ -3,8 +3,9 @@
 Source: the count of PaLM (Chowdhery et al. 2022, appendix B) and of Megatron-LM (Narayanan et al. 2021, appendix),
 which is what "model FLOPs utilisation" divides by a device's peak. A multiply-add is 2 operations.
 
-    matrices      2 x parameters x tokens forward, 4 backward. Embeddings are looked up, and not multiplied; norms and
-                  biases are not counted. The output embeddings are multiplied for scored tokens alone.
+    matrices      2 x parameters x tokens forward, 4 backward; 2 where the parameters are not trained. Embeddings are
+                  looked up, and not multiplied; norms and biases are not counted. The output embeddings are multiplied
+                  for scored tokens alone.
     attention     4 x heads x head size x layers x pairs forward (scores, and values weighed by them), 8 backward.
                   A pair is a token and one that it sees: causal, inside its own document.
 
@@ -16,6 +17,7 @@ them, so utilisation is understated there.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ductile.core.layout.model.lora import FUSED
 from ductile.core.layout.model.spec import ModelSpec
 
 
@@ -49,22 +51,42 @@ class ForwardWork:
 
 
 def forward_flops(spec: ModelSpec, work: ForwardWork) -> int:
-    matrices = spec.num_layers * layer_matrix_parameters(spec) * work.num_tokens
+    matrices = (spec.num_layers * layer_matrix_parameters(spec) + spec.num_of_adapters) * work.num_tokens
     head = spec.vocab_size * spec.hidden_size * work.num_scored
-    attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * work.num_pairs
-    return 2 * (matrices + head + attention)
+    return 2 * (matrices + head + spec.num_layers * _attention(spec, work))
 
 
 def training_flops(spec: ModelSpec, work: ForwardWork) -> int:
-    """Forward and backward. Of a product's two factors each has a gradient, and each gradient is as large a product."""
-    return 3 * forward_flops(spec, work)
+    """Forward and backward. Of a product's two factors each has a gradient, and each gradient is as large a product.
+    With adapters the weights have none; and below the first adapter nothing has."""
+    forward = forward_flops(spec, work)
+    if spec.lora is None:
+        return 3 * forward
+    modules, targets = module_parameters(spec), [name for name in FUSED if any(spec.lora.among(name))]
+    first = [*FUSED].index(targets[0])
+    below = sum([*modules.values()][: first + 1])
+    inputs = [spec.projections[name][0] for name in FUSED[targets[0]] if name in spec.lora.targets]
+    of_weights = spec.num_of_adapters * work.num_tokens
+    of_inputs = (below + spec.lora.rank * sum(inputs)) * work.num_tokens
+    attention = (spec.num_layers - (first > 0)) * _attention(spec, work)
+    # Of each product in the forward pass the gradient of its input, of attention both.
+    return 2 * forward + 2 * (of_weights - of_inputs + 2 * attention - spec.num_layers * _attention(spec, work))
 
 
 def layer_matrix_parameters(spec: ModelSpec) -> int:
-    """Parameters of one layer's projections, without biases."""
-    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = (2 * query + 2 * key) * spec.hidden_size
-    return attention + 3 * spec.hidden_size * spec.intermediate_size
+    """Parameters of one layer's projections, without biases and adapters."""
+    return sum(module_parameters(spec).values())
+
+
+def module_parameters(spec: ModelSpec) -> dict[str, int]:
+    """The same by module, in the order of a forward pass."""
+    sizes = {name: inputs * outputs for name, (inputs, outputs) in spec.projections.items()}
+    return {module: sum(sizes[name] for name in names) for module, names in FUSED.items()}
+
+
+def _attention(spec: ModelSpec, work: ForwardWork) -> int:
+    """Multiply-adds of one layer's scores, and of values weighed by them."""
+    return 2 * spec.num_heads * spec.head_dim * work.num_pairs
 
 
 def _triangle(length: int) -> int:

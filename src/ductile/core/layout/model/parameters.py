@@ -2,11 +2,16 @@
 
 The rule is one and invertible: our tensor is its parts, one below the other (dim 0). Most have one part; `qkv_proj` and
 `gate_up_proj` are fused and have three and two. So a folder can be read, published or written tensor by tensor.
+
+Where the model has adapters (`ModelSpec.lora`), those of a module come before its weight: whoever folds them into it
+has them then.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.spec import ModelSpec
 
 
@@ -24,6 +29,8 @@ class Parameter:
 
     name: str
     parts: tuple[HfTensor, ...]
+    is_trained: bool = True
+    """Whether training changes it: of a model with adapters these alone."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,7 +50,20 @@ def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
     table.append(_same("norm.weight", "model.norm.weight", spec.hidden_size))
     if not spec.tie_embeddings:
         table.append(_same("lm_head.weight", "lm_head.weight", spec.vocab_size, spec.hidden_size))
+    if spec.lora is not None:
+        return tuple(replace(each, is_trained=is_adapter(each.name)) for each in table)
     return tuple(table)
+
+
+@lru_cache(maxsize=8)
+def frozen_names(spec: ModelSpec) -> frozenset[str]:
+    """Return the names of the parameters that training does not change."""
+    return frozenset(each.name for each in parameters(spec) if not each.is_trained)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name is one of an adapter."""
+    return name.endswith((".lora_A", ".lora_B"))
 
 
 def is_layer_matrix(name: str) -> bool:
@@ -63,21 +83,35 @@ def _layer(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Parameter]:
     gate_up = ((mlp + "gate_proj", inner), (mlp + "up_proj", inner))
 
     yield _same(ours + "attention_norm.weight", theirs + "input_layernorm.weight", hidden)
-    yield from _linear(ours + "attention.qkv_proj", qkv, hidden, spec.attention_bias)
+    yield from _linear(spec.lora, ours + "attention.qkv_proj", qkv, hidden, spec.attention_bias)
     if spec.qk_norm:
         yield _same(ours + "attention.q_norm.weight", attention + "q_norm.weight", head)
         yield _same(ours + "attention.k_norm.weight", attention + "k_norm.weight", head)
-    yield from _linear(ours + "attention.o_proj", ((attention + "o_proj", hidden),), query, spec.output_bias)
+    yield from _linear(spec.lora, ours + "attention.o_proj", ((attention + "o_proj", hidden),), query, spec.output_bias)
     yield _same(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight", hidden)
-    yield from _linear(ours + "mlp.gate_up_proj", gate_up, hidden, spec.mlp_bias)
-    yield from _linear(ours + "mlp.down_proj", ((mlp + "down_proj", hidden),), inner, spec.mlp_bias)
+    yield from _linear(spec.lora, ours + "mlp.gate_up_proj", gate_up, hidden, spec.mlp_bias)
+    yield from _linear(spec.lora, ours + "mlp.down_proj", ((mlp + "down_proj", hidden),), inner, spec.mlp_bias)
 
 
 def _same(ours: str, theirs: str, *shape: int) -> Parameter:
     return Parameter(ours, (HfTensor(theirs, shape),))
 
 
-def _linear(ours: str, parts: tuple[tuple[str, int], ...], inputs: int, bias: bool) -> Iterator[Parameter]:
+def _linear(
+    lora: LoraSpec | None, ours: str, parts: tuple[tuple[str, int], ...], inputs: int, bias: bool
+) -> Iterator[Parameter]:
+    if lora is not None:
+        yield from _adapters(lora, ours, parts, inputs)
     yield Parameter(ours + ".weight", tuple(HfTensor(name + ".weight", (outputs, inputs)) for name, outputs in parts))
     if bias:
         yield Parameter(ours + ".bias", tuple(HfTensor(name + ".bias", (outputs,)) for name, outputs in parts))
+
+
+def _adapters(lora: LoraSpec, ours: str, parts: tuple[tuple[str, int], ...], inputs: int) -> Iterator[Parameter]:
+    """The adapters of a module's targets; their names on disk are PEFT's."""
+    targets = [(name, outputs) for name, outputs in parts if name.rpartition(".")[2] in lora.targets]
+    if targets:
+        down = (HfTensor(name + ".lora_A.weight", (lora.rank, inputs)) for name, _ in targets)
+        up = (HfTensor(name + ".lora_B.weight", (outputs, lora.rank)) for name, outputs in targets)
+        yield Parameter(ours + ".lora_A", tuple(down))
+        yield Parameter(ours + ".lora_B", tuple(up))

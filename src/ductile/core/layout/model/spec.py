@@ -4,8 +4,10 @@ Everything that the model cannot do is refused here, by name, before a byte of w
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, cast
+
+from ductile.core.layout.model.lora import LoraSpec
 
 Family = Literal["llama", "qwen2", "qwen3"]
 Value = TypeVar("Value", int, float, bool)
@@ -110,6 +112,8 @@ class ModelSpec:
     """Longest sequence that the model was trained for; nothing here enforces it."""
     initializer_range: float = 0.02
     """Standard deviation of random weights."""
+    lora: LoraSpec | None = None
+    """Adapters beside the weights, which alone are trained; None: there are none, and all weights are."""
 
     def __post_init__(self) -> None:
         sizes = {
@@ -140,8 +144,34 @@ class ModelSpec:
             )
 
     @property
+    def base(self) -> "ModelSpec":
+        """The model without its adapters."""
+        return self if self.lora is None else replace(self, lora=None)
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's projections, by their Hugging Face names."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key)}
+        mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+        return attention | {"o_proj": (query, hidden)} | mlp
+
+    @property
+    def num_of_adapters(self) -> int:
+        """Number of the adapters' parameters."""
+        if self.lora is None:
+            return 0
+        return self.num_layers * self.lora.rank * sum(sum(self.projections[name]) for name in self.lora.targets)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of parameters that training changes."""
+        return self.num_parameters if self.lora is None else self.num_of_adapters
+
+    @property
     def num_parameters(self) -> int:
-        """Number of parameters; tied embeddings count once."""
+        """Number of parameters, those of adapters included; tied embeddings count once."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = (query + 2 * key) * (self.hidden_size + self.attention_bias)
         attention += query * self.hidden_size + self.hidden_size * self.output_bias
@@ -150,7 +180,7 @@ class ModelSpec:
         mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         layer = attention + mlp + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * layer + self.hidden_size
+        return embeddings + self.num_layers * layer + self.hidden_size + self.num_of_adapters
 
 
 def _short(number: int) -> str:
