@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "ductile"
 PAGE = ROOT / "docs" / "tour.md"
 OUTSIDE = ("src/", "tests/", "docs/", "benchmarks/")
 """Beginnings of the paths that do not begin at `src/ductile/`."""
-VOCABULARY = ("records.py", "roles.py", "messages/workers.py")
+VOCABULARY = ("records.py", "roles.py", "messages/workers.py", "messages/resizes.py")
 """Files whose names stand in every line."""
 QUOTED = re.compile(r"`([^`]+)`")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")

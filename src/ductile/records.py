@@ -274,7 +274,7 @@ class Manifest:
     digest: str = ""
     """Digest of the version (`ductile.messages.updates.Digest`); "" where the transport has made none."""
     is_whole: bool = True
-    """Whether all tensors are there. Else those that training does not change are missing: they are those that a
+    """All tensors are there. Else those that training does not change are missing: they are those that a
     receiver has already, and count in `digest`."""
 
 

@@ -19,7 +19,8 @@ from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.requests.migration import MigrationResult
 from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
-from ductile.messages.workers import Finalize, ForwardBackward, Freeze, Park, ReleaseRole, Unpark
+from ductile.messages.resizes import Finalize, Freeze
+from ductile.messages.workers import ForwardBackward, Park, ReleaseRole, Unpark
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import Failure
 from ductile.transport.deadlines import Deadlines

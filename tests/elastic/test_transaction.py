@@ -16,21 +16,16 @@ from ductile.elastic.transaction import CAUSES_S, ResizeOptions, Transaction
 from ductile.fleet.trainer.micro_steps import IN_FLIGHT
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
+from ductile.messages.resizes import Commit, Finalize, Freeze, Prepare, Rollback, TransferState
 from ductile.messages.workers import (
     AssignRole,
-    Commit,
     Done,
-    Finalize,
     ForwardBackward,
     ForwardBackwardDone,
-    Freeze,
     Heartbeat,
     OptimStep,
     PreparationEnded,
-    Prepare,
     ReleaseRole,
-    Rollback,
-    TransferState,
     Withdraw,
 )
 from ductile.roles import SlotLost, TrainerLost

@@ -24,7 +24,8 @@ from ductile.cluster import local
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.generator.engine import sampler
 from ductile.generator.generate_role import GenerateRole
-from ductile.messages.workers import Commit, ForwardBackward, Freeze, Receive
+from ductile.messages.resizes import Commit, Freeze
+from ductile.messages.workers import ForwardBackward, Receive
 from ductile.observe import read_jsonl
 from ductile.orchestrator.commands import run
 from ductile.records import RolloutGroup

@@ -12,32 +12,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.messages.resizes import (
+    Commit,
+    Finalize,
+    Freeze,
+    Frozen,
+    Prepare,
+    Rollback,
+    SlotPhase,
+    StateTransferred,
+    TransferState,
+)
 from ductile.messages.workers import (
     AssignRole,
     Command,
-    Commit,
     Done,
     Event,
     Failed,
-    Finalize,
     ForwardBackward,
     ForwardBackwardDone,
-    Freeze,
-    Frozen,
     OptimStep,
     Park,
     PreparationEnded,
-    Prepare,
     Publish,
     Published,
     ReleaseRole,
     Reply,
-    Rollback,
-    SlotPhase,
     StateMoved,
-    StateTransferred,
     Stepped,
-    TransferState,
     Unpark,
     Withdraw,
 )

@@ -13,21 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.layout.geometry.parallel_layout import ResizeOrder
-from ductile.messages.workers import (
-    Commit,
-    Done,
-    ForwardBackward,
-    ForwardBackwardDone,
-    Freeze,
-    Frozen,
-    OptimStep,
-    PreparationEnded,
-    Prepare,
-    Rollback,
-    StateTransferred,
-    Stepped,
-    TransferState,
-)
+from ductile.messages.resizes import Commit, Freeze, Frozen, Prepare, Rollback, StateTransferred, TransferState
+from ductile.messages.workers import Done, ForwardBackward, ForwardBackwardDone, OptimStep, PreparationEnded, Stepped
 from ductile.records import StepReport, TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.slot import link

@@ -10,6 +10,7 @@ import pytest
 from ductile.cluster.local import LocalCluster
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.messages.resizes import Prepare
 from ductile.messages.workers import (
     CLOCK_EVENT,
     AssignRole,
@@ -20,7 +21,6 @@ from ductile.messages.workers import (
     Generate,
     OptimStep,
     Ping,
-    Prepare,
     Publish,
     ReleaseRole,
     Score,

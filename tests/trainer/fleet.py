@@ -21,19 +21,17 @@ from typing import Any
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.fabric import rendezvous
-from ductile.messages.workers import (
+from ductile.messages.resizes import (
     Commit,
     Finalize,
-    ForwardBackward,
     Freeze,
     Frozen,
-    OptimStep,
-    PreparationEnded,
     Prepare,
     Rollback,
     StateTransferred,
     TransferState,
 )
+from ductile.messages.workers import ForwardBackward, OptimStep, PreparationEnded
 from ductile.records import Sample, StepReport, TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.trainer.prepare import ResizeFailed

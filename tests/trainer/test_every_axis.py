@@ -19,7 +19,8 @@ from ductile.core.transfer.planning import Planner
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
-from ductile.messages.workers import AssignRole, Envelope, ForwardBackward, Prepare
+from ductile.messages.resizes import Prepare
+from ductile.messages.workers import AssignRole, Envelope, ForwardBackward
 from ductile.parallel import parallelize
 from ductile.trainer.state import StatePlans
 from ductile.transport.codec import decode, encode

@@ -9,7 +9,8 @@ import torch
 
 from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.messages.workers import ExportModel, Park, Prepare, Publish, SaveState, Unpark, Withdraw
+from ductile.messages.resizes import Prepare
+from ductile.messages.workers import ExportModel, Park, Publish, SaveState, Unpark, Withdraw
 from ductile.parallel.host_memory import is_host, plain_tensors
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.train_role import TrainRole

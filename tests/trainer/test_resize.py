@@ -12,7 +12,8 @@ from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.transfer.planning import Planner
 from ductile.fabric.groups import Groups
-from ductile.messages.workers import Commit, ForwardBackward, Freeze, Prepare, Publish, StateTransferred, Withdraw
+from ductile.messages.resizes import Commit, Freeze, Prepare, StateTransferred
+from ductile.messages.workers import ForwardBackward, Publish, Withdraw
 from ductile.parallel.data import like, local_shard
 from ductile.parallel.gathered import full
 from ductile.trainer import prepare

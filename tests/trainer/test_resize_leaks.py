@@ -10,7 +10,7 @@ import pytest
 
 from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.messages.workers import Prepare
+from ductile.messages.resizes import Prepare
 from ductile.trainer.train_role import TrainRole
 from tests.nightly import mostly_nightly
 from tests.tiny import make_model_folder

@@ -33,7 +33,7 @@ STEPS, RESIZES, EVENTS = 1, 2, 3
 """Thread numbers; the kernel's and a GPU's streams have smaller ones than `LANES`. Slices of a thread may not overlap,
 and a slot may have several roles."""
 NAMES = {"thread_name", "thread_sort_index"}
-"""What is kept of a slot's trace about names: its processes are one here."""
+"""Events about names that are kept of a slot's trace: its processes are one here."""
 
 
 def write_trace(file: Path, events: Iterable[Row], metrics: Sequence[Row], slot_files: Mapping[Path, int]) -> list[str]:

@@ -8,33 +8,28 @@ from ductile.concurrency.listeners import Listeners
 from ductile.core.scheduling.facts.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
 from ductile.elastic.situation import Situation
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut
+from ductile.messages.resizes import Commit, Finalize, Freeze, Prepare, Rollback, TransferState
 from ductile.messages.workers import (
     Abort,
     AssignRole,
     Command,
-    Commit,
     DigestWeights,
     EndOffer,
     EngineStats,
     ExportModel,
-    Finalize,
     Forget,
     ForwardBackward,
-    Freeze,
     Generate,
     LoadState,
     MigrateOut,
     OfferWeights,
     OptimStep,
     Park,
-    Prepare,
     Publish,
     Receive,
     ReleaseRole,
-    Rollback,
     SaveState,
     Score,
-    TransferState,
     Unpark,
     Withdraw,
 )

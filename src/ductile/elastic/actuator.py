@@ -25,7 +25,8 @@ from ductile.elastic.situation import pending
 from ductile.elastic.step_accounting import StepAccounting
 from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.fleet.run_roles import RunRoles
-from ductile.messages.workers import Finished, SlotPhase
+from ductile.messages.resizes import SlotPhase
+from ductile.messages.workers import Finished
 from ductile.roles import Failure, TrainerLost
 from ductile.transport.mailbox import Died, SlotEvent
 

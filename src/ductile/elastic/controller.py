@@ -162,8 +162,8 @@ class ElasticController(StepListener):
 
     @property
     def _may_decide(self) -> bool:
-        """Whether weights are live, and not on their way; while a command waits for the trainer's state, in any case:
-        who has its devices is to give them back."""
+        """True where weights are live, and not on their way; while a command waits for the trainer's state, in any
+        case: who has its devices is to give them back."""
         return not self._publishing or self._actuator.wanted
 
     def _fail(self, error: Exception) -> None:

@@ -53,7 +53,7 @@ class Actuator(Protocol):
 
     @property
     def wanted(self) -> bool:
-        """Whether a command waits for the trainer's state, which is parked."""
+        """True while a command waits for the trainer's state, which is parked."""
         ...
 
     def begin(self, version: int) -> None:

@@ -43,23 +43,18 @@ from ductile.error_text import error_text
 from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.control import Resized
-from ductile.messages.workers import (
-    AssignRole,
-    Command,
+from ductile.messages.resizes import (
     Commit,
-    Done,
     Finalize,
     Freeze,
     Frozen,
-    PreparationEnded,
     Prepare,
-    ReleaseRole,
-    Reply,
     Rollback,
     SlotPhase,
     StateTransferred,
     TransferState,
 )
+from ductile.messages.workers import AssignRole, Command, Done, PreparationEnded, ReleaseRole, Reply
 from ductile.observe import timed
 from ductile.roles import Late, Refused, SlotLost, TrainerLost
 from ductile.transport.mailbox import Died, Mailbox, Outcome, SlotEvent

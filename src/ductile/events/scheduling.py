@@ -48,7 +48,7 @@ class StateParked(RunEvent, tag="parked", frozen=True):
 
     slots: tuple[int, ...]
     back: bool
-    """Whether it is back."""
+    """It is back."""
     num_bytes: int
     """Bytes that were moved, all slots together."""
     device_bytes: int

@@ -78,7 +78,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class AttentionChoice:
-    """What `trainer.model.attn` has chosen for this process."""
+    """Kernel that `trainer.model.attn` has chosen for this process."""
 
     flex: bool = False
 

@@ -1,4 +1,4 @@
-"""What has taken a GPU's memory, and where in the code: `trainer.memory_profiler_path`."""
+"""A history of who has taken a GPU's memory, and where in the code: `trainer.memory_profiler_path`."""
 
 import sys
 from pathlib import Path

@@ -43,7 +43,7 @@ class LoraLinear(Linear):
         return spread(self.lora_B, self.rows, self.is_target)
 
     def change(self, input: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        """What the adapters add: input [T, inputs], down [n, inputs], up [outputs, n] -> [T, outputs]."""
+        """Return the adapters' share: input [T, inputs], down [n, inputs], up [outputs, n] -> [T, outputs]."""
         return linear(linear(input, down) * self.scale, up)
 
 

@@ -1,5 +1,5 @@
-"""What FSDP2 keeps of a module's parameters, and has no public name for: `tests/fabric/test_private_torch.py` holds
-it."""
+"""Parts of FSDP2 that have no public name: its state of a module's parameters, and how it makes a shard.
+`tests/fabric/test_private_torch.py` holds it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast

@@ -48,7 +48,7 @@ class ModelInputs:
 def model_inputs(
     spec: ModelSpec, packed: PackedSamples, context: ParallelContext, head_options: HeadOptions, cp_style: CpStyle
 ) -> ModelInputs:
-    """What a slot runs of `packed`."""
+    """Return the part of `packed` that a slot runs."""
     dims = context.layout.dims
     part = split(aligned(packed, cp_style, dims.cp, dims.tp), cp_style, context.group("cp"))
     chunk_tokens, fp32 = head_options.chunk_tokens, head_options.fp32

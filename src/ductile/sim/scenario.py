@@ -74,7 +74,7 @@ class Scenario:
     on_gpu: bool = False
     """The slots are GPUs, which have memory for two roles only where the placement says so."""
     share_devices: bool | None = None
-    """Whether a slot has memory for two roles, where that is said."""
+    """A slot has memory for two roles; None where that is not said."""
     offloads: bool = False
     """Train slots without that memory may lend their devices."""
 

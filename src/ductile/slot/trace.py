@@ -1,4 +1,4 @@
-"""What a slot's process does for a while, operator by operator, as torch's own profiler sees it."""
+"""Traces of a slot's process, operator by operator, by torch's own profiler."""
 
 import os
 import time
@@ -18,7 +18,7 @@ time of the device, and is not among them."""
 
 
 class TracedEvent(Protocol):
-    """What is read of an event of torch's profiler."""
+    """Fields that are read of an event of torch's profiler."""
 
     def name(self) -> str: ...
 

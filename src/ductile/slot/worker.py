@@ -26,6 +26,7 @@ from ductile.error_text import error_text
 from ductile.kernels.device import is_out_of_memory, name_of, peak_memory, peak_of
 from ductile.messages.message import RoleName
 from ductile.messages.outgoing_updates import FinishUpdate, LeaveOut
+from ductile.messages.resizes import Prepare
 from ductile.messages.workers import (
     AssignRole,
     BeginTrace,
@@ -38,7 +39,6 @@ from ductile.messages.workers import (
     MigrateOut,
     OfferWeights,
     Ping,
-    Prepare,
     Receive,
     ReleaseRole,
     Reply,

@@ -15,7 +15,7 @@ from ductile.model.safetensors_writer import write_safetensors
 ADAPTER_FOLDER = "adapter"
 """Name of the folder, in that of the model."""
 PREFIX = "base_model.model."
-"""What PEFT writes before a name of the model's."""
+"""Prefix that PEFT writes before a name of the model's."""
 
 
 def write_adapter(

@@ -30,7 +30,7 @@ from ductile.trainer.muon import Muon, WholeMatrices
 
 
 class UpdateRule(Protocol):
-    """What an optimizer does to some of a slot's parameters."""
+    """A way to update some of a slot's parameters."""
 
     def step(self, lr: float, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Update the parameters by their gradients. `state` has this rank's part of what is kept, on the parameters'
@@ -49,7 +49,7 @@ class Optimizer:
         buffers: MutableMapping[str, Tensor] | None = None,
         matrices: WholeMatrices | None = None,
     ) -> None:
-        """What is `described` of each starts as zeros, or lives in the `buffers` called `<name>/<parameter>`: this
+        """All that is `described` of each starts as zeros, or lives in the `buffers` called `<name>/<parameter>`: this
         rank's parts, flat, taken out of the mapping. `matrices`: what Muon exchanges matrices by.
         """
         self.state: dict[str, dict[str, Tensor]] = {}

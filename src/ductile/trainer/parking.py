@@ -59,7 +59,7 @@ class ParkedTrainer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is in host memory, and no attempt to bring it back has failed half way."""
+        """True where all of it is in host memory, and no attempt to bring it back has failed half way."""
         return sum(each.host.nbytes for each in self.moved) == self.num_bytes
 
     def restore(self) -> float:

@@ -33,7 +33,8 @@ from ductile.fabric.groups import Groups, names_of
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
 from ductile.kernels.device import is_out_of_memory
-from ductile.messages.workers import Failed, PreparationEnded, SlotPhase, StateMoved
+from ductile.messages.resizes import SlotPhase
+from ductile.messages.workers import Failed, PreparationEnded, StateMoved
 from ductile.observe import timed
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import OutOfMemory, Refused, RoleAssignment

@@ -24,7 +24,7 @@ from ductile.core.layout.geometry.parallel_layout import ResizeOrder
 from ductile.core.transfer.plan import Plan
 from ductile.fabric import heap, transfer
 from ductile.fabric.memory import Memory
-from ductile.messages.workers import Frozen, SlotPhase, StateTransferred
+from ductile.messages.resizes import Frozen, SlotPhase, StateTransferred
 from ductile.observe import timed
 from ductile.records import TrainProgress
 from ductile.roles import RoleAssignment

@@ -14,28 +14,23 @@ from ductile.fabric.groups import Groups
 from ductile.kernels.device import DeviceStopwatch
 from ductile.kernels.memory_history import MemoryHistory
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun, UpdateSent
+from ductile.messages.resizes import Commit, Finalize, Freeze, Prepare, Rollback, TransferState
 from ductile.messages.updates import Offer, WeightUpdate
 from ductile.messages.workers import (
-    Commit,
     Done,
     ExportModel,
-    Finalize,
     ForwardBackward,
     ForwardBackwardDone,
-    Freeze,
     LoadState,
     OptimStep,
     Park,
-    Prepare,
     Publish,
     Published,
-    Rollback,
     SaveState,
     Score,
     Scores,
     StateMoved,
     Stepped,
-    TransferState,
     Unpark,
     Withdraw,
 )

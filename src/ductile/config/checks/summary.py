@@ -259,7 +259,8 @@ def _mesh(config: TrainingConfig) -> list[Row]:
 
 
 def _memory(config: TrainingConfig, spec: ModelSpec | None, dims: ParallelDims) -> list[str]:
-    """What a train slot takes at its worst moment, as predicted; nothing where that is not known."""
+    """Return lines that say how much a train slot takes at its worst moment, as predicted; none where that is not
+    known."""
     if spec is None:
         return []
     use, room = predict(spec, dims, memory_options(config)), slot_memory(config)

@@ -55,7 +55,7 @@ def slot_memory(config: TrainingConfig) -> SlotMemory | None:
 
 
 def memory_options(config: TrainingConfig) -> MemoryOptions:
-    """What the memory of a slot of the trainer depends on, besides model and layout."""
+    """Return the options on which the memory of a slot of the trainer depends, besides model and layout."""
     cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
     options = trainer_memory(trainer, "cpu" if cluster.device == "cpu" else "cuda")
     if isinstance(config, RLConfig) and placement_of(config).shares:  # a generator is on the same slot

@@ -22,10 +22,10 @@ class ClusterConfig(Section):
     """The last optimizer step of a batch may wait for generation and scoring, to be taken on all slots: `model` does so
     where it pays (false forbids it), `rules` always do (only if true)."""
     share_devices: bool | None = None
-    """Whether a device has memory for the trainer's state and a generator at once. Absent: a slot on a CPU has; a GPU
+    """A device has memory for the trainer's state and a generator at once. Absent: a slot on a CPU has; a GPU
     where `component_placement` has `actor` and `rollout` share slots."""
     enable_offload: bool | None = None
-    """Whether train slots may lend devices that have no memory for two roles to generators, with the trainer's state in
+    """Train slots may lend devices that have no memory for two roles to generators, with the trainer's state in
     host memory meanwhile; with `auto_scheduler`. Absent: they may. False: a slot that is to generate leaves the trainer
     for that, which is resized."""
     policy: ImportPath | None = None

@@ -83,7 +83,7 @@ class LoraConfig(Section):
     rank: int = Field(default=16, ge=1)
     """Rows of each A, and columns of each B."""
     alpha: float = Field(default=32.0, gt=0)
-    """What the product of B and A is multiplied by, times `rank`."""
+    """Factor of the product of B and A, times `rank`."""
     dropout: Annotated[float, NotBuilt("dropout before adapters")] = Field(default=0.0, ge=0, lt=1)
     target_modules: list[Projection] = []
     """Projections that have an adapter; empty: all of a layer."""

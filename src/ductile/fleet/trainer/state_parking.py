@@ -46,7 +46,7 @@ class StateParking:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a command waits for the state, which is parked."""
+        """True while a command waits for the state, which is parked."""
         return self._num_wanting > 0
 
     async def park(self) -> None:

@@ -35,7 +35,7 @@ AskSlots = Callable[[Arithmetic | None], Awaitable[Mapping[int, Surveyed]]]
 NO_SLOTS = "this command starts no slots: the server's devices and their memory are its own"
 UNTRACED = "the run ended before the step that is traced"
 PHASE = "seconds/"
-"""What begins the names of metrics that are a phase's seconds."""
+"""Prefix of the names of metrics that are a phase's seconds."""
 NOT_KNOWN = "how fast the train slots' devices are at best is not known"
 NOT_TRAINED = "no step that was timed has trained anything"
 

@@ -153,8 +153,8 @@ class Scheduling:
 
 
 def offloads(config: RLConfig) -> bool:
-    """Whether train slots may lend their devices. Servers get each version from the trainer's ranks at any time, and so
-    a run with servers does not lend."""
+    """Return whether train slots may lend their devices. Servers get each version from the trainer's ranks at any time,
+    and so a run with servers does not lend."""
     has_servers = bool(asked_servers(config).urls) or config.inference.registry is not None
     return config.cluster.enable_offload is not False and not has_servers
 

@@ -117,7 +117,7 @@ async def _peak_bytes(client: httpx.AsyncClient) -> float:
 
 
 class ServingBench:
-    """What was measured, without the rounds that warmed up."""
+    """Rounds of a benchmark of a server, without those that warmed up."""
 
     def __init__(self, load: Load, asked: BenchConfig, config: Mapping[str, Any]) -> None:
         """config: the whole one, for the figures."""

@@ -54,7 +54,7 @@ def folder_of(update: WeightUpdate, sender: str) -> Path:
 
 
 class DiskSender:
-    """What is done in the folder is done by one thread, in order."""
+    """One thread does all that is done in the folder, in order."""
 
     def __init__(self, update: WeightUpdate, sender: str, instances: Sequence[str]) -> None:
         """Raises ValueError for names that may lead elsewhere."""

@@ -294,8 +294,8 @@ class _StageStep:
 
     @property
     def _runs_all_first(self) -> bool:
-        """Whether every stage runs all forward passes before a backward pass, as with fewer micro-batches than stages
-        1F1B is not for them (`parallel/pipeline.py`)."""
+        """True where every stage runs all forward passes before a backward pass, as with fewer micro-batches than
+        stages 1F1B is not for them (`parallel/pipeline.py`)."""
         number, is_plain = self._options.num_micro_batches, self._options.pp_schedule == "1f1b"
         return number is not None and number < self._dims.pp and is_plain and self._options.num_runs == 1
 

@@ -30,7 +30,7 @@ class Parameter:
     name: str
     parts: tuple[HfTensor, ...]
     is_trained: bool = True
-    """Whether training changes it: of a model with adapters these alone."""
+    """Training changes it: of a model with adapters these alone."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ class TrainerState:
     rules: LayoutRules = NO_RULES
     """Which layout the trainer has on any number of slots."""
     wanted: bool = False
-    """Whether a command waits for the trainer's state, which is parked: a checkpoint, or an optimizer step."""
+    """A command waits for the trainer's state, which is parked: a checkpoint, or an optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Limits:
     may_share: bool = True
     """Whether a train slot may hold a generator besides: there is memory for both."""
     offloads: bool = False
-    """Whether a train slot without memory for both may lend its device to a generator: the state of the whole trainer
+    """A train slot without memory for both may lend its device to a generator: the state of the whole trainer
     is parked in host memory meanwhile, and training waits."""
     slots_per_generator: int = 1
     """Slots that one generator takes."""

@@ -53,7 +53,7 @@ class Setting:
     share_devices: bool | None = None
     """`cluster.share_devices` as configured; None when it was not."""
     offloads: bool = False
-    """Whether train slots may lend their devices, with the trainer's state in host memory meanwhile."""
+    """Train slots may lend their devices, with the trainer's state in host memory meanwhile."""
     instances: tuple[Instance, ...] = ()
     """Generators and scorers that the run begins with."""
     layout: ParallelLayout = ONE_SLOT

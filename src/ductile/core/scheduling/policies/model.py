@@ -188,12 +188,12 @@ class Model:
         return self.wait_before_last_iter if state.batch.last_update else self.pre_process
 
     def _may_share(self, state: ClusterState) -> bool:
-        """Whether train slots may generate, while training waits: beside the trainer's state, or in its place."""
+        """True where train slots may generate, while training waits: beside the trainer's state, or in its place."""
         may_lend = state.limits.offloads and state.batch.missing > 0 and not state.trainer.wanted
         return self._may_wait(state) and (state.limits.may_share or may_lend)
 
     def _must_give_back(self, state: ClusterState) -> bool:
-        """Whether slots lend their devices, and training may not wait for what they generate any more. It waits on
+        """True where slots lend their devices, and training may not wait for what they generate any more. It waits on
         where the step's next rollouts have not been asked for yet."""
         return bool(state.lending) and not self._may_share(state)
 
@@ -245,7 +245,7 @@ def _apart_futures(
 
 
 def _delays_s(arrangements: Arrangements, count: int) -> tuple[float, float]:
-    """What a candidate costs now, in seconds: of the trainer, and of generation."""
+    """Costs of a candidate now, in seconds: of the trainer, and of generation."""
     if count == ALL:
         return arrangements.everybody_delays_s()
     if count > ALL:

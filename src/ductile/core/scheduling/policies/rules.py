@@ -111,7 +111,7 @@ class Home:
 
 
 def _lends_after(state: ClusterState, orders: tuple[Order, ...]) -> bool:
-    """Whether slots lend their devices once these orders are carried out: then training has to wait."""
+    """True where slots lend their devices once these orders are carried out: then training has to wait."""
     return bool(lending_after(state, roles_after(state, Decision(orders))))
 
 
