@@ -17,6 +17,8 @@ Checkpointing and offloading go around it: what they drop or move is what compil
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
@@ -79,17 +81,18 @@ def apply(model: Transformer, config: CompileConfig) -> None:
 
 
 @cache
-def why_no_compiler(backend: str, device_type: str) -> str:
-    """Return what keeps this process from compiling for such a device; "" if nothing does. It is found out by compiling
+def why_no_compiler(backend: str, device: torch.device) -> str:
+    """Return what keeps this process from compiling for this device; "" if nothing does. It is found out by compiling
     something small, with its gradient, and is told the slot's log."""
-    if (backend, device_type) == ("inductor", "cpu"):
+    if (backend, device.type) == ("inductor", "cpu"):
         import torch._inductor.config as inductor_config  # takes a second: only where it is used
 
         inductor_config.compile_threads = 1  # a slot has one core, and no processes beside it
-    x = torch.ones(4, device=device_type, requires_grad=True)
     try:
-        with torch.enable_grad():
-            torch.compile(_probe, backend=backend, dynamic=True)(x).sum().backward()
+        # In a thread of its own: the layer that asks may be in a checkpoint, which counts all that its thread saves.
+        # torch's settings are of a context.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(copy_context().run, _compile_small, backend, device).result()
     except Exception as error:  # whatever a compiler raises
         reason = _first_line(error)
         tell(f"trainer.model.compile has no effect on this slot: {reason}")
@@ -97,7 +100,12 @@ def why_no_compiler(backend: str, device_type: str) -> str:
     return ""
 
 
-def _probe(x: Tensor) -> Tensor:
+def _compile_small(backend: str, device: torch.device) -> None:
+    x = torch.ones(4, device=device, requires_grad=True)
+    torch.compile(_sine, backend=backend, dynamic=True)(x).sum().backward()
+
+
+def _sine(x: Tensor) -> Tensor:
     return x.sin()
 
 
@@ -112,7 +120,7 @@ class _CompiledLayer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
         # To torch 1 is no size like others. Code for a single token, as a rank without samples has it, would be made
         # apart.
-        if len(x) < 2 or why_no_compiler(self.backend, x.device.type):
+        if len(x) < 2 or why_no_compiler(self.backend, x.device):
             return self.uncompiled(x, cos, sin, layer, attend)
         return self.compiled(x, cos, sin, 0, _AttendOutside(attend, layer))
 
