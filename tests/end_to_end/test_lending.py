@@ -66,7 +66,7 @@ def test_a_train_slot_that_is_killed_meanwhile_ends_the_run_with_a_sentence(tmp_
     run.until(lambda: bool(run.events("parked")))
     os.kill(pid_of(run, 1), signal.SIGKILL)
     assert run.ends(within_s=60) == 1, run.said()
-    assert "slot 1 (train" in run.said(), "whether it has begun to generate yet or not"
+    assert "slot 1 (train" in run.said().replace("Slot 1", "slot 1"), "whether it has begun to generate yet or not"
 
 
 @pytest.mark.slow
