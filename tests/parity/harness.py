@@ -15,10 +15,12 @@ from ductile.model.checkpoint import read_spec
 from tests.parity.batches import BATCHES, TrainingBatch
 from tests.parity.measured import Measured, measure, measure_textbook
 from tests.parity.meshes import NUM_SLOTS, MeshCase, mesh
-from tests.parity.model import Memory, make_folders, settings_for
+from tests.parity.model import COLLECTIVE_TIMEOUT_S, Memory, make_folders, settings_for
 from tests.trainer.fleet import Fleet
 
 ONE_SLOT = mesh()
+DEADLINE_S = COLLECTIVE_TIMEOUT_S + 20.0
+"""Most that a slot may take to answer: a collective that hangs is an error of the slot's own before that."""
 
 
 class Harness:
@@ -54,7 +56,7 @@ class Harness:
         self, case: MeshCase, model: str, resized_to: MeshCase | None = None, memory: Memory = "shadow"
     ) -> Iterator[Fleet]:
         """A fresh trainer on the mesh's slots, which the block may resize to another mesh."""
-        fleet = self._fleet = self._fleet or Fleet({}, range(NUM_SLOTS))
+        fleet = self._fleet = self._fleet or Fleet({}, range(NUM_SLOTS), deadline_s=DEADLINE_S)
         try:
             settings = dict(case.settings) | dict(resized_to.settings if resized_to else ())
             fleet.settings = settings_for(self._models[model], settings, memory)

@@ -19,7 +19,8 @@ chunks, 44 no eight equal columns, 102 words no four equal parts."""
 OPTIM = AdamWConfig(lr=3e-4, eps=1e-5)
 """Adam's first update is the sign of the gradient, and one sign in 30,000 that rounding turns would be 4 thousandths of
 all that three steps change. With this eps a gradient that is next to nothing changes next to nothing."""
-COLLECTIVE_TIMEOUT_S = 50
+COLLECTIVE_TIMEOUT_S = 200
+"""While a slot compiles its layers, on a loaded machine, the others wait for it."""
 
 Memory = Literal["shadow", "streaming"]
 """How a resize uses memory (`trainer.resize.memory`)."""
