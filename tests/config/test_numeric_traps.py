@@ -52,6 +52,17 @@ TRAPS: dict[str, tuple[tuple[str, ...], str]] = {
         "trainer.optim.weight_decay = 0.01 has no effect: a step takes lr weight_decay = 1e-08 of a weight, and "
         "float32 rounds away what is below 3e-08",
     ),
+    "second_moment_of_muon": (
+        (*BFLOAT16, "--trainer.optim.type", "muon", "--trainer.optim.betas2", "0.999"),
+        "trainer.optim.betas2 = 0.999 lets the second moment fall by 0.001 of itself a step, and bfloat16",
+    ),
+    **{
+        f"weight_decay_of_{name}": (
+            (*BFLOAT16, "--trainer.optim.type", name, "--trainer.optim.weight-decay", "0.01"),
+            "trainer.optim.weight_decay = 0.01 has no effect: a step takes lr weight_decay = 1e-08 of a weight",
+        )
+        for name in ("muon", "sign_sgd")
+    },
     "eps": (
         ("--trainer.optim.eps", "1e-2"),
         "trainer.optim.eps = 0.01 outweighs the gradient: clipped to trainer.optim.max_norm = 1 it has 0.00",
@@ -119,6 +130,13 @@ def test_a_config_that_says_another_dtype_than_the_weights(tmp_path: Path) -> No
     told = f'{said}: ckpt.export_dtype = "auto" goes by the weights'
     assert told in sft("--model.name", str(folder))
     assert told not in sft("--model.name", str(folder), "--ckpt.export-dtype", "bfloat16")
+
+
+def test_muon_of_adapters_is_said_to_be_adamw() -> None:
+    muon = ("--trainer.optim.type", "muon", "--trainer.optim.lr", "1e-3")
+    told = 'trainer.optim.type = "muon" is AdamW here'
+    assert [notice for notice in rl(*muon, "--trainer.model.lora.rank", "4") if notice.startswith(told)]
+    assert not [notice for notice in rl(*muon) if notice.startswith(told)]
 
 
 @pytest.mark.parametrize("path", sorted(Path("examples").glob("*/*.toml")), ids=str)

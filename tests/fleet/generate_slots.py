@@ -35,6 +35,7 @@ from ductile.messages.workers import (
     Withdraw,
 )
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, StepReport
+from ductile.roles import NotTaken
 from tests.transport.memory_transport import MemoryTransport
 
 TOKEN_S = 0.1
@@ -88,7 +89,10 @@ class GenerateSlots:
         """Requests that went on from a cache that another slot had kept."""
         self.offers: dict[str, int] = {}
         """Manifests that are good, with their versions, by location."""
-        self.published: dict[int, Manifest] = {}
+        self.published: dict[tuple[int, bool], Manifest] = {}
+        """Manifests by version, and whether they are whole."""
+        self.adapted = False
+        """The model has adapters: versions are published without what is not trained, where they are asked for so."""
         self.dead: set[int] = set()
         self.reply_s: Callable[[int, Command], float] = lambda number, command: 0.0
         self._delays: list[tuple[int, type, float]] = []
@@ -140,7 +144,7 @@ class GenerateSlots:
             *(f"slot {slot.number} still generates {sorted(slot.live)}" for slot in alive if slot.live),
             *(f"slot {slot.number} keeps caches of {sorted(slot.caches)}" for slot in alive if slot.caches),
             *(f"slot {slot.number} offers {slot.offered}" for slot in alive if slot.offered),
-            *(f"version {version} is published" for version in self.published),
+            *(f"version {version} is published" for version, _ in self.published),
         ]
 
     def _step(self, slot: Slot) -> None:
@@ -221,6 +225,8 @@ class GenerateSlots:
             case Receive(manifest=manifest):
                 if self.offers.get(manifest.location) != manifest.version:
                     return Failed(f"the weights at {manifest.location} are gone")
+                if slot.version is None and not manifest.is_whole:
+                    return Failed("has no weights yet", code=NotTaken.code)
                 assert slot.version is None or manifest.version >= slot.version, "goes back to an older version"
                 slot.version = manifest.version
         return Done()
@@ -239,12 +245,14 @@ class GenerateSlots:
     def _publish(self, slot: Slot, command: Publish | Withdraw) -> Reply:
         """As a trainer of one slot."""
         if isinstance(command, Publish):
-            assert command.version not in self.published, "is published already"
+            is_whole = command.with_frozen or not self.adapted
+            assert (command.version, is_whole) not in self.published, "is published already"
             location = self._offer(command.version)
-            self.published[command.version] = Manifest(command.version, "shared_memory", location, 0, 0, ())
-            return Published(self.published[command.version])
-        for version in [version for version in self.published if version <= command.version]:
-            del self.offers[self.published.pop(version).location]
+            manifest = Manifest(command.version, "shared_memory", location, 0, 0, (), is_whole=is_whole)
+            self.published[command.version, is_whole] = manifest
+            return Published(manifest)
+        for key in [key for key in self.published if key[0] <= command.version]:
+            del self.offers[self.published.pop(key).location]
         return Done()
 
     def _offer(self, version: int) -> str:

@@ -123,6 +123,39 @@ def test_a_trainer_that_has_gone_on_before_it_could_offer_its_weights_offers_not
     with_cluster(story, generating=(0,))
 
 
+def test_with_adapters_the_version_that_a_joiner_waits_for_is_whole():
+    """Nobody has the live one any more, and the next one is asked for before the joiner hears that."""
+
+    async def story(cluster: Cluster):
+        cluster.slots.adapted = True
+        await cluster.publish(1)
+        assert not cluster.sent(Publish)[-1][1].with_frozen, "all have the rest"
+        await cluster.generators.dismiss(generator(0))
+        async with cluster.trainer.boundary():
+            publishing = asyncio.create_task(cluster.trainer.publish(2))
+            joining = asyncio.create_task(cluster.generators.admit(generator(3), {}))
+            await steps(1)
+        assert not await joining, "it waits for version 2"
+        await cluster.generators.receive(await publishing)
+        assert cluster.generators.slots == (3,)
+        assert cluster.killed == []
+        await cluster.trainer.withdraw(2)
+
+    with_cluster(story, generating=(0,))
+
+
+def test_a_whole_version_that_could_not_be_published_is_whole_when_it_is_published():
+    async def story(cluster: Cluster):
+        cluster.trainer.want_whole()
+        cluster.carrier.fail(TRAINER, "error", on=Publish)
+        with pytest.raises(Refused):
+            await cluster.trainer.publish(1)
+        await cluster.publish(1)
+        assert [command.with_frozen for _, command in cluster.sent(Publish)[-2:]] == [True, True]
+
+    with_cluster(story)
+
+
 def test_while_a_version_is_published_it_is_offered_from_there():
     async def story(cluster: Cluster):
         await cluster.generators.dismiss(generator(0))

@@ -17,7 +17,8 @@ import torch
 from fastapi.testclient import TestClient
 from torch import Tensor, nn
 
-from ductile.config.schema.inference import ServerConfig
+from ductile.config.schema.inference import InferenceConfig, InferenceModelConfig, ServerConfig
+from ductile.config.schema.run import RLConfig
 from ductile.generator.engine.engine import Engine
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app
@@ -39,6 +40,7 @@ from ductile.messages.updates import (
 )
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
+from ductile.orchestrator.commands.servers import models_of
 from ductile.weights.carriers.shared_memory import RingMemory
 from ductile.weights.digest import box_digest
 from ductile.weights.sender import WeightSender
@@ -521,3 +523,29 @@ def test_one_that_is_told_to_end_is_heard_to_leave_by_its_fleet_before_its_port_
                 post(client, "/resume", ResumeServer())
                 assert waiting.result(30)["choices"][0]["finish_reason"] == "length"
         assert process.wait(20) == 0
+
+
+ADAPTERS: dict[str, Any] = {"rank": 2, "alpha": 4.0, "target_modules": ["q_proj", "k_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("adapters", "is_the_runs"),
+    [
+        (ADAPTERS, True),
+        (ADAPTERS | {"alpha": 8.0}, False),
+        (ADAPTERS | {"target_modules": ["q_proj", "v_proj"]}, False),
+        (ADAPTERS | {"rank": 4, "alpha": 8.0}, False),
+        (None, False),
+    ],
+    ids=["the_same", "alpha", "targets_of_equal_shapes", "rank", "none"],
+)
+def test_a_server_with_other_adapters_is_another_model(
+    qwen3: Family, adapters: dict[str, Any] | None, is_the_runs: bool
+) -> None:
+    """Also where all of their tensors have the same names and shapes, so that it would take the run's weights."""
+    run = RLConfig.model_validate({"trainer": {"model": {"name": str(qwen3.folder), "lora": ADAPTERS}}})
+    config = InferenceConfig(model=InferenceModelConfig.model_validate({"max_model_len": 256, "lora": adapters}))
+    model = load_model(qwen3.folder, lora=config.model.adapters)
+    engine = Engine(model, config, qwen3.tokenizer.eos_token_ids, qwen3.tokenizer.decode)
+    with TestClient(create_app(engine, qwen3.tokenizer, "tiny"), base_url="http://127.0.0.1") as local:
+        assert (state(local)["model"] in models_of(run)) == is_the_runs

@@ -3,15 +3,19 @@ sizes their micro-batches have, and whichever layouts the trainer comes to."""
 
 import io
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from functools import partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ductile.config.schema.model import ActivationCheckpointing, ActivationOffloading, CompileConfig
 from ductile.config.schema.trainer import AdamWConfig, SFTLoss, TrainerConfig
@@ -152,6 +156,40 @@ def test_a_piece_that_cannot_be_compiled_runs_as_without(
     torch.testing.assert_close(gradients(compile), gradients(), atol=1e-5, rtol=1e-5)
     torch._dynamo.reset()
     assert capsys.readouterr().err == "a piece of each layer runs uncompiled: NotImplementedError: an operator\n"
+
+
+class Scaled(nn.Module):
+    """A layer with two numbers, either of which may be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.ones(())) for _ in range(2))
+
+    def forward(self, x: Tensor, *others: object) -> Tensor:
+        return x * self.one + self.other
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+def test_a_layer_may_have_many_variants_whichever_thread_made_the_model() -> None:
+    """A resize makes it in a thread of its own, and torch's settings are of a thread."""
+    model = SimpleNamespace(layers=nn.ModuleDict({"0": (layer := Scaled())}))
+    in_a_thread(partial(compile, model))  # pyright: ignore[reportArgumentType]
+
+    def run() -> list[int]:
+        compilation.COUNTERS.take()
+        graphs: list[int] = []
+        for one, other, num_dims in product((True, False), (True, False), (1, 2, 3)):
+            layer.one.requires_grad_(one)
+            layer.other.requires_grad_(other)
+            layer(torch.ones((3,) * num_dims), *[torch.ones(1)] * 2, 0, None)
+            graphs.append(compilation.COUNTERS.take()["compile/graphs"])
+        return graphs
+
+    assert in_a_thread(run) == [1] * 12
 
 
 def without_a_compiler() -> tuple[bool, int, str]:

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ductile.core.instances.carrier_choice import WeightCarrier
+from ductile.core.layout.model.lora import LoraSpec
 
 Digest = str
 """13 hexadecimal digits: the fingerprint of a whole version (`ductile.weights.digest`). It does not depend on how the
@@ -54,9 +55,12 @@ class TensorSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-def model_fingerprint(tensors: Iterable[TensorSpec]) -> str:
-    """Return 16 hexadecimal digits that are equal for models with the same tensors: names, shapes, dtypes."""
+def model_fingerprint(tensors: Iterable[TensorSpec], adapters: LoraSpec | None = None) -> str:
+    """Return 16 hexadecimal digits that are equal for models with the same tensors, by names, shapes and dtypes, and
+    adapters that count alike: tensors do not say by which factor, nor of which projections they are."""
     lines = sorted(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+    if adapters is not None:
+        lines.append(f"adapters {adapters.scale!r} {' '.join(adapters.targets)}")
     return blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
@@ -183,7 +187,7 @@ class ServerState(msgspec.Struct, frozen=True):
     incarnation: str
     """Random, made when the process starts: another one means another process, with other weights."""
     model: str
-    """Fingerprint of the model's tensors (names, shapes, dtypes)."""
+    """Fingerprint of the model's tensors (`model_fingerprint`)."""
     version: int
     """Version that the next token is sampled from; 0 for the folder's own weights."""
     digest: Digest

@@ -74,7 +74,6 @@ COUNTERS = CompileCounters()
 
 def apply(model: Transformer, config: CompileConfig) -> None:
     """Have every layer of the model run compiled code, which is made when it is run first. Names of parameters stay."""
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MOST_VARIANTS)
     for layer in model.layers.values():
         compiled = torch.compile(layer.forward, backend=_BACKENDS[config.backend], dynamic=True)
         vars(layer)["forward"] = _CompiledLayer(compiled, layer.forward, config.backend)
@@ -122,6 +121,9 @@ class _CompiledLayer:
         # apart.
         if len(x) < 2 or why_no_compiler(self.backend, x.device):
             return self.uncompiled(x, cos, sin, layer, attend)
+        # Here, as torch's settings are of a thread: a resize makes the model in another one than runs it.
+        if dynamo_config.recompile_limit < MOST_VARIANTS:
+            dynamo_config.recompile_limit = MOST_VARIANTS
         return self.compiled(x, cos, sin, 0, _AttendOutside(attend, layer))
 
 

@@ -21,6 +21,7 @@ from ductile.config.schema.trainer import (
     GRPOLoss,
     IPOLoss,
     LossConfig,
+    MuonConfig,
     OptimConfig,
     SGDConfig,
 )
@@ -42,8 +43,10 @@ def numeric_traps(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[s
             yield from _lost_updates(model, optim, spec, root)
         if isinstance(optim, AdamWConfig):
             yield from _large_eps(optim, spec, root)
-    if isinstance(optim, AdamWConfig):
+    if isinstance(optim, AdamWConfig | MuonConfig):
         yield from _lost_in_adam(optim, model.optimization_dtype, root)
+    if not isinstance(optim, SGDConfig):  # which adds the decay to the gradient, and rounds their sum
+        yield from _lost_decay(optim, model.optimization_dtype, root)
     if not isinstance(trainer.scheduler, ConstantSchedule) and trainer.scheduler.min_lr > optim.lr:
         at = f"{root}scheduler.min_lr = {trainer.scheduler.min_lr:g}"
         yield f"{at} is above {root}optim.lr = {optim.lr:g}: what is called decay makes the learning rate rise"
@@ -81,20 +84,28 @@ def _lost_updates(model: TrainerModelConfig, optim: OptimConfig, spec: ModelSpec
     )
 
 
-def _lost_in_adam(optim: AdamWConfig, dtype: Literal["float32", "bfloat16"], root: str) -> Iterator[str]:
-    # A number times (1 - x) is rounded back to the number for every x below this.
-    kept = 2.0 ** -(SIGNIFICANT_BITS[dtype] + 1)
-    if optim.moments == "full" and 1 - optim.betas2 < kept:
+def _lost_in_adam(optim: AdamWConfig | MuonConfig, dtype: Literal["float32", "bfloat16"], root: str) -> Iterator[str]:
+    kept = _rounded_away(dtype)
+    if not (isinstance(optim, AdamWConfig) and optim.moments == "8bit") and 1 - optim.betas2 < kept:
         yield (
             f"{root}optim.betas2 = {optim.betas2:g} lets the second moment fall by {1 - optim.betas2:.2g} of itself a "
             f"step, and {dtype}, which {root}model.optimization_dtype has it kept in, rounds away what is below "
             f'{kept:.2g}: it never falls. Write "float32", or betas2 of at most {1 - 2 * kept:.3g}'
         )
+
+
+def _lost_decay(optim: OptimConfig, dtype: Literal["float32", "bfloat16"], root: str) -> Iterator[str]:
+    kept = _rounded_away(dtype)
     if "weight_decay" in optim.model_fields_set and 0 < optim.lr * optim.weight_decay < kept:
         yield (
             f"{root}optim.weight_decay = {optim.weight_decay:g} has no effect: a step takes lr weight_decay = "
             f"{optim.lr * optim.weight_decay:.2g} of a weight, and {dtype} rounds away what is below {kept:.2g}"
         )
+
+
+def _rounded_away(dtype: Literal["float32", "bfloat16"]) -> float:
+    """A number times (1 - x) is rounded back to the number for every x below this."""
+    return 2.0 ** -(SIGNIFICANT_BITS[dtype] + 1)
 
 
 def _large_eps(optim: AdamWConfig, spec: ModelSpec, root: str) -> Iterator[str]:

@@ -145,6 +145,9 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
             f'must be the trainer\'s model ("{trainer.model.name}"), whose weights the generators receive. '
             "Write model.name for both",
         )
+    if trainer.model.lora is None and inference.model.lora is not None:
+        what = "would wait for adapters that nobody trains. Write trainer.model.lora, which goes to both"
+        yield Finding(("inference.model.lora", "trainer.model.lora"), what)
     yield from model_findings("trainer.model.name", trainer.model.name)
     if trainer.model.debug.num_layers is not None:
         what = "is for `ductile trainer` and `ductile sft`: here the generators hold the whole model. Leave it out"

@@ -191,6 +191,8 @@ class WorkerPool:
         if self._offers is None or self._slots is None:
             raise ValueError(f"{instance.id} cannot join: nobody offers it weights here")
         port = self._open(self._slots, instance)
+        if not self.instances:  # before the next version is published: nobody may be left then who has the live one
+            self._offers.want_whole()
         try:
             await port.join(settings)
             if after is not None:

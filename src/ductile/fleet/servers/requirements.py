@@ -25,7 +25,8 @@ class Requirements:
             same = ", which has other tensors under that name," if theirs == ours else ""
             return (
                 f"{address} has another model ({theirs}) than the run ({ours}){same}: names, shapes or dtypes of their "
-                f"tensors differ (fingerprints {state.model} and {self.models[0]}). Start it with the run's"
+                f"tensors differ, or alpha or targets of their adapters (fingerprints {state.model} and "
+                f"{self.models[0]}). Start it with the run's"
             )
         if 0 < state.max_model_len < self.max_model_len:
             return (

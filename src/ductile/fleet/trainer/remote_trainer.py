@@ -182,8 +182,11 @@ class RemoteTrainer:
         by `begin_update`, and need no snapshot."""
         async with self.boundary():
             self._weights_are(version)
-            whole, self._wants_whole = self._wants_whole, False
-            return await self._keep(version, whole)
+            whole = self._wants_whole
+            manifest = await self._keep(version, whole)
+            if whole:  # who wants it meanwhile gets this one
+                self._wants_whole = False
+            return manifest
 
     async def begin_update(self, update: WeightUpdate) -> list[Offer]:
         """Have the ranks send the weights, which are the update's version, beside training; what would change them

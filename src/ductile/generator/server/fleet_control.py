@@ -31,7 +31,7 @@ class FleetControl:
         self._runner = runner
         self._live = live
         self._model_name = model_name
-        self._model = model_fingerprint(live.current.specs())
+        self._model = model_fingerprint(live.current.specs(), runner.engine.config.model.adapters)
         self._machine = UpdateMachine()
         self.receiver = WeightReceiver(runner, live, self._machine, self.gate, not stage_weights)
         self.donor = WeightDonor(live, can_keep=stage_weights)

@@ -297,7 +297,7 @@ def models_of(config: RLConfig) -> tuple[str, ...]:
         spec = replace(spec, num_layers=model.debug.num_layers)
     spec = replace(spec, lora=model.adapters)
     return tuple(
-        model_fingerprint(TensorSpec(each.name, dtype, each.shape) for each in parameters(spec))
+        model_fingerprint((TensorSpec(each.name, dtype, each.shape) for each in parameters(spec)), spec.lora)
         for dtype in ("bfloat16", "float32", "float16")
     )
 
