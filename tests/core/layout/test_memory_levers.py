@@ -12,7 +12,7 @@ from ductile.core.layout.choice.planner import plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
-from ductile.core.layout.memory.options import Checkpointing, MemoryOptions
+from ductile.core.layout.memory.options import Checkpointing, Lever, MemoryOptions
 from ductile.core.layout.memory.predict import predict
 from ductile.core.layout.model.spec import ModelSpec
 from tests.core.layout.test_memory import QWEN, cases
@@ -66,6 +66,18 @@ def test_zero_bubble_excludes_selective_checkpointing() -> None:
     for room in (5, 24, 100):
         for each in relief(QWEN, asked, ParallelDims(dp_shard=8), SlotMemory(room * GIB)):
             assert each.settings.get("ac.mode") != "selective"
+
+
+@pytest.mark.parametrize("lever", ["selective", "fsdp_cpu_offload"])
+def test_what_other_keys_exclude_is_not_named(lever: Lever) -> None:
+    def named(options: MemoryOptions) -> set[str]:
+        rooms = (SlotMemory(int(room * GIB), options) for room in (6, 9.2, 13.8, 24))
+        found = [each for memory in rooms for each in relief(QWEN, SHORT, ParallelDims(), memory)]
+        return {f"{key} = {value}" for each in found for key, value in each.settings.items()}
+
+    excluded = {"selective": "ac.mode = selective", "fsdp_cpu_offload": "fsdp_cpu_offload = True"}[lever]
+    assert excluded in named(MemoryOptions())
+    assert excluded not in named(MemoryOptions(excluded=(lever,)))
 
 
 def test_sentences_can_be_pasted() -> None:

@@ -14,9 +14,9 @@ from ductile.config.reading.key_tree import keys
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.optimizer_state import optimizer_state
 from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.schema.trainer import AdamWConfig, OptimConfig, ResizeConfig, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, ResizeConfig, TrainerConfig
 from ductile.core.layout.choice.asked_layout import AskedLayout
-from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, plan_listed
+from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, dims_allowed, plan_listed
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
 from ductile.core.layout.choice.memory_levers import in_words as relief_in_words
 from ductile.core.layout.choice.memory_levers import relief
@@ -24,7 +24,7 @@ from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, MemoryOptions
+from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, Lever, MemoryOptions
 from ductile.core.layout.memory.parts import gib
 from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.peak import compute_dtype
@@ -89,7 +89,16 @@ def trainer_memory(
         pp_schedule=asked.pp_schedule,
         num_runs=asked.num_runs,
         seq_len=asked.seq_len,
+        excluded=tuple(_excluded(trainer)),
     )
+
+
+def _excluded(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> Iterator[Lever]:
+    """Yield what `ductile.config.checks.exclusions` would refuse beside what the config has."""
+    if trainer.model.compile is not None or trainer.model.attn == "flex":
+        yield "selective"
+    if isinstance(trainer.optim, MuonConfig):
+        yield "fsdp_cpu_offload"
 
 
 def state_bytes(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> float:
@@ -210,6 +219,8 @@ def _block_findings(config: TrainingConfig, rules: LayoutRules, num_slots: int, 
     from ductile.core.layout.geometry.strategy import block_layout  # loads numpy
 
     sizes = {choose_layout(num_slots, rules).layout.dims.tp, *(parse_sizes(text).get("tp", 1) for text in rules.listed)}
+    if rules.asked.tp == "auto":  # a resize, too, takes what it chooses
+        sizes |= {dims.tp for dims in dims_allowed(len(placement_of(config).slots), rules).values()}
     for tp in sorted(sizes):
         try:
             block_layout(spec, ParallelLayout.of(range(tp), tp=tp))

@@ -144,7 +144,10 @@ def _knob_sets(
         if "reshard_after_forward" in settings and not is_sharded:
             continue
         checkpointing = settings.get("ac")
-        if options.pp_schedule == "zero_bubble" and checkpointing and checkpointing != FULL:
+        no_selective = options.pp_schedule == "zero_bubble" or "selective" in options.excluded
+        if no_selective and checkpointing and checkpointing != FULL:
+            continue
+        if "fsdp_cpu_offload" in settings and "fsdp_cpu_offload" in options.excluded:
             continue
         changes = {name: value for _, of_options in chosen for name, value in of_options.items()}
         yield settings, replace(options, **changes)  # pyright: ignore

@@ -141,7 +141,8 @@ def _head_chunk(state: _State, spec: ModelSpec) -> Iterator[_State]:
 
 
 def _selective(state: _State, spec: ModelSpec) -> Iterator[_State]:
-    if state.options.checkpointing is None and state.options.pp_schedule != "zero_bubble":
+    excluded = state.options.pp_schedule == "zero_bubble" or "selective" in state.options.excluded
+    if state.options.checkpointing is None and not excluded:
         yield state.changed("ac.mode", "selective", checkpointing=Checkpointing("selective"))
 
 
@@ -181,7 +182,7 @@ def _larger(axis: str) -> Lever:
 
 
 def _fsdp_offload(state: _State, spec: ModelSpec) -> Iterator[_State]:
-    if not state.options.fsdp_cpu_offload:
+    if not state.options.fsdp_cpu_offload and "fsdp_cpu_offload" not in state.options.excluded:
         less = replace(state, settings={key: it for key, it in state.settings.items() if key != "optim_cpu_offload"})
         yield less.changed("fsdp_cpu_offload", True, fsdp_cpu_offload=True, optim_cpu_offload=False)
 

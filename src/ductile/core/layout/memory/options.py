@@ -7,6 +7,8 @@ from typing import Any, Literal
 from ductile.core.layout.geometry.context_parallel import CpStyleAsked
 from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule
 
+Lever = Literal["selective", "fsdp_cpu_offload"]
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -58,6 +60,9 @@ class MemoryOptions:
     """Runs of layers on each slot of pp."""
     seq_len: int = 2048
     """Tokens of a micro-batch, all of which are scored."""
+    excluded: tuple[Lever, ...] = ()
+    """Ways to take less that other keys of the config rule out: compiled layers and FlexAttention the one, Muon the
+    other."""
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> "MemoryOptions":
@@ -66,6 +71,7 @@ class MemoryOptions:
         if own.get("checkpointing") is not None:
             kept = own["checkpointing"]
             own["checkpointing"] = Checkpointing(kept["mode"], kept["freq"], tuple(kept["targets"]))
+        own["excluded"] = tuple(own.get("excluded", ()))
         return MemoryOptions(**own)
 
     @property
