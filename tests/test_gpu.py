@@ -97,7 +97,7 @@ def decoded(engine: Engine) -> tuple[int, int]:
 
 
 def test_cuda_graphs_decode_what_eager_steps_do(folder: Path) -> None:
-    """Five sequences become one, and the longest outgrow the first table. Twice, as graphs are there the second time."""
+    """Five sequences become one, the longest outgrow the first table. Twice: the second time graphs are there."""
     prompts = zip((*PROMPTS, "xyz"), (8, 16, 110, 70, 150), strict=True)
     asked = [request(str(place), prompt, num) for place, (prompt, num) in enumerate(prompts)]
     eager = engine_on(GPU, folder, dtype="float32", enforce_eager=True)

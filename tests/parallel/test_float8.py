@@ -66,7 +66,7 @@ def test_a_step_is_near_that_of_16_bits_also_with_tp(folder: Path) -> None:
     ((loss, norm),) = run_ranks(1, step, settings_for(folder), 1)
     for num_slots, spelling in ((1, {"fp8": True}), (2, {"quantization": {"type": "fp8"}})):
         for found in run_ranks(num_slots, step, settings_for(folder, **spelling), num_slots):
-            assert found[0] == pytest.approx(loss, rel=0.01)
+            assert found[0] == pytest.approx(loss, rel=0.03)
             assert found[0] != loss
             assert found[1] == pytest.approx(norm, rel=0.1)
 

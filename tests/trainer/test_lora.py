@@ -258,7 +258,7 @@ OTHERS: dict[str, tuple[OptimConfig, Callable[[PlainLora], PlainOptimizer], set[
     "8bit": (
         OPTIM.model_copy(update={"moments": "8bit"}),
         PlainEightBit,
-        {"exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "step"},
+        {"exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"},
     ),
 }
 
@@ -276,7 +276,7 @@ def test_another_optimizer_is_that_of_each_adapter(folders: dict[str, str], name
             num_slots, trains, settings_for(folders["qwen3"], lora, optim), sizes
         ):
             assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-4)
-            assert {moment.rpartition("/")[2] for moment in moments} <= kept
+            assert {moment.partition("/")[0] for moment in moments} == kept
             for each in parameters(plain.spec):
                 for part, values in zip(each.parts, weights[each.name].split(each.rows), strict=True):
                     if each.is_trained:

@@ -12,7 +12,6 @@ from ductile.core.layout.model.lora import FUSED, LoraSpec
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.kernels.dispatch import linear
 
-
 Product = Callable[..., Tensor]
 """x [T, inputs], weight [outputs, inputs], and a bias if there is one -> [T, outputs], as `dispatch.linear`."""
 

@@ -16,7 +16,7 @@ def apply(model: Transformer) -> None:
         outputs, inputs = module.weight.shape
         if outputs % float8.MULTIPLE or inputs % float8.MULTIPLE:
             raise ValueError(
-                f"trainer.model.fp8 needs inputs and outputs that are multiples of {float8.MULTIPLE}, and layers.{name} "
-                f"has {inputs} and {outputs} on a slot. Write false, or another trainer.model.tp"
+                f"trainer.model.fp8 needs inputs and outputs that are multiples of {float8.MULTIPLE}, and "
+                f"layers.{name} has {inputs} and {outputs} on a slot. Write false, or another trainer.model.tp"
             )
         vars(module)["product"] = float8.linear

@@ -181,4 +181,4 @@ def test_weights_that_are_not_trained_have_no_gradient(targets: tuple[str, ...],
         logprobs.sum().backward()
     assert counted.get_total_flops() == training_flops(model.spec, ForwardWork(num, num * num, 4))
     full = training_flops(model.spec.base, ForwardWork(num, num * num, 4))
-    assert counted.get_total_flops() < (0.75 if len(targets) < 3 else 1.0) * full
+    assert counted.get_total_flops() < (0.8 if len(targets) < 3 else 1.0) * full
