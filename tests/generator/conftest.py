@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ductile.config.schema.inference import InferenceConfig, InferenceModelConfig
-from ductile.generator.engine.decode_runner import Recorder
+from ductile.generator.engine.decode_runner import StepRecorder
 from ductile.generator.engine.engine import Engine
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Generation, Sampling
@@ -29,7 +29,7 @@ class Family:
     tokenizer: Tokenizer
 
     def engine(
-        self, *, max_model_len: int = 256, version: int = 0, recorder: Recorder | None = None, **config: Any
+        self, *, max_model_len: int = 256, version: int = 0, recorder: StepRecorder | None = None, **config: Any
     ) -> Engine:
         settings = InferenceConfig(model=InferenceModelConfig(max_model_len=max_model_len), **config)
         model = load_model(self.folder)

@@ -1,4 +1,4 @@
-"""A `Recorder` for a CPU, with the ways of a CUDA graph.
+"""A `StepRecorder` for a CPU, with the ways of a CUDA graph.
 
 What is taken down are torch's operators with their arguments, tensors by their memory and all else by its value. A
 replay runs these, and nothing of the Python code around them: results go to the memory that they had the first time.

@@ -11,7 +11,7 @@ import torch
 
 
 class CudaGraphs:
-    """`ductile.generator.engine.decode_runner.Recorder` on a GPU."""
+    """`ductile.generator.engine.decode_runner.StepRecorder` on a GPU."""
 
     def __init__(self, device: str) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -43,7 +43,7 @@ TOKEN, POSITION, SLOT, BLOCKS = range(4)
 blocks."""
 
 
-class Recording(Protocol):
+class RecordedStep(Protocol):
     """Work that has been done once."""
 
     def replay(self) -> object:
@@ -51,10 +51,10 @@ class Recording(Protocol):
         ...
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """Seam to CUDA graphs (`ductile.generator.engine.cuda_graphs`)."""
 
-    def record(self, work: Callable[[], None]) -> Recording:
+    def record(self, work: Callable[[], None]) -> RecordedStep:
         """Do the work once and record it. It neither depends on values of tensors nor is given any others next time.
         Raises RuntimeError."""
         ...
@@ -104,7 +104,7 @@ class DecodeRunner:
     """Runs steps that `shape_of` has a shape for. To be called by one thread, as the engine is."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, max_num_seqs: int, max_len: int, head: Head, recorder: Recorder
+        self, model: Transformer, cache: KVCache, max_num_seqs: int, max_len: int, head: Head, recorder: StepRecorder
     ) -> None:
         """max_len: tokens of the longest sequence. head: makes logits of hidden states, as `Transformer` calls it."""
         self._model, self._cache, self._head, self._recorder = model, cache, head, recorder
@@ -115,7 +115,7 @@ class DecodeRunner:
         self._inputs = torch.zeros(rows * (BLOCKS + most_blocks), dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
         """[R, V]; made by the first step, as the head chooses the type."""
-        self._places: dict[tuple[int, ...], dict[StepShape, Recording]] = {}
+        self._places: dict[tuple[int, ...], dict[StepShape, RecordedStep]] = {}
         """Recordings by the addresses of the weights; those that were used last are last."""
         self.num_recorded = self.num_replayed = 0
         """Steps that were recorded, and all that were replayed, those among them."""

@@ -17,7 +17,7 @@ from ductile.core import cache_size
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.fabric import heap
 from ductile.generator.engine.cuda_graphs import CudaGraphs
-from ductile.generator.engine.decode_runner import DecodeRunner, Recorder
+from ductile.generator.engine.decode_runner import DecodeRunner, StepRecorder
 from ductile.generator.engine.kv_cache import BlockPool
 from ductile.generator.engine.kv_transfer import KVUnavailable, RequestKV, fetch
 from ductile.generator.engine.limits import RequestRefused, SequenceLimits
@@ -45,7 +45,7 @@ class Engine:
         decode: Callable[[list[int], bool], str],
         device: str = "cpu",
         version: int = 0,
-        recorder: Recorder | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
         """`model` is on `device` already. `decode` turns tokens into text, without special tokens or with them, for
         stop strings; `version` names the weights that the model has now. `recorder` records decode steps; None: a GPU
@@ -312,7 +312,7 @@ def _head_inputs(config: InferenceConfig, hidden: Tensor, weight: Tensor) -> tup
 
 
 def _decode_runner(
-    model: Transformer, cache: KVCache, config: InferenceConfig, device: str, recorder: Recorder | None
+    model: Transformer, cache: KVCache, config: InferenceConfig, device: str, recorder: StepRecorder | None
 ) -> DecodeRunner | None:
     """What runs the engine's decode steps, by this recorder or, on a GPU, by CUDA graphs."""
     on_gpu = device.startswith("cuda")

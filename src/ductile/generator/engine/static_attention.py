@@ -38,7 +38,7 @@ class PagedDecode:
     """One new token of each of N sequences, over blocks that the kernel finds itself."""
 
     def __init__(self, cache: KVCache, slots: Tensor, blocks: Tensor, lengths: Tensor) -> None:
-        """As `GatheredDecode` has it."""
+        """Take the same as `GatheredDecode` does."""
         self._cache, self._slots = cache, slots
         self._blocks, self._lengths = blocks.to(torch.int32), lengths.to(torch.int32)
 
