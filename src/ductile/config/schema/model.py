@@ -256,6 +256,12 @@ def excluded_pairs(model: TrainerModelConfig, has_stages: bool) -> Iterator[tupl
             'compiled code makes both at once. Write pp_schedule = "1f1b", or leave one of them out'
         )
         yield "compile", "pp_schedule", why
+    if model.multiplies_8_bits and model.compile is not None:
+        yield (
+            model.key_of_8_bits,
+            "compile",
+            "cannot be with compile, as torch does not trace it. Leave one of them out",
+        )
     if model.multiplies_8_bits and selective:
         why = (
             'cannot be with ac.mode = "selective", which knows products by their operator, and not those of 8 bits. '
