@@ -20,10 +20,12 @@ from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
+from ductile.generator.engine.engine import Engine
 from ductile.generator.generate_role import load_engine
-from ductile.kernels import plain
+from ductile.kernels import float8, plain
 from ductile.kernels.device import peak_memory, peak_of
 from ductile.kernels.flex_attention import FlexAttention
+from ductile.kernels.varlen_attention import why_not_paged
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate
 from ductile.messages.updates import WeightUpdate
 from ductile.messages.workers import Publish, Receive, Score
@@ -64,8 +66,9 @@ def fp32(folder: Path, **sections: Any) -> TrainerConfig:
     return TrainerConfig.model_validate({"model": model, "matmul_precision": "highest", **sections})
 
 
-def engine_on(device: str, folder: Path, **model: Any):
-    settings = {"model": {"name": str(folder), "max_model_len": 256, **model}, "num_blocks": 256}
+def engine_on(device: str, folder: Path, block_size: int = 16, **model: Any) -> Engine:
+    model = {"name": str(folder), "max_model_len": 256, **model}
+    settings = {"model": model, "num_blocks": 4096 // block_size, "block_size": block_size}
     return load_engine(InferenceConfig.model_validate(settings), device)
 
 
@@ -83,6 +86,101 @@ def test_the_generator_samples_in_bf16(folder: Path) -> None:
     assert next(engines[0].model.parameters()).dtype == torch.bfloat16
     first, again = (run(engine, asked) for engine in engines)
     assert {id: done.token_ids for id, done in first.items()} == {id: done.token_ids for id, done in again.items()}
+
+
+def decoded(engine: Engine) -> tuple[int, int]:
+    """Decode steps that were captured, and that were replayed. Raises where the engine has given graphs up."""
+    runner = engine._decode_runner
+    assert runner is not None
+    assert runner.why_off == ""
+    return runner.num_recorded, runner.num_replayed
+
+
+def test_cuda_graphs_decode_what_eager_steps_do(folder: Path) -> None:
+    """Five sequences become one, the longest outgrow the first table. Twice: the second time graphs are there."""
+    prompts = zip((*PROMPTS, "xyz"), (8, 16, 110, 70, 150), strict=True)
+    asked = [request(str(place), prompt, num) for place, (prompt, num) in enumerate(prompts)]
+    eager = engine_on(GPU, folder, dtype="float32", enforce_eager=True)
+    assert eager._decode_runner is None
+    graphs = engine_on(GPU, folder, dtype="float32")
+    expected = run(eager, asked)
+    for _ in range(2):
+        found = run(graphs, asked)
+        for id, generation in expected.items():
+            assert found[id].token_ids == generation.token_ids
+            assert found[id].logprobs == pytest.approx(generation.logprobs, abs=1e-3)
+    num_recorded, num_replayed = decoded(graphs)
+    assert num_recorded <= 6
+    assert num_replayed > 250
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_cuda_graphs_decode_in_bf16_also_where_the_cache_is_read_in_place(folder: Path, block_size: int) -> None:
+    """Each against the model's own log-probs of what was generated, as tokens that are close may come out otherwise."""
+    engine = engine_on(GPU, folder, block_size=block_size)
+    asked = [request(str(place), prompt, 100, temperature=1.0, seed=place) for place, prompt in enumerate(PROMPTS)]
+    done = run(engine, asked)
+    assert decoded(engine)[1] > 90
+    runner = engine._decode_runner
+    assert runner is not None
+    in_place = runner.why_gathered == ""
+    assert in_place == (block_size == 256 and why_not_paged(torch.bfloat16, 16, (9, 0), 256) == "")
+    for one in asked:
+        tokens = [*one.prompt, *done[one.id].token_ids]
+        logits = engine.model(
+            torch.tensor(tokens, device=GPU), torch.arange(len(tokens), device=GPU), PackedAttention([len(tokens)])
+        )
+        expected = logits.float().log_softmax(-1)[len(one.prompt) - 1 : -1].cpu()
+        chosen = expected.gather(1, torch.tensor(list(done[one.id].token_ids))[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(list(done[one.id].logprobs)), chosen, rtol=0.05, atol=0.05)
+
+
+def test_cuda_graphs_read_new_weights_in_place_and_follow_those_that_move(folder: Path) -> None:
+    engines = [engine_on(GPU, folder, dtype="float32", enforce_eager=eager) for eager in (False, True)]
+    found: list[list[tuple[int, ...]]] = []
+    for engine in engines:
+        said: list[tuple[int, ...]] = []
+        places = [{name: each.data for name, each in engine.weights()}]
+        places.append({name: torch.empty_like(each) for name, each in places[0].items()})
+        for version in range(1, 5):
+            news = {name: each * (1 + 0.3 * version) for name, each in places[0].items()}
+            if version == 1:
+                engine.load_weights(news, version)
+            else:
+                for name, room in places[(version + 1) % 2].items():
+                    room.copy_(news[name])
+                engine.swap_weights(places[(version + 1) % 2], version)
+            said.append(run(engine, [request("r", "what is 1 + 2?", 30)])["r"].token_ids)
+        found.append(said)
+    assert found[0] == found[1]
+    assert decoded(engines[0])[0] == 2, "one shape in two places"
+
+
+def test_products_of_8_bits_are_those_of_the_same_arithmetic_in_fp32() -> None:
+    if why := float8.why_unavailable(torch.bfloat16, torch.cuda.get_device_capability()):
+        pytest.skip(why)
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(*shape, generator=generator) for shape in ((37, 64), (96, 64), (37, 96))]
+    results: list[list[torch.Tensor]] = []
+    for device in (GPU, "cpu"):
+        x, weight, grad = (each.to(device, torch.bfloat16) for each in given)
+        inputs = x.requires_grad_(), weight.requires_grad_()
+        out = float8.linear(*inputs)
+        results.append([each.float().cpu() for each in (out, *torch.autograd.grad(out, inputs, grad))])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-1)
+
+
+def test_a_trainer_multiplies_by_8_bits(tmp_path: Path) -> None:
+    if why := float8.why_unavailable(torch.bfloat16, torch.cuda.get_device_capability()):
+        pytest.skip(why)
+    folder = make_model_folder(tmp_path, hidden_size=64, intermediate_size=96, head_dim=16)
+    losses: list[list[float]] = []
+    for fp8 in (False, True):
+        model = {"name": str(folder), "compute_dtype": "bfloat16", "fp8": fp8}
+        config = TrainerConfig.model_validate({"model": model, "loss": SFTLoss(), "optim": AdamWConfig(lr=1e-3)})
+        losses.append(run_alone(three_steps, config.model_dump())[0])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 def test_published_weights_are_what_both_devices_sample_from(folder: Path) -> None:

@@ -3,7 +3,8 @@
 Both run random models of one shape in one dtype on the same prompts, greedily, with the same output lengths, as uneven
 as RL's. Which tokens come does not matter: every sequence has a length that is given. `transformers` gets static
 batches in order of arrival, left-padded, each until its longest completion is done. Both do without cuDNN's attention,
-which makes a plan for each new length.
+which makes a plan for each new length. The engine runs three times: as it comes, which is by CUDA graphs on a GPU, by
+graphs that read the cache where it lies, and without any.
 """
 
 import math
@@ -28,7 +29,13 @@ from ductile.records import GenerateRequest, Sampling
 from gpu_parts.models import make_folder, shape_of
 from gpu_parts.part import Setting
 
-PEER_S = 60.0
+WAYS: dict[str, dict[str, Any]] = {
+    "ductile": {},
+    "ductile_in_place": {"block_size": 256},
+    "ductile_eager": {"model": {"enforce_eager": True}},
+}
+"""Settings of the engine's runs, beside those of `make_engine`."""
+PEER_S = 45.0
 """No further batch size of the peer's is begun when the ones before took longer than this together."""
 
 
@@ -54,13 +61,16 @@ def run(setting: Setting) -> dict[str, Any]:
     shape = shape_of("0.6B", setting)
     prompts, lengths = requests(load, shape["vocab_size"])
     num_tokens = sum(lengths)
-    seconds = engine_seconds(load, shape, prompts, lengths, device, dtype)
+    speeds = {
+        f"tokens_per_s_{way}": num_tokens / engine_seconds(load, shape, prompts, lengths, device, dtype, settings)
+        for way, settings in WAYS.items()
+    }
     figures: dict[str, Any] = {
         "model": "0.6B",
         "dtype": str(dtype).removeprefix("torch."),
         "requests": len(prompts),
         "output_tokens": num_tokens,
-        "tokens_per_s_ductile": num_tokens / seconds,
+        **speeds,
         "peak_memory_gib": peak_memory(device).used_bytes / 2**30,
         "tokens_per_s_transformers": None,
     }
@@ -71,7 +81,9 @@ def run(setting: Setting) -> dict[str, Any]:
     peer = figures["tokens_per_s_transformers"]
     figures["ratio_vs_transformers"] = figures["tokens_per_s_ductile"] / peer if peer else None
     against = f"{figures['ratio_vs_transformers']:.2f} times transformers" if peer else figures["no_peer"]
-    return figures | {"sentence": f"{num_tokens / seconds:,.0f} tokens/s, {against}"}
+    ours, in_place, eager = (f"{speed:,.0f}" for speed in speeds.values())
+    sentence = f"{ours} tokens/s, {against}; in place {in_place}, without graphs {eager}"
+    return figures | {"sentence": sentence}
 
 
 def requests(load: Load, vocab_size: int) -> tuple[list[list[int]], list[int]]:
@@ -99,11 +111,17 @@ def now(device: str) -> float:
 
 
 def engine_seconds(
-    load: Load, shape: dict[str, Any], prompts: list[list[int]], lengths: list[int], device: str, dtype: torch.dtype
+    load: Load,
+    shape: dict[str, Any],
+    prompts: list[list[int]],
+    lengths: list[int],
+    device: str,
+    dtype: torch.dtype,
+    settings: dict[str, Any],
 ) -> float:
     """Its memory is free again afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(make_folder(Path(folder) / "model", shape), load, device, dtype)
+        engine = make_engine(make_folder(Path(folder) / "model", shape), load, device, dtype, settings)
 
     def work(few: int) -> None:
         run_engine(engine, prompts[:few], [4] * few if few < len(prompts) else lengths)
@@ -111,7 +129,7 @@ def engine_seconds(
     return timed(device, work)
 
 
-def make_engine(folder: Path, load: Load, device: str, dtype: torch.dtype) -> Engine:
+def make_engine(folder: Path, load: Load, device: str, dtype: torch.dtype, settings: dict[str, Any]) -> Engine:
     model = empty_model(read_spec(folder), dtype, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -121,7 +139,8 @@ def make_engine(folder: Path, load: Load, device: str, dtype: torch.dtype) -> En
                 parameter.normal_(0.0, 0.02)
     config = InferenceConfig.model_validate(
         {
-            "model": {"max_model_len": load.longest_prompt + load.longest},
+            **settings,
+            "model": {"max_model_len": load.longest_prompt + load.longest, **settings.get("model", {})},
             "max_num_seqs": load.requests,
             "max_num_batched_tokens": 8192,
             "enable_prefix_caching": False,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ductile.config.schema.inference import InferenceConfig, InferenceModelConfig
+from ductile.generator.engine.decode_runner import StepRecorder
 from ductile.generator.engine.engine import Engine
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Generation, Sampling
@@ -27,10 +28,13 @@ class Family:
     folder: Path
     tokenizer: Tokenizer
 
-    def engine(self, *, max_model_len: int = 256, version: int = 0, **config: Any) -> Engine:
+    def engine(
+        self, *, max_model_len: int = 256, version: int = 0, recorder: StepRecorder | None = None, **config: Any
+    ) -> Engine:
         settings = InferenceConfig(model=InferenceModelConfig(max_model_len=max_model_len), **config)
         model = load_model(self.folder)
-        return Engine(model, settings, self.tokenizer.eos_token_ids, self.tokenizer.decode, version=version)
+        eos, decode = self.tokenizer.eos_token_ids, self.tokenizer.decode
+        return Engine(model, settings, eos, decode, version=version, recorder=recorder)
 
 
 @pytest.fixture(scope="session")

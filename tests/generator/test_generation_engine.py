@@ -12,8 +12,12 @@ from ductile.model.checkpoint import load_model
 from ductile.model.transformer import Transformer
 from ductile.records import GenerateRequest, Generation
 from tests.generator.conftest import Family, request
+from tests.generator.tape import Tape
 
-ENGINES: dict[str, Callable[[Family], GenerationEngine]] = {"ductile": lambda family: family.engine()}
+ENGINES: dict[str, Callable[[Family], GenerationEngine]] = {
+    "ductile": lambda family: family.engine(),
+    "ductile, by recorded steps": lambda family: family.engine(recorder=Tape()),
+}
 NUM_TOKENS = 12
 PROMPTS = ("hello", "a", "what is 1 + 2?", "x" * 33)
 

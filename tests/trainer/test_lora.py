@@ -2,10 +2,11 @@
 and exported as what they are: y = W x + (alpha / rank) B (A x), with W as it was."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import numpy as np
@@ -16,10 +17,11 @@ from torch.func import functional_call
 
 from ductile.config.schema.inference import InferenceConfig
 from ductile.config.schema.model import LoraConfig
-from ductile.config.schema.trainer import AdamWConfig, GRPOLoss, TrainerConfig
+from ductile.config.schema.trainer import AdamWConfig, GRPOLoss, MuonConfig, OptimConfig, TrainerConfig
 from ductile.core.batch.loss_aggregation import loss_denominator, weigh
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.strategy import block_columns
 from ductile.core.layout.model.parameters import is_adapter, parameters
 from ductile.fabric.groups import Groups
 from ductile.generator.generate_role import GenerateRole
@@ -34,9 +36,11 @@ from ductile.records import MicroBatch, Sample, StepReport
 from ductile.roles import NotTaken, RoleAssignment
 from ductile.scorer.score_role import ScoreRole
 from ductile.trainer import outgoing_weights
+from ductile.trainer.adamw_8bit import dequantized, quantized
 from ductile.trainer.checkpoint import load_state, save_state
 from ductile.trainer.export import export_model
 from ductile.trainer.loss import make_loss
+from ductile.trainer.muon import orthogonal
 from ductile.trainer.outgoing_weights import OutgoingWeights
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.train_role import TrainRole
@@ -69,8 +73,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {family: str(make_model_folder(root / family, family, **keys)) for family, keys in FAMILIES.items()}
 
 
-def settings_for(folder: str, lora: dict[str, Any], **model: object) -> dict[str, Any]:
-    sections = {"model": {"name": folder, "lora": lora, **model}, "loss": LOSS, "optim": OPTIM, "seed": 5}
+def settings_for(folder: str, lora: dict[str, Any], optim: OptimConfig = OPTIM, **model: object) -> dict[str, Any]:
+    sections = {"model": {"name": folder, "lora": lora, **model}, "loss": LOSS, "optim": optim, "seed": 5}
     return TrainerConfig.model_validate(sections).model_dump()
 
 
@@ -93,7 +97,10 @@ def take_steps(trainer: Trainer, steps: tuple[tuple[int, ...], ...] = STEPS) -> 
 class PlainLora:
     """Plain torch's twin: one device, one sample at a time, and one W + (alpha / rank) B A for each projection."""
 
-    def __init__(self, folder: str, lora: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: str, lora: dict[str, Any], optimizer: Callable[["PlainLora"], "PlainOptimizer"] | None = None
+    ) -> None:
+        """optimizer: in the place of torch's AdamW."""
         spec = read_spec(folder, lora=LoraConfig.model_validate(lora).spec)
         self.model, self.spec = load_model(folder).requires_grad_(False), spec
         self.scale = lora["alpha"] / lora["rank"]
@@ -108,6 +115,7 @@ class PlainLora:
         self.optimizer = torch.optim.AdamW(
             self.adapters.values(), lr=OPTIM.lr, betas=betas, eps=OPTIM.eps, weight_decay=decay
         )
+        self.update = self.optimizer.step if optimizer is None else optimizer(self).step
 
     def weights(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -135,9 +143,52 @@ class PlainLora:
             self.optimizer.zero_grad()
             total.backward()
             torch.nn.utils.clip_grad_norm_(self.adapters.values(), OPTIM.max_norm or 1e9)
-            self.optimizer.step()
+            self.update()
             losses.append(total.item())
         return losses
+
+
+class PlainOptimizer(Protocol):
+    def step(self) -> None:
+        """Update the adapters by their gradients."""
+        ...
+
+
+class PlainMuon:
+    """Muon of each A and each B by itself."""
+
+    def __init__(self, of: PlainLora) -> None:
+        self.adapters = of.adapters.values()
+        self.momenta = [torch.zeros_like(each) for each in self.adapters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weights, momentum in zip(self.adapters, self.momenta, strict=True):
+            assert weights.grad is not None
+            momentum.lerp_(weights.grad, 1 - MUON.mu)
+            update = orthogonal(weights.grad.lerp(momentum, MUON.mu))
+            weights.mul_(1 - MUON.lr * MUON.weight_decay)
+            weights.add_(update, alpha=-MUON.lr * 0.2 * max(weights.shape) ** 0.5)
+
+
+class PlainEightBit:
+    """AdamW whose moments are rounded to 8 bits behind each step, where the columns of an adapter make blocks."""
+
+    def __init__(self, of: PlainLora) -> None:
+        columns = block_columns(of.spec)
+        self.adapters, self.optimizer = of.adapters, of.optimizer
+        self.columns = {
+            part.name: columns[each.name] for each in parameters(of.spec) for part in each.parts if each.name in columns
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.optimizer.step()
+        for name in self.adapters.keys() & self.columns.keys():
+            moments, columns = self.optimizer.state[self.adapters[name]], self.columns[name]
+            first, second = moments["exp_avg"], moments["exp_avg_sq"]
+            first.copy_(dequantized(*quantized(first, columns, True), True))
+            second.copy_(dequantized(*quantized(second.sqrt(), columns, False), False).square())
 
 
 def trains(
@@ -199,6 +250,37 @@ def test_three_steps_are_those_of_plain_torch(
                 assert not torch.equal(values, began[part.name]), part.name
         assert all(is_adapter(name) for name in moments)
         assert num_gradients == 0
+
+
+MUON = MuonConfig(type="muon", lr=1e-2, weight_decay=0.1, max_norm=0.5)
+OTHERS: dict[str, tuple[OptimConfig, Callable[[PlainLora], PlainOptimizer], set[str]]] = {
+    "muon": (MUON, PlainMuon, {"momentum_buffer"}),
+    "8bit": (
+        OPTIM.model_copy(update={"moments": "8bit"}),
+        PlainEightBit,
+        {"exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_optimizer_is_that_of_each_adapter(folders: dict[str, str], name: str) -> None:
+    """Of fused modules each projection's A and B is a matrix of its own. Rank 8, so that Bs, too, have blocks."""
+    lora = {"rank": 8, "alpha": 8.0, "target_modules": ["k_proj", "q_proj", "gate_proj", "up_proj", "o_proj"]}
+    optim, make, kept = OTHERS[name]
+    plain = PlainLora(folders["qwen3"], lora, make)
+    losses = plain.take_steps()
+    for sizes in ({}, {"tp": 2}):
+        num_slots = 2 if sizes else 1
+        for reports, weights, moments, _ in run_ranks(
+            num_slots, trains, settings_for(folders["qwen3"], lora, optim), sizes
+        ):
+            assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-4)
+            assert {moment.partition("/")[0] for moment in moments} == kept
+            for each in parameters(plain.spec):
+                for part, values in zip(each.parts, weights[each.name].split(each.rows), strict=True):
+                    if each.is_trained:
+                        torch.testing.assert_close(values, plain.adapters[part.name].detach(), atol=1e-4, rtol=1e-3)
 
 
 def test_adapters_begin_as_in_peft_and_with_the_seed(folders: dict[str, str]) -> None:

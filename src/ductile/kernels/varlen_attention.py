@@ -29,6 +29,8 @@ HEAD_SIZES = range(8, 257, 8)
 DTYPES = (torch.float16, torch.bfloat16)
 CAPABILITY = (8, 0)
 """Compute capability of the oldest devices that the kernel runs on."""
+PAGE_TOKENS = 256
+"""Tokens in the blocks of a cache that the kernel reads in place, or a divisor of them."""
 
 
 def why_not(dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None) -> str:
@@ -44,6 +46,18 @@ def why_not(dtype: torch.dtype, head_size: int, capability: tuple[int, int] | No
         return f"the kernel computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
     if head_size not in HEAD_SIZES:
         return f"the kernel takes heads of a multiple of 8 up to {HEAD_SIZES[-1]}, and these have {head_size}"
+    return ""
+
+
+def why_not_paged(dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None, block_size: int) -> str:
+    """What keeps the kernel from reading keys and values of such heads where a cache has them, in blocks of so many
+    tokens; "" if nothing does."""
+    if reason := why_not(dtype, head_size, capability):
+        return reason
+    if block_size % PAGE_TOKENS:
+        return f"the kernel reads blocks of {PAGE_TOKENS} tokens, or a multiple, and these have {block_size}"
+    if not torch_has_pages():
+        return f"the kernel of torch {torch.__version__} reads no blocks; that of torch 2.12 and later does"
     return ""
 
 
@@ -65,6 +79,39 @@ def torch_kernel() -> Kernel:
 
     kernel: Any = partial(varlen_attn, **_options(inspect.signature(varlen_attn).parameters))
     return kernel
+
+
+@cache
+def torch_has_pages() -> bool:
+    """Whether this version of torch gives its kernel a table of blocks."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"block_table", "seqused_k", "num_splits"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
+def paged_decode(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor) -> Tensor:
+    """Attention of one token of each of N sequences to the first `lengths` [N] int32 tokens of the blocks that are its
+    own: q [N, H, D], keys and values [all blocks, block size, K, D], `blocks` [N, W] int32 -> [N, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    most_keys = blocks.shape[1] * keys.shape[1]
+    offsets = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+    attend: Any = varlen_attn
+    # Keys in one piece: torch 2.13 does not put pieces together where they belong (pytorch/pytorch#194167). With one
+    # query a sequence nothing is causal.
+    return attend(
+        q,
+        keys,
+        values,
+        offsets,
+        offsets * most_keys,
+        1,
+        most_keys,
+        enable_gqa=True,
+        seqused_k=lengths,
+        block_table=blocks,
+        num_splits=1,
+    )
 
 
 def _options(parameters: Collection[str]) -> dict[str, Any]:

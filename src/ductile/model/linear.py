@@ -3,7 +3,7 @@
 T tokens, r rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,18 @@ from ductile.core.layout.model.lora import FUSED, LoraSpec
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.kernels.dispatch import linear
 
+Product = Callable[..., Tensor]
+"""x [T, inputs], weight [outputs, inputs], and a bias if there is one -> [T, outputs], as `dispatch.linear`."""
+
 
 class Linear(nn.Linear):
     """torch's linear layer for rows of a packed batch."""
 
+    product: Product = staticmethod(linear)
+    """What multiplies with the weight. A module may have its own (`ductile.parallel.float8`)."""
+
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        return self.product(input, self.weight, self.bias)
 
 
 class LoraLinear(Linear):

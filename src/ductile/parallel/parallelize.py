@@ -5,15 +5,16 @@
    (`parallel.pipeline`)
 3. tp: keep this slot's part of each weight, and modules that compute with it (`parallel.tensor_parallel`)
 4. cp: nothing; attention crosses the parts of a micro-batch (`parallel.context_parallel`)
-5. compile: what layers run becomes compiled code, between attention and collectives (`parallel.compilation`); inside of
+5. fp8: layers multiply by 8 bits (`parallel.float8`)
+6. compile: what layers run becomes compiled code, between attention and collectives (`parallel.compilation`); inside of
    checkpointing, as torch compiles nothing that is checkpointed as a whole and has such a cut in it
-6. checkpointing: layers that compute again what they do not keep (`parallel.activation_checkpointing`)
-7. offloading: what layers keep waits in host memory (`parallel.activation_offloading`)
-8. FSDP: shard what that leaves over the ranks, around all of the above (`parallel.data`)
-9. give memory to this rank's shards alone
-10. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
+7. checkpointing: layers that compute again what they do not keep (`parallel.activation_checkpointing`)
+8. offloading: what layers keep waits in host memory (`parallel.activation_offloading`)
+9. FSDP: shard what that leaves over the ranks, around all of the above (`parallel.data`)
+10. give memory to this rank's shards alone
+11. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
-Where the caller has the shards already, 9 and 10 are theirs: `build_over`; where it brings values later, 10 is:
+Where the caller has the shards already, 10 and 11 are theirs: `build_over`; where it brings values later, 11 is:
 `build_empty`.
 """
 
@@ -29,7 +30,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.model.peak import compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.model.transformer import Transformer
-from ductile.parallel import activation_checkpointing, compilation, data, pipeline, tensor_parallel
+from ductile.parallel import activation_checkpointing, compilation, data, float8, pipeline, tensor_parallel
 from ductile.parallel.activation_offloading import ActivationOffload
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
@@ -67,6 +68,8 @@ class ParallelizeOptions:
     """Layers that compute their activations again; None: none does."""
     offload: ActivationOffload | None = None
     """Has activations of layers wait in host memory; None: they stay."""
+    fp8: bool = False
+    """Layers multiply numbers of 8 bits."""
     cpu_offload: bool = False
     """Parameters and gradients lie in host memory, and are gathered on the device."""
 
@@ -79,6 +82,7 @@ class ParallelizeOptions:
             config.compile,
             config.ac,
             ActivationOffload.of(config.ac_offloading, torch.device(device)) if config.ac_offloading else None,
+            config.multiplies_8_bits,
             config.fsdp_cpu_offload,
         )
 
@@ -134,6 +138,8 @@ def _describe(spec: ModelSpec, context: ParallelContext, options: ParallelizeOpt
         model = Transformer(spec, layers).to(precision.parameters)
     if context.layout.dims.tp > 1:
         tensor_parallel.apply(model, context)
+    if options.fp8:
+        float8.apply(model)
     if options.compile is not None:
         compilation.apply(model, options.compile)
     if options.checkpointing is not None:

@@ -35,7 +35,7 @@ from ductile.core.layout.geometry.attention_heads import Heads, heads_on, share_
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.strategy import tensor_parallel_shapes
 from ductile.core.layout.model.spec import ModelSpec
-from ductile.kernels.dispatch import add_norm, linear, rms_norm
+from ductile.kernels.dispatch import add_norm, rms_norm
 from ductile.model.attention import Attend
 from ductile.model.linear import Linear, LoraLinear
 from ductile.model.transformer import AddNorm, Attention, RMSNorm, Transformer
@@ -170,7 +170,7 @@ class ColumnParallelLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[S, M] -> [T, outputs]."""
-        return linear(gather(input, self.group), self.weight, self.bias)
+        return self.product(gather(input, self.group), self.weight, self.bias)
 
 
 class SharingProjection(ColumnParallelLinear):
@@ -182,7 +182,7 @@ class SharingProjection(ColumnParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         weights = [self.weight] if self.bias is None else [self.weight, self.bias]
-        return linear(gather(input, self.group), *sum_shared_rows(self.group, self.shared, *weights))
+        return self.product(gather(input, self.group), *sum_shared_rows(self.group, self.shared, *weights))
 
 
 class RowParallelLinear(Linear):
@@ -194,7 +194,7 @@ class RowParallelLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[T, inputs] -> [S, M]."""
-        out = reduce_scatter(linear(input, self.weight), self.group)
+        out = reduce_scatter(self.product(input, self.weight), self.group)
         if self.bias is None:
             return out
         (bias,) = sum_gradients(self.group, self.bias)
@@ -217,7 +217,7 @@ class ColumnParallelLora(LoraLinear):
         (down,) = sum_gradients(self.group, self.lora_A)
         if self.shared is not None:
             (up,) = sum_shared_rows(self.group, self.shared, up)
-        return linear(x, self.weight, self.bias) + self.change(x, down, up)
+        return self.product(x, self.weight, self.bias) + self.change(x, down, up)
 
 
 class RowParallelLora(LoraLinear):
@@ -230,7 +230,7 @@ class RowParallelLora(LoraLinear):
     def forward(self, input: Tensor) -> Tensor:
         """[T, inputs] -> [S, M]."""
         (up,) = sum_gradients(self.group, self.up())
-        out = reduce_scatter(linear(input, self.weight) + self.change(input, self.lora_A, up), self.group)
+        out = reduce_scatter(self.product(input, self.weight) + self.change(input, self.lora_A, up), self.group)
         return out if self.bias is None else out + self.bias
 
 

@@ -22,6 +22,7 @@ from ductile.core.layout.model.flops import ForwardWork, training_flops
 from ductile.core.layout.model.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.error_text import error_with_place
+from ductile.kernels import float8
 from ductile.kernels.device import peak_of
 from ductile.kernels.flash_attention import use_kernel
 from ductile.model.checkpoint import first_tensors, read_spec
@@ -66,8 +67,8 @@ class Trainer:
         With `buffers` nothing is loaded: they are this rank's parts of parameters and moments, flat, by the names of
         `ductile.trainer.state`, and the trainer works on them. They are taken out of the mapping.
 
-        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule, attn, cp_style) for
-        what the config asks for and cannot be had.
+        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule, attn, fp8, cp_style)
+        for what the config asks for and cannot be had.
         """
         self.config = config
         self.context = context
@@ -89,6 +90,8 @@ class Trainer:
 
         self.spec = spec_of(config)
         use_kernel(config.model.attn, self.precision.compute, self.spec.head_dim, self.device)
+        if config.model.multiplies_8_bits:
+            float8.check(self.precision.compute, self.device)
         dims = context.layout.dims
         self._head = HeadOptions.of(config.model)
         self._cp_style: CpStyle = chosen_style(config.model.cp_style, self.spec, dims.tp, dims.cp)[0]

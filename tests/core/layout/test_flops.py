@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ductile.core.layout.model.flops import ForwardWork, forward_flops, layer_matrix_parameters, training_flops
-from ductile.core.layout.model.lora import LoraSpec
+from ductile.core.layout.model.lora import PROJECTIONS, LoraSpec
 from ductile.core.layout.model.spec import Family, ModelSpec
 from ductile.model.checkpoint import load_model
 from ductile.model.logprobs import LogprobHead
@@ -166,9 +166,13 @@ def whole_square(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(torch.bmm(queries, keys.transpose(1, 2)).softmax(-1), values).transpose(0, 1)
 
 
-@pytest.mark.parametrize("targets", [("o_proj", "down_proj"), ("down_proj",)])
+@pytest.mark.parametrize(
+    "targets",
+    [("o_proj", "down_proj"), ("down_proj",), PROJECTIONS, ("q_proj", "v_proj"), ("k_proj", "up_proj"), ("gate_proj",)],
+    ids=str,
+)
 def test_weights_that_are_not_trained_have_no_gradient(targets: tuple[str, ...], tmp_path: Path) -> None:
-    """Below the first adapter nothing has one."""
+    """Below the first adapter nothing has one. Bs of fused projections are one matrix, with zeros in it."""
     model = load_model(make_model_folder(tmp_path, num_hidden_layers=3), lora=LoraSpec(4, 8.0, targets))
     num = 11
     tokens, positions, rows = torch.arange(num), torch.arange(num), torch.arange(4)
@@ -177,4 +181,4 @@ def test_weights_that_are_not_trained_have_no_gradient(targets: tuple[str, ...],
         logprobs.sum().backward()
     assert counted.get_total_flops() == training_flops(model.spec, ForwardWork(num, num * num, 4))
     full = training_flops(model.spec.base, ForwardWork(num, num * num, 4))
-    assert counted.get_total_flops() < 0.75 * full
+    assert counted.get_total_flops() < (0.8 if len(targets) < 3 else 1.0) * full

@@ -22,6 +22,7 @@ def exclusion_findings(config: TrainingConfig) -> Iterator[Finding]:
     runs = 1 if isinstance(trainer, SFTConfig) else trainer.max_concurrent_runs
     yield from _offloads(trainer.model, trainer.optim, runs, root)
     yield from _kernels(trainer.model, config.cluster.device, root)
+    yield from _products(trainer.model, config.cluster.device, root)
     has_stages = trainer.model.pp != 1 or any(map(_has_stages, trainer.resize.layouts))
     if has_stages and (why := why_not_selective(trainer.model)):
         yield Finding((f"{root}model.ac.mode", f"{root}model.pp_schedule"), why)
@@ -79,6 +80,17 @@ def _kernels(model: TrainerModelConfig, device: str, root: str) -> Iterator[Find
     if model.compute_dtype == "float32" and model.attn in IN_16_BITS:
         what = f'computes in numbers of 16 bits, and {root}model.compute_dtype is "float32". Write "auto"'
         yield Finding((key, f"{root}model.compute_dtype"), what)
+
+
+def _products(model: TrainerModelConfig, device: str, root: str) -> Iterator[Finding]:
+    if not model.multiplies_8_bits:
+        return
+    key = f"{root}model.{model.key_of_8_bits}"
+    if device == "cpu":
+        yield Finding((key, "cluster.device"), 'multiplies on a GPU, and cluster.device is "cpu". Leave it out')
+    if model.compute_dtype == "float32":
+        dtype = f"{root}model.compute_dtype"
+        yield Finding((key, dtype), f'needs bfloat16 around it, and {dtype} is "float32". Leave one of them out')
 
 
 def _has_stages(layout: str) -> bool:

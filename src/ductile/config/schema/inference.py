@@ -54,6 +54,10 @@ class InferenceModelConfig(ChatModelConfig, AdaptedModelConfig):
     fp32_lm_head: bool = False
     """Logits are products of fp32 numbers also where `dtype` is bfloat16: what `trainer.model.fp32_lm_head` is to the
     trainer. Each step makes an fp32 copy of the output embeddings."""
+    enforce_eager: bool = False
+    """A GPU launches the kernels of a decode step one by one, as it always does for prompts. false: by CUDA graphs, one
+    for each number of sequences, which are captured when it first comes; they read the KV cache in place where
+    `block_size` is a multiple of 256, else copies. Without effect on a CPU."""
     max_model_len: int = Field(default=2048, ge=2)
     """Longest prompt plus completion, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most,
     in `inference` as far as the KV cache holds them."""

@@ -61,7 +61,7 @@ class FullOffloadConfig(Section):
 
 
 class QuantizationConfig(Section):
-    type: Literal["fp8", "mxfp8"] = "fp8"
+    type: Annotated[Literal["fp8", "mxfp8"], NotBuilt("products with scales of 32 numbers", only=("mxfp8",))] = "fp8"
 
 
 class CompileConfig(Section):
@@ -195,8 +195,13 @@ class TrainerModelConfig(AdaptedModelConfig):
     """Layers run code that torch.compile makes of them, all but attention and collectives. A step tells how much of it
     was made (`compile/graphs`) or made again (`compile/recompiles`). What cannot be compiled runs as without, and the
     slot's log says so."""
-    fp8: Annotated[bool, NotBuilt("8-bit training")] = False
-    quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
+    fp8: bool = False
+    """Layers multiply inputs and weights as numbers of 8 bits (e4m3) with a scale for each row, forward and for the
+    gradients of inputs; gradients of weights, adapters and the head are in `compute_dtype`, which must be bfloat16. It
+    needs a GPU of compute capability 8.9 or later; other slots refuse to start. Scorers and generators multiply in
+    `compute_dtype`."""
+    quantization: QuantizationConfig | None = None
+    """`type = "fp8"` is another spelling of `fp8 = true`."""
     fp32_lm_head: bool = False
     """Logits are products of fp32 numbers also where the arithmetic is bfloat16's: the head multiplies hidden states
     and weights, which are bfloat16 numbers there, as fp32 ones, and so their gradients. In scorers, too; in generators
@@ -205,6 +210,16 @@ class TrainerModelConfig(AdaptedModelConfig):
     """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB),
     on a GPU 2^27 (512 MiB); disabled: all of a micro-batch."""
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def multiplies_8_bits(self) -> bool:
+        """Whether layers multiply numbers of 8 bits."""
+        return self.fp8 or self.quantization is not None
+
+    @property
+    def key_of_8_bits(self) -> str:
+        """The key that says so."""
+        return "fp8" if self.fp8 else "quantization"
 
     @property
     def head_chunk_tokens(self) -> int | None:
@@ -241,6 +256,18 @@ def excluded_pairs(model: TrainerModelConfig, has_stages: bool) -> Iterator[tupl
             'compiled code makes both at once. Write pp_schedule = "1f1b", or leave one of them out'
         )
         yield "compile", "pp_schedule", why
+    if model.multiplies_8_bits and model.compile is not None:
+        yield (
+            model.key_of_8_bits,
+            "compile",
+            "cannot be with compile, as torch does not trace it. Leave one of them out",
+        )
+    if model.multiplies_8_bits and selective:
+        why = (
+            'cannot be with ac.mode = "selective", which knows products by their operator, and not those of 8 bits. '
+            'Write ac.mode = "full", or leave one of them out'
+        )
+        yield model.key_of_8_bits, "ac.mode", why
     if model.attn == "flex" and selective:
         why = (
             'cannot be with ac.mode = "selective", which knows attention by its operator: FlexAttention has none. '

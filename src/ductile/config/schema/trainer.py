@@ -38,7 +38,8 @@ class SGDConfig(OptimizerSection):
 
 
 class MuonConfig(OptimizerSection):
-    """Muon for the matrices of layers; AdamW, with the same learning rate, for embeddings, head, norms and biases."""
+    """Muon for the matrices of layers, adapters among them; AdamW, with the same learning rate, for embeddings, head,
+    norms and biases."""
 
     type: Literal["muon"]
     mu: float = Field(default=0.95, ge=0, lt=1)

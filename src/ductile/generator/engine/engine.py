@@ -16,6 +16,8 @@ from ductile.config.schema.inference import InferenceConfig
 from ductile.core import cache_size
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.fabric import heap
+from ductile.generator.engine.cuda_graphs import CudaGraphs
+from ductile.generator.engine.decode_runner import DecodeRunner, StepRecorder
 from ductile.generator.engine.kv_cache import BlockPool
 from ductile.generator.engine.kv_transfer import KVUnavailable, RequestKV, fetch
 from ductile.generator.engine.limits import RequestRefused, SequenceLimits
@@ -27,7 +29,7 @@ from ductile.generator.engine.sequence import Sequence
 from ductile.generator.engine.step_profiler import StepLoad
 from ductile.generator.engine.text_stream import TextStream
 from ductile.generator.engine.weight_columns import lay_by_columns
-from ductile.kernels.dispatch import linear
+from ductile.kernels.dispatch import linear, tell
 from ductile.messages.workers import EngineStats
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle
@@ -43,10 +45,12 @@ class Engine:
         decode: Callable[[list[int], bool], str],
         device: str = "cpu",
         version: int = 0,
+        recorder: StepRecorder | None = None,
     ) -> None:
         """`model` is on `device` already. `decode` turns tokens into text, without special tokens or with them, for
-        stop strings; `version` names the weights that the model has now. Raises `ValueError` when the cache would not
-        hold one sequence at its longest."""
+        stop strings; `version` names the weights that the model has now. `recorder` records decode steps; None: a GPU
+        captures CUDA graphs unless the config enforces eager steps, a CPU does nothing of the kind. Raises `ValueError`
+        when the cache would not hold one sequence at its longest."""
         dtype = next(model.parameters()).dtype
         weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
         num_blocks = num_cache_blocks(model.spec, config, dtype, device, weights_bytes)
@@ -61,6 +65,8 @@ class Engine:
             self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.enable_prefix_caching
         )
         self._cache = KVCache(model.spec, num_blocks, config.block_size, dtype, device)
+        self._decode_runner = _decode_runner(self.model, self._cache, config, device, recorder)
+        """Runs decode steps; None: they run as all others do."""
         self._attention: PagedAttention | None = None
         """Attention of the last step, which gives its windows to the next one."""
         self.device = device
@@ -196,6 +202,8 @@ class Engine:
         (`ductile.weights.live_weights.LiveWeights.room`)."""
         for name, parameter in self.model.named_parameters():
             parameter.data = tensors[name]
+        if self._decode_runner is not None:
+            self._decode_runner.weights_moved()
         self.version = version
         self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
 
@@ -224,6 +232,11 @@ class Engine:
 
     def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Tensor]:
         """One forward pass. Returns the sequences whose next token can be sampled, and its logits [N, V]."""
+        if self._decode_runner is not None and (decoded := self._decode_runner.run(chunks)):
+            self._attention = None  # its windows lack this step's tokens
+            if decoded.is_recorded and self.last_step is not None:
+                self.last_step = replace(self.last_step, is_recorded=True)
+            return [chunk.sequence for chunk in chunks], decoded.logits
         token_ids: list[int] = []
         positions: list[int] = []
         ready: list[Sequence] = []
@@ -240,8 +253,7 @@ class Engine:
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
             """Prefilled tokens need no logits, unless a client asks for theirs: only the last one's hidden state goes
             to the vocabulary."""
-            if self.config.model.fp32_lm_head:
-                hidden, weight = hidden.float(), weight.float()
+            hidden, weight = _head_inputs(self.config, hidden, weight)
             offset = 0
             for chunk in chunks:
                 if (report := chunk.sequence.report) and report.with_prompt:
@@ -292,6 +304,30 @@ class Engine:
         del self._live[sequence.request.id]
         self.scheduler.remove(sequence)
         return sequence.generation(reason)
+
+
+def _head_inputs(config: InferenceConfig, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the head multiplies, in the dtype of the logits."""
+    return (hidden.float(), weight.float()) if config.model.fp32_lm_head else (hidden, weight)
+
+
+def _decode_runner(
+    model: Transformer, cache: KVCache, config: InferenceConfig, device: str, recorder: StepRecorder | None
+) -> DecodeRunner | None:
+    """What runs the engine's decode steps, by this recorder or, on a GPU, by CUDA graphs."""
+    on_gpu = device.startswith("cuda")
+    if recorder is None:
+        if not on_gpu or config.model.enforce_eager:
+            return None
+        recorder = CudaGraphs(device)
+
+    def head(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear(*_head_inputs(config, hidden, weight))
+
+    runner = DecodeRunner(model, cache, config.max_num_seqs, config.model.max_model_len, head, recorder)
+    if on_gpu and runner.why_gathered:
+        tell(f"CUDA graphs of decode steps copy the KV cache's blocks: {runner.why_gathered}")
+    return runner
 
 
 def num_cache_blocks(

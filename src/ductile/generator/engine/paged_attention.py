@@ -50,16 +50,18 @@ def without_cudnn() -> Generator[None]:
 
 
 class KVCache:
-    """The tensors behind `BlockPool`: keys and values [layers, blocks, block size, K, D]."""
+    """The tensors behind `BlockPool`: keys and values [layers, blocks, block size, K, D]. They have one block more than
+    the pool: whatever is written there is nobody's (`spare_block`)."""
 
     def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: str) -> None:
-        shape = (spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (spec.num_layers, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
         # Zeros, not empty: padding is read and masked, and a masked NaN is still a NaN.
         self.keys = zeros_on_demand(shape, dtype, device)
         self.values = zeros_on_demand(shape, dtype, device)
         self._rows = _rows(self.keys, self.values)
         self.block_size = block_size
         self.num_tokens = num_blocks * block_size
+        self.spare_block = num_blocks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,15 +144,10 @@ class _Decode:
         self._cache = cache
         self._blocks = _padded_blocks(chunks, cache)
         lengths = torch.tensor([chunk.end for chunk in chunks], device=self._blocks.device)
-        beyond = torch.arange(self._blocks.shape[1] * cache.block_size, device=lengths.device) >= lengths[:, None]
-        # Additive, in the queries' type: a boolean one would be converted anew in every layer.
-        mask = torch.zeros(beyond.shape, dtype=cache.keys.dtype, device=lengths.device)
-        self._mask = mask.masked_fill_(beyond, -torch.inf)[:, None, None, :]
+        self._mask = decode_mask(lengths, self._blocks.shape[1] * cache.block_size, cache.dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q_NKGD = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
-        keys, values = self._cache.read(layer, self._blocks)
-        return scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=self._mask).reshape(q.shape)
+        return decode(self._cache, layer, self._blocks, self._mask, q)
 
 
 class _Window:
@@ -215,6 +212,22 @@ class _Prefill:
             keys, values = self._cache.read(layer, self._blocks)
             out = scaled_dot_product_attention(q_NHCD, keys, values, attn_mask=self._mask, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
+
+
+def decode_mask(lengths: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """Return what hides tokens beyond `lengths` [N] of `num_tokens` from the queries: [N, 1, 1, S]. Additive, in the
+    queries' type: a boolean one would be converted anew in every layer."""
+    beyond = torch.arange(num_tokens, device=lengths.device) >= lengths[:, None]
+    mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device)
+    return mask.masked_fill_(beyond, -torch.inf)[:, None, None, :]
+
+
+def decode(cache: KVCache, layer: int, blocks: Tensor, mask: Tensor, q: Tensor) -> Tensor:
+    """Attention of one token of each of N sequences to the blocks [N, S / block size] that it has in the cache:
+    q [N, H, D] -> [N, H, D]."""
+    keys, values = cache.read(layer, blocks)
+    q_NKGD = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
+    return scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=mask).reshape(q.shape)
 
 
 def order_for_attention(chunks: Sequence[Chunk]) -> list[Chunk]:

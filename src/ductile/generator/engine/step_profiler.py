@@ -22,6 +22,8 @@ class StepLoad:
     """Handed-over caches that were copied into the KV cache before the step."""
     num_decoding: int = 0
     """Sequences that the step gave one token; of the others it computed prompts, or contexts that came by migration."""
+    is_recorded: bool = False
+    """Whether the step was the first of its shape, and captured as a CUDA graph, which takes as long as many steps."""
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], num_kv_imports: int) -> "StepLoad":
@@ -34,7 +36,8 @@ _Step = tuple[float, float, float]
 
 
 class StepProfiler:
-    """Collects steps until they are drained. Steps that copied a migrated cache are not typical, and left out."""
+    """Collects steps until they are drained. Steps that copied a migrated cache, or captured a graph, are not typical,
+    and left out."""
 
     def __init__(self) -> None:
         self._decodes: dict[int, list[_Step]] = {}
@@ -44,7 +47,7 @@ class StepProfiler:
         """Sequences and seconds of the latest step that only decoded."""
 
     def record(self, load: StepLoad, seconds: float) -> None:
-        if load.num_kv_imports:
+        if load.num_kv_imports or load.is_recorded:
             return
         if load.num_tokens > load.num_sequences:
             tokens, total_s = self._prefilled

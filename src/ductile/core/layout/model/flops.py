@@ -9,6 +9,9 @@ which is what "model FLOPs utilisation" divides by a device's peak. A multiply-a
     attention     4 x heads x head size x layers x pairs forward (scores, and values weighed by them), 8 backward.
                   A pair is a token and one that it sees: causal, inside its own document.
 
+    adapters      as matrices. Bs of projections that are fused count as they are multiplied: as one matrix, which has
+                  the outputs of all of the module's projections and a column for each row of its As (`model.linear`).
+
 What an implementation computes besides is not counted: the masked half of a square, scores and logits that are made
 again in the backward pass. A prompt that several samples share counts once; with cp_style "ring" it is run for each of
 them, so utilisation is understated there.
@@ -51,7 +54,7 @@ class ForwardWork:
 
 
 def forward_flops(spec: ModelSpec, work: ForwardWork) -> int:
-    matrices = (spec.num_layers * layer_matrix_parameters(spec) + spec.num_of_adapters) * work.num_tokens
+    matrices = spec.num_layers * (layer_matrix_parameters(spec) + adapter_products(spec)) * work.num_tokens
     head = spec.vocab_size * spec.hidden_size * work.num_scored
     return 2 * (matrices + head + spec.num_layers * _attention(spec, work))
 
@@ -66,7 +69,7 @@ def training_flops(spec: ModelSpec, work: ForwardWork) -> int:
     first = [*FUSED].index(targets[0])
     below = sum([*modules.values()][: first + 1])
     inputs = [spec.projections[name][0] for name in FUSED[targets[0]] if name in spec.lora.targets]
-    of_weights = spec.num_of_adapters * work.num_tokens
+    of_weights = spec.num_layers * adapter_products(spec) * work.num_tokens
     of_inputs = (below + spec.lora.rank * sum(inputs)) * work.num_tokens
     attention = (spec.num_layers - (first > 0)) * _attention(spec, work)
     # Of each product in the forward pass the gradient of its input, of attention both.
@@ -76,6 +79,17 @@ def training_flops(spec: ModelSpec, work: ForwardWork) -> int:
 def layer_matrix_parameters(spec: ModelSpec) -> int:
     """Parameters of one layer's projections, without biases and adapters."""
     return sum(module_parameters(spec).values())
+
+
+def adapter_products(spec: ModelSpec) -> int:
+    """Multiply-adds that adapters of one layer take for each token."""
+    if spec.lora is None:
+        return 0
+    products = 0
+    for module, names in FUSED.items():
+        inputs, outputs = spec.projections[names[0]][0], sum(spec.projections[name][1] for name in names)
+        products += spec.lora.rank * sum(spec.lora.among(module)) * (inputs + outputs)
+    return products
 
 
 def module_parameters(spec: ModelSpec) -> dict[str, int]:

@@ -67,8 +67,8 @@ def is_adapter(name: str) -> bool:
 
 
 def is_layer_matrix(name: str) -> bool:
-    """Return whether a parameter is a matrix of a layer: no embedding, head, norm or bias."""
-    return name.startswith("layers.") and name.endswith("_proj.weight")
+    """Return whether a parameter is a matrix of a layer, an adapter's among them: no embedding, head, norm or bias."""
+    return name.startswith("layers.") and (name.endswith("_proj.weight") or is_adapter(name))
 
 
 def is_norm_or_bias(name: str) -> bool:
