@@ -132,13 +132,6 @@ def test_a_config_that_says_another_dtype_than_the_weights(tmp_path: Path) -> No
     assert told not in sft("--model.name", str(folder), "--ckpt.export-dtype", "bfloat16")
 
 
-def test_muon_of_adapters_is_said_to_be_adamw() -> None:
-    muon = ("--trainer.optim.type", "muon", "--trainer.optim.lr", "1e-3")
-    told = 'trainer.optim.type = "muon" is AdamW here'
-    assert [notice for notice in rl(*muon, "--trainer.model.lora.rank", "4") if notice.startswith(told)]
-    assert not [notice for notice in rl(*muon) if notice.startswith(told)]
-
-
 @pytest.mark.parametrize("path", sorted(Path("examples").glob("*/*.toml")), ids=str)
 def test_the_examples_have_no_trap(path: Path) -> None:
     root = SFTConfig if path.stem == "sft" else RLConfig

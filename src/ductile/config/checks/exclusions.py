@@ -39,11 +39,6 @@ def exclusion_warnings(config: TrainingConfig) -> Iterator[str]:
         at = f"{root}model.ac_offloading.pin_memory"
         yield f"{at} = true has no effect on a CPU: page-locked memory is for copies from and to a GPU"
     trainer = config.trainer if isinstance(config, RLConfig) else config
-    if isinstance(trainer.optim, MuonConfig) and model.lora is not None:
-        yield (
-            f'{root}optim.type = "muon" is AdamW here: it orthogonalizes matrices of layers, and those that '
-            f"{root}model.lora trains are factors of a matrix, which have AdamW's step"
-        )
     if on_cpu and not isinstance(trainer, SFTConfig) and trainer.memory_profiler_path is not None:
         yield f"{root}memory_profiler_path has no effect on a CPU: it records what is allocated on a GPU"
 
