@@ -95,7 +95,8 @@ def trainer_memory(
 
 def _excluded(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> Iterator[Lever]:
     """Yield what `ductile.config.checks.exclusions` would refuse beside what the config has."""
-    if trainer.model.compile is not None or trainer.model.attn == "flex":
+    model = trainer.model
+    if model.compile is not None or model.attn == "flex" or model.multiplies_8_bits:
         yield "selective"
     if isinstance(trainer.optim, MuonConfig):
         yield "fsdp_cpu_offload"
