@@ -12,7 +12,7 @@ from ductile.core.layout.choice.planner import plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
-from ductile.core.layout.memory.options import Checkpointing, Lever, MemoryOptions
+from ductile.core.layout.memory.options import Checkpointing, LeverName, MemoryOptions
 from ductile.core.layout.memory.predict import predict
 from ductile.core.layout.model.spec import ModelSpec
 from tests.core.layout.test_memory import QWEN, cases
@@ -69,7 +69,7 @@ def test_zero_bubble_excludes_selective_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("lever", ["selective", "fsdp_cpu_offload"])
-def test_what_other_keys_exclude_is_not_named(lever: Lever) -> None:
+def test_what_other_keys_exclude_is_not_named(lever: LeverName) -> None:
     def named(options: MemoryOptions) -> set[str]:
         rooms = (SlotMemory(int(room * GIB), options) for room in (6, 9.2, 13.8, 24))
         found = [each for memory in rooms for each in relief(QWEN, SHORT, ParallelDims(), memory)]

@@ -24,7 +24,7 @@ from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, Lever, MemoryOptions
+from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, LeverName, MemoryOptions
 from ductile.core.layout.memory.parts import gib
 from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.peak import compute_dtype
@@ -93,7 +93,7 @@ def trainer_memory(
     )
 
 
-def _excluded(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> Iterator[Lever]:
+def _excluded(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> Iterator[LeverName]:
     """Yield what `ductile.config.checks.exclusions` would refuse beside what the config has."""
     model = trainer.model
     if model.compile is not None or model.attn == "flex" or model.multiplies_8_bits:

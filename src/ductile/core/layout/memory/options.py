@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ductile.core.layout.geometry.context_parallel import CpStyleAsked
 from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule
 
-Lever = Literal["selective", "fsdp_cpu_offload"]
+LeverName = Literal["selective", "fsdp_cpu_offload"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -60,7 +60,7 @@ class MemoryOptions:
     """Runs of layers on each slot of pp."""
     seq_len: int = 2048
     """Tokens of a micro-batch, all of which are scored."""
-    excluded: tuple[Lever, ...] = ()
+    excluded: tuple[LeverName, ...] = ()
     """Ways to take less that other keys of the config rule out: compiled layers and FlexAttention the one, Muon the
     other."""
 
