@@ -1,0 +1,94 @@
+"""Joining a run: find it, start this machine's agent, and say how that ended (`ductile.cluster.join_command`)."""
+
+import asyncio
+import signal
+import sys
+import time
+from pathlib import Path
+
+from ductile.cluster.agent import Agent, Departure, hello
+from ductile.cluster.invitation import NotInvited, invitation_of
+from ductile.config.reading.command_line import as_sentence
+from ductile.error_text import capitalised
+from ductile.transport.curve import RunKey
+from ductile.transport.network import NoSuchInterface, address_of, address_towards
+
+POLL_S = 0.5
+HEARD_S = 10.0
+"""An orchestrator says something within so long; else its folder is looked at again: it may have begun anew."""
+INTERRUPTED = 130
+
+
+class CannotJoin(Exception):
+    """This machine cannot become a node of the run. The text is a sentence without its full stop."""
+
+
+def join_run(where: str, wait_s: float, node_rank: int | None, interface: str) -> int:
+    """Be a node of a run until it is over; return the exit code of `ductile join`. Raises CannotJoin.
+
+    where, interface: as `ductile join` has them. wait_s: how long to wait for the run.
+    """
+    try:
+        return asyncio.run(_join(where, wait_s, node_rank, interface))
+    except (NotInvited, NoSuchInterface, OSError) as error:
+        raise CannotJoin(str(error)) from error
+
+
+async def _join(where: str, wait_s: float, node_rank: int | None, interface: str) -> int:
+    until = time.monotonic() + wait_s
+    loop, asked_to_leave = asyncio.get_running_loop(), asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(signum, asked_to_leave.set)
+    while not asked_to_leave.is_set():
+        address, key = await _invitation(where, until, wait_s, asked_to_leave)
+        if asked_to_leave.is_set():
+            break
+        said = hello(_own_address(interface, address), node_rank)
+        agent = Agent(address, key, said, lambda sentence: print(f"ductile join: {sentence}", file=sys.stderr))
+        leaving = asyncio.create_task(asked_to_leave.wait())
+        leaving.add_done_callback(lambda _, agent=agent: agent.end("the node was asked to leave", INTERRUPTED))
+        running = asyncio.create_task(agent.run())
+        if not await _is_heard(agent.was_heard, running, HEARD_S):
+            agent.end("nobody is there")
+        departure: Departure = await running
+        leaving.cancel()
+        if agent.was_heard.is_set() or asked_to_leave.is_set():
+            print(f"ductile join: {as_sentence(capitalised(departure.why))}", file=sys.stderr)
+            return departure.code
+        if time.monotonic() >= until:
+            raise NotInvited(
+                f"nobody who has the run's key replies at {address}: is the orchestrator at work, is the key its own, "
+                "and does this machine reach it (docs/cluster.md)?"
+            )
+    return INTERRUPTED
+
+
+async def _is_heard(heard: asyncio.Event, running: "asyncio.Task[object]", within_s: float) -> bool:
+    hearing = asyncio.create_task(heard.wait())
+    await asyncio.wait([hearing, running], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    hearing.cancel()
+    return heard.is_set()
+
+
+async def _invitation(where: str, until: float, wait_s: float, leaving: asyncio.Event) -> tuple[str, RunKey]:
+    """Wait for the run's folder to say where its orchestrator is. Raises NotInvited."""
+    while (found := invitation_of(where)) is None:
+        if time.monotonic() >= until:
+            raise NotInvited(
+                f"{Path(where)} has no cluster.json after {wait_s:g} s (--wait-s): no run is at work there that takes "
+                "nodes. One that does has cluster.num_nodes or cluster.max_nodes above 1"
+            )
+        if leaving.is_set():
+            return "", RunKey("")
+        await asyncio.sleep(POLL_S)
+    return found
+
+
+def _own_address(interface: str, orchestrator: str) -> str:
+    if interface:
+        return address_of(interface)
+    host, _, port = orchestrator.rpartition(":")
+    try:
+        return address_towards(host.strip("[]"), int(port))
+    except OSError as error:
+        raise NotInvited(f"no route leads from this machine to {orchestrator} ({error.strerror or error})") from None
