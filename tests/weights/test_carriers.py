@@ -175,7 +175,7 @@ def fleet(tmp_path: Path) -> Iterator[Callable[[WeightCarrier], Fleet]]:
     for each in made:
         each.end()
     left = [thread for thread in threading.enumerate() if thread not in threads]
-    for thread in left:  # a broadcast that was abandoned ends with the sockets of those that are gone by now
+    for thread in left:  # ends with the sockets of those that are gone by now
         thread.join(5.0)
     assert not [thread for thread in left if thread.is_alive()]
     assert _open_files() == fds
@@ -215,8 +215,7 @@ def test_all_receivers_get_every_byte_of_all_senders(
 ) -> None:
     made = fleet(carrier)
     names = [made.receiver("a"), made.receiver("b")]
-    store = rendezvous.host_store()
-    at = f"{LOOPBACK}:{store.port}" if num_slots > 1 else f"{machine_address()}:0"
+    at = "" if num_slots > 1 else f"{machine_address()}:0"
     update = made.update(num_slots=num_slots, verify=verify, rendezvous=at)
     sizes = (SIZES, SIZES[:3], ())
     made.prepare(update, made.send(update, *sizes))
@@ -229,7 +228,6 @@ def test_all_receivers_get_every_byte_of_all_senders(
     for sender in made.senders:
         sender.finish(WAIT_S)
     assert all(memory.num_bytes for memory in made.memories), "the next update has the same memory"
-    assert not [key for key in store.list_keys() if update.update_id in key], "a run leaves nothing in its store"
 
 
 def test_one_rank_sends_by_all_carriers_at_once(fleet: Callable[[WeightCarrier], Fleet]) -> None:
@@ -338,7 +336,6 @@ def test_a_receiver_that_never_comes_is_left_out(
 def test_a_receiver_that_stops_as_soon_as_it_has_come_is_left_out(
     fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier, others: int
 ) -> None:
-    """Nobody waits for it in a group that is still to be made."""
     made = fleet(carrier)
     if others:
         made.receiver("here")
@@ -520,10 +517,10 @@ def test_a_disk_that_hangs_fails_its_carrier_and_no_other(
     made = fleet("disk")
     made.receiver("by-disk")
     made.receiver("by-memory", "shared_memory")
-    made.receiver("by-group", "point_to_point")
+    made.receiver("by-socket", "point_to_point")
     update = msgspec.structs.replace(made.update(bucket_timeout_s=2.0), folder=str(folder))
     made.prepare(update, made.send(update, SIZES))
-    for name in ("by-memory", "by-group"):
+    for name in ("by-memory", "by-socket"):
         assert made.servers[name].until("staged") == expected(SIZES)
     (failed,) = made.report().failed.items()
     assert failed[0] == "by-disk"

@@ -186,8 +186,9 @@ def test_what_the_compiled_part_cannot_do_it_leaves_alone() -> None:
         ((16, 2), (8, 1), 2),
         ((0, 1), (8, 1), 8),  # items of another kind
     ):
+        copy = boxes.BoxCopy(target.data_ptr(), to_strides, box.data_ptr(), strides, (4, 8), item_bytes, (0, 0))
+        assert boxes.copy_and_sum([copy], False) == [None]
         of_box = box.data_ptr(), (4, 8), strides, item_bytes, (0, 0)
-        assert boxes.copy_and_sum(target.data_ptr(), to_strides, *of_box, False) is None
         assert (boxes.weighted_sum(*of_box) is None) == (strides != (8, 1))
     assert not target.any()
     assert boxes.weighted_sum(box.data_ptr(), (0, 8), (8, 1), 2, (0, 0)) == 0

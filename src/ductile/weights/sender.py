@@ -185,17 +185,12 @@ class WeightSender:
             self._failed[instance] = f"{instance} did not connect within {update.bucket_timeout_s:g} s"
         for carrier in CONNECTED:
             channels = {instance: channel for instance, channel in arrived.items() if expected[instance] == carrier}
-            audience = Audience(channels, update.bucket_timeout_s)
             if not channels:
                 continue
-            if carrier == "shared_memory":
-                self._carriers.append(SharedMemorySender(audience, ring))
-                continue
-            try:
-                host = listener.location.rpartition(":")[0]
-                self._carriers.append(PointToPointSender(audience, update, self._offer.sender, host))
-            except (RuntimeError, ValueError) as error:
-                self._failed |= audience.close(f"no process group can be made: {error_text(error)}")
+            audience = Audience(channels, update.bucket_timeout_s)
+            self._carriers.append(
+                SharedMemorySender(audience, ring) if carrier == "shared_memory" else PointToPointSender(audience)
+            )
 
     def _look(self) -> None:
         """Have nobody wait any longer, in a carrier either, when the update has been ended. Raises `SendingEnded`."""

@@ -91,7 +91,7 @@ class _Receiver:
             if carrier == "shared_memory":
                 shared_memory.receive(source, offer, load)
             else:
-                point_to_point.receive(source, offer, update.bucket_timeout_s, load)
+                point_to_point.receive(source, offer, load)
         except BaseException as error:
             source.fail(sentence(error))
             raise

@@ -24,7 +24,9 @@ from ductile.fabric.alignment import aligned
 from ductile.fabric.segment import F_SEAL_FUTURE_WRITE
 from ductile.messages.updates import Bucket, Offer
 from ductile.weights.carriers.carrier import UpdateFailed
-from ductile.weights.carriers.control import Audience, Coming, Loaded, Ring, Through
+from ductile.weights.carriers.connected import ConnectedSender
+from ductile.weights.carriers.channel import Coming, Loaded, Ring, Through
+from ductile.weights.carriers.control import Audience
 from ductile.weights.carriers.source import Source
 
 SLOT_ALIGNMENT_BYTES = 4096
@@ -128,28 +130,10 @@ class RingMemory:
         return kept
 
 
-class SharedMemorySender:
+class SharedMemorySender(ConnectedSender):
     def __init__(self, audience: Audience, ring: SlotRing) -> None:
-        self._audience = audience
+        super().__init__(audience)
         audience.tell(Ring(ring.location, ring.num_slots, ring.slot_bytes))
-
-    @property
-    def live(self) -> bool:
-        return bool(self._audience.channels)
-
-    def send(self, bucket: Bucket, slot: int, content: Tensor, checksum: str) -> None:
-        self._audience.tell(Coming(bucket.index, slot, checksum))
-
-    def wait(self, bucket: Bucket) -> None:
-        while self._audience.lacking(bucket.index):
-            self._audience.listen()
-            self._audience.drop_late(bucket.index)
-
-    def leave_out(self, instance: str) -> None:
-        self._audience.shut(instance)
-
-    def close(self, reason: str = "") -> dict[str, str]:
-        return self._audience.close(reason)
 
 
 def receive(source: Source, offer: Offer, load: Callable[[Bucket, Tensor, str], None]) -> None:
