@@ -36,7 +36,7 @@ from ductile.weights.sender import WeightSender
 
 FINISH_S = 5.0
 """Seconds that a sender which is through, or was told to end, has to free what it holds, beside the one bucket timeout
-that it may still wait: no call to gloo that makes a group ends before it."""
+that it may still wait for a receiver to take a message."""
 
 BoxKey = tuple[str, tuple[int, ...]]
 """Name and start of a box: in one offer no two have the same."""

@@ -69,8 +69,7 @@ class OwnWeights:
             copies = [self._copy_of(box, address) for box in boxes]
             parts = copy_all_with_digest([box.name for box in boxes], copies)
         return [
-            self._copy_to_bucket(box, bucket) if part is None else part
-            for box, part in zip(boxes, parts, strict=True)
+            self._copy_to_bucket(box, bucket) if part is None else part for box, part in zip(boxes, parts, strict=True)
         ]
 
     def _copy_of(self, box: TensorBox, bucket_address: int) -> BoxCopy:

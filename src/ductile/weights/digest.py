@@ -43,8 +43,7 @@ def copy_all_with_digest(names: Sequence[str], copies: list[BoxCopy], past_cache
     names: of the boxes' tensors."""
     summed = boxes.copy_and_sum(copies, past_cache)
     return [
-        None if each is None else _name_factor(name) * each % MODULUS
-        for name, each in zip(names, summed, strict=True)
+        None if each is None else _name_factor(name) * each % MODULUS for name, each in zip(names, summed, strict=True)
     ]
 
 

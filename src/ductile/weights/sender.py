@@ -127,13 +127,13 @@ class WeightSender:
 
     def _send(self, ring: SlotRing) -> None:
         self._reach_out()
+        self._meet(ring)
 
         def fill(bucket: Bucket, slot: int) -> None:
             self._go_on()
             content = ring.slot(slot, bucket.num_bytes)
             self._digest += self._fill(bucket, content)
             checksum = checksum_of(content) if self._update.verify == "crc" else ""
-            self._meet(ring)  # the first bucket is filled while they come
             for carrier in self._carriers:
                 carrier.send(bucket, slot, content, checksum)
 
@@ -148,7 +148,6 @@ class WeightSender:
         pipeline = BucketPipeline(stages, self._num_slots, self._look)
         self.trace = pipeline.trace
         pipeline.run(self._offer.buckets)
-        self._meet(ring)  # without a bucket it has not
 
     def _reach_out(self) -> None:
         """Make the carriers whose receivers do not connect to this sender."""
@@ -160,10 +159,8 @@ class WeightSender:
             self._carriers.append(self._disk)
 
     def _meet(self, ring: SlotRing) -> None:
-        """Make the other carriers, with the receivers that come in time, once. Raises `SendingEnded` where there are
-        none at all."""
-        if self._met:
-            return
+        """Make the other carriers, with the receivers that come in time. Raises `SendingEnded` where there are none at
+        all."""
         if self._listener is not None:
             self._take_in(self._listener, ring)
         for instance in list(self._left_out):

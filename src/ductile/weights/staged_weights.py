@@ -78,9 +78,7 @@ class StagedWeights:
         self._boxes = {name: {box.start: box for box in of_tensor} for name, of_tensor in of_name.items()}
         self._summed = {name: {} for name, of_tensor in of_name.items() if of_tensor}
         kept = {name: part for name, part in current.parts.items() if not of_name[name]}
-        new = VersionTensors(
-            self.version, {**current.tensors, **self._made}, {**current.dtypes, **dtypes}, parts=kept
-        )
+        new = VersionTensors(self.version, {**current.tensors, **self._made}, {**current.dtypes, **dtypes}, parts=kept)
         self._places = {
             name: _Target(tensor.data_ptr(), tensor.stride(), tensor.element_size())
             for name, tensor in new.tensors.items()

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ductile.messages.updates import Bucket, Offer
 from ductile.weights.carriers.carrier import UpdateFailed
-from ductile.weights.carriers.connected import ConnectedSender
 from ductile.weights.carriers.channel import Coming, Loaded, Through
+from ductile.weights.carriers.connected import ConnectedSender
 from ductile.weights.carriers.source import Source
 
 
