@@ -18,7 +18,9 @@ its digest is that of the ranks; the median of several updates, as `limit_s` is 
 them. `pause_s` is the time in which an instance samples nothing: the longest change-over. `trainer_extra_bytes` and
 `instance_extra_bytes` are the most memory of a rank and, in its first update, of an instance above what their weights
 take.
-`pipeline_ratio`: the update of a rank, over its slowest stage alone; the largest of all ranks.
+`pipeline_ratio`: the update of a rank from its first bucket on, over its slowest stage alone; the largest of all ranks.
+`cpu_s` and `limit_cpu_s` are what all processes together take of the cores: where these are few they decide the
+seconds, and other work on the machine changes them less.
 
 Peers, from the same memory into the same memory: torch.save and torch.load through tmpfs and through a disk, and a
 plain gloo broadcast of one tensor after the other. What awex and checkpoint-engine need is not here (`left_out`).

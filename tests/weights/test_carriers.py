@@ -233,9 +233,9 @@ def test_all_receivers_get_every_byte_of_all_senders(
 
 def test_buckets_of_more_bytes_than_a_socket_takes_at_once(fleet: Callable[[WeightCarrier], Fleet]) -> None:
     """To one that reads and to one that stands still, whose part is never sent."""
-    made, sizes = fleet("point_to_point"), (40 << 20, 5, 40 << 20)
+    made, sizes = fleet("point_to_point"), (8 << 20, 5, 8 << 20)
     reads, stands = made.receiver("reads"), made.receiver("stands", hold_at=0)
-    update = made.update(bucket_timeout_s=4.0)
+    update = made.update(bucket_timeout_s=2.0)
     made.prepare(update, made.send(update, sizes))
     assert made.servers[reads].until("staged") == expected(sizes)
     assert made.report().failed.keys() == {stands}

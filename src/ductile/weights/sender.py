@@ -127,6 +127,8 @@ class WeightSender:
 
     def _send(self, ring: SlotRing) -> None:
         self._reach_out()
+        for bucket in self._offer.buckets[:1]:
+            ring.slot(0, bucket.num_bytes)  # where there is no memory for it, nobody is waited for
         self._meet(ring)
 
         def fill(bucket: Bucket, slot: int) -> None:

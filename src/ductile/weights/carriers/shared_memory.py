@@ -4,8 +4,9 @@ No byte is copied on the way: the sink reads the slot that the sender has filled
 every receiver has acknowledged its bucket; one that was given up, and reads on in a slot that is filled anew, never
 hears `Through`, and so never takes what it read for the version.
 
-The ring is a memfd that readers open through /proc and cannot write to. When its owner and its readers have ended,
-however they ended, the kernel frees it: nothing is left behind.
+The ring is a memfd that readers open through /proc and cannot write to. A sender keeps it from one update to the next,
+and readers keep it mapped. When its owner and its readers have ended, however they ended, the kernel frees it: nothing
+is left behind.
 """
 
 import ctypes
