@@ -232,13 +232,16 @@ def test_all_receivers_get_every_byte_of_all_senders(
 
 
 def test_buckets_of_more_bytes_than_a_socket_takes_at_once(fleet: Callable[[WeightCarrier], Fleet]) -> None:
-    """To one that reads and to one that stands still, whose part is never sent."""
+    """To one that reads, and to one that stands still until it dies, whose part is never sent."""
     made, sizes = fleet("point_to_point"), (8 << 20, 5, 8 << 20)
     reads, stands = made.receiver("reads"), made.receiver("stands", hold_at=0)
-    update = made.update(bucket_timeout_s=2.0)
+    update = made.update(bucket_timeout_s=60.0)
     made.prepare(update, made.send(update, sizes))
+    made.servers[stands].until("bucket", "0")
+    made.servers[reads].until("bucket", "2")  # which the other one has no room for
+    made.servers[stands].send_signal(signal.SIGKILL)
     assert made.servers[reads].until("staged") == expected(sizes)
-    assert made.report().failed.keys() == {stands}
+    assert made.report().failed == {stands: f"{stands} ended the connection (Connection reset by peer)"}
 
 
 def test_one_rank_sends_by_all_carriers_at_once(fleet: Callable[[WeightCarrier], Fleet]) -> None:
