@@ -18,7 +18,9 @@ its digest is that of the ranks; the median of several updates, as `limit_s` is 
 them. `pause_s` is the time in which an instance samples nothing: the longest change-over. `trainer_extra_bytes` and
 `instance_extra_bytes` are the most memory of a rank and, in its first update, of an instance above what their weights
 take.
-`pipeline_ratio`: the update of a rank, over its slowest stage alone; the largest of all ranks.
+`pipeline_ratio`: the update of a rank from its first bucket on, over its slowest stage alone; the largest of all ranks.
+`cpu_s` and `limit_cpu_s` are what all processes together take of the cores: where these are few they decide the
+seconds, and other work on the machine changes them less.
 
 Peers, from the same memory into the same memory: torch.save and torch.load through tmpfs and through a disk, and a
 plain gloo broadcast of one tensor after the other. What awex and checkpoint-engine need is not here (`left_out`).
@@ -30,6 +32,7 @@ import argparse
 import gc
 import multiprocessing
 import os
+import resource
 import shutil
 import socket
 import statistics
@@ -50,6 +53,7 @@ import torch.distributed as dist
 
 from budget import Budget, CannotGoOn, arguments
 from ductile.cluster.node import FREED_MEMORY_STAYS
+from ductile.core.layout.geometry.holdings import View, row_major
 from ductile.core.transfer.topology import MIB
 from ductile.fabric import pages, rendezvous
 from ductile.fleet.updates.update_parties import UpdateOptions
@@ -60,16 +64,16 @@ from ductile.messages.updates import (
     Receiver,
     SendReport,
     ServerState,
-    TensorBox,
     UpdateProgress,
     WeightCarrier,
     WeightUpdate,
     total_of,
 )
+from ductile.parallel.parts import SlotParts
+from ductile.trainer.own_weights import OwnWeights
 from ductile.weights.buckets import OwnedTensor, offer_of
 from ductile.weights.carriers import receive
 from ductile.weights.carriers.shared_memory import RingMemory
-from ductile.weights.digest import copy_with_digest
 from ductile.weights.live_weights import LiveWeights
 from ductile.weights.sender import WeightSender
 from ductile.weights.staged_weights import StagedWeights
@@ -91,6 +95,7 @@ ELSEWHERE = {
 }
 HIDDEN, INNER, KEYS, VOCABULARY = 1024, 2816, 512, 32_000
 DTYPE = torch.bfloat16
+UNUSED: Any = None
 TIMEOUT_S = 60.0
 REST_S = 0.05
 
@@ -146,12 +151,35 @@ def contents(number: int, shape: tuple[int, ...], box: Box, version: int) -> tor
     return ((values + 7919 * number + 97 * version) % 30_011).to(torch.int16).view(DTYPE)
 
 
-class Rank:
+class Parts(SlotParts):
+    """A rank's one box of each tensor, in one piece."""
+
+    def __init__(self, boxes: dict[str, Box]) -> None:
+        self.boxes = boxes
+
+    def place(self, name: str, box: Box) -> View:
+        (origin, end), (start, stop) = self.boxes[name], box
+        strides = row_major([b - a for a, b in zip(origin, end, strict=True)])
+        offset = sum((a - o) * stride for a, o, stride in zip(start, origin, strides, strict=True))
+        return View(0, offset, tuple(b - a for a, b in zip(start, stop, strict=True)), strides)
+
+
+class Measured:
+    """A process of the benchmark."""
+
+    def cpu_s(self) -> float:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime
+
+
+class Rank(Measured):
     def __init__(self, rank: int, mib: int) -> None:
         self.rank, self.shapes = rank, tensors(mib)
         self.local: dict[str, tuple[Box, torch.Tensor]] = {}
         self.sender: WeightSender | None = None
         self.memory = RingMemory()
+        self.offers: dict[int, Offer] = {}
+        """By the bytes of a bucket, as long as the layout stays: a trainer makes them once, too."""
         self.report: SendReport | None = None
         self.through = threading.Event()
 
@@ -164,14 +192,16 @@ class Rank:
                 continue
             size = tuple(b - a for a, b in zip(*box, strict=True))
             if name not in self.local or self.local[name][0] != box:
+                self.offers.clear()
                 self.local[name] = box, pages.zeros(prod(size), DTYPE, "cpu").view(size)
             self.local[name][1].copy_(contents(number, shape, box, version))
         self.before = resident()
 
     def begin(self, update: WeightUpdate) -> Offer:
         reset_peak()
-        owned = [OwnedTensor(name, DTYPE, self.shapes[name][0], [box]) for name, (box, _) in self.local.items()]
-        offer = offer_of(f"rank-{self.rank}", owned, update.bucket_bytes)
+        offer = self._offer(update.bucket_bytes)
+        local = {name: tensor.view(-1) for name, (_, tensor) in self.local.items()}
+        weights = OwnWeights(UNUSED, Parts(self.boxes()), local, DTYPE)
         self.through.clear()
 
         def tell(report: SendReport) -> None:
@@ -179,18 +209,17 @@ class Rank:
             self.through.set()
 
         def fill(bucket: Bucket, buffer: torch.Tensor) -> int:
-            return sum(self._copy(box, buffer) for box in bucket.boxes)
+            return sum(weights.copy_boxes(bucket.boxes, buffer))
 
         self.kept_bytes = self.memory.num_bytes
         self.sender = WeightSender(update, offer, fill, tell, self.memory)
         return self.sender.start()
 
-    def _copy(self, box: TensorBox, buffer: torch.Tensor) -> int:
-        (origin, _), whole = self.local[box.name]
-        place = tuple(slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, origin, strict=True))
-        view = whole[place]
-        into = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes].view(DTYPE).view(view.shape)
-        return copy_with_digest(box.name, into, view, box.start)
+    def _offer(self, bucket_bytes: int) -> Offer:
+        if bucket_bytes not in self.offers:
+            owned = [OwnedTensor(name, DTYPE, self.shapes[name][0], [box]) for name, (box, _) in self.local.items()]
+            self.offers[bucket_bytes] = offer_of(f"rank-{self.rank}", owned, bucket_bytes)
+        return self.offers[bucket_bytes]
 
     def end(self) -> dict[str, Any]:
         assert self.sender is not None
@@ -246,7 +275,7 @@ class Rank:
             return time.monotonic() - begin
 
 
-class Instance:
+class Instance(Measured):
     def __init__(self, number: int, mib: int) -> None:
         self.number, self.shapes = number, tensors(mib)
         self.name = f"instance-{number}"
@@ -536,6 +565,10 @@ class Publishing:
         self.layout, self.folders = layout, folders
         self.ranks, self.instances = processes.ranks, processes.instances[:num_instances]
 
+    def cpu_s(self) -> float:
+        """CPU time that all processes have used so far."""
+        return sum(ask([*self.ranks, *self.instances], "cpu_s"))
+
     def update(self, carrier: WeightCarrier, options: argparse.Namespace) -> dict[str, Any]:
         version = next(self.versions)
         ask(self.ranks, "hold", self.layout, version)
@@ -553,7 +586,7 @@ class Publishing:
             folder=self.folders["disk"],
         )
         time.sleep(REST_S)
-        begin = time.monotonic()
+        cpu_s, begin = self.cpu_s(), time.monotonic()
         offers = tuple(ask(self.ranks, "begin", update))
         for number, instance in enumerate(self.instances):
             tell(instance, "prepare", PrepareUpdate(update, carrier, offers, f"instance-{number}"))
@@ -561,6 +594,7 @@ class Publishing:
             answer(instance)
         verified = ask(self.instances, "verify")
         of_ranks = ask(self.ranks, "end")
+        cpu_s = self.cpu_s() - cpu_s
         failed = {name: why for each in of_ranks for name, why in each["failed"].items()}
         if failed:
             raise CannotGoOn("; ".join(failed.values()))
@@ -569,6 +603,7 @@ class Publishing:
         of_instances = ask(self.instances, "commit")
         return {
             "seconds": max(at for _, at in verified) - begin,
+            "cpu_s": cpu_s,
             "pause_s": max(each["pause_s"] for each in of_instances),
             "trainer_extra_bytes": max(each["extra_bytes"] for each in of_ranks),
             "instance_extra_bytes": max(each["extra_bytes"] for each in of_instances),
@@ -576,6 +611,11 @@ class Publishing:
             "stages_s": of_ranks[0]["stages"],
             "version": version,
         }
+
+    def limit(self, name: str) -> dict[str, float]:
+        cpu_s = self.cpu_s()
+        seconds = getattr(self, name)()
+        return {"seconds": seconds, "cpu_s": self.cpu_s() - cpu_s}
 
     def memcpy(self) -> float:
         begin = time.monotonic()
@@ -624,7 +664,7 @@ def measured(publishing: Publishing, options: argparse.Namespace, budget: Budget
     """The rows of one layout and number of instances; all contenders take turns."""
     contenders: dict[str, Callable[[], Any]] = {
         **{f"{carrier}": lambda c=carrier: publishing.update(c, options) for carrier in options.transports},
-        **{limit: getattr(publishing, limit) for limit in sorted({LIMITS[carrier] for carrier in options.transports})},
+        **{limit: lambda c=limit: publishing.limit(c) for limit in sorted({LIMITS[c] for c in options.transports})},
         **{peer: getattr(publishing, peer) for peer in options.peers},
     }
     found: dict[str, list[Any]] = {name: [] for name in contenders}
@@ -640,9 +680,9 @@ def measured(publishing: Publishing, options: argparse.Namespace, budget: Budget
     for carrier in options.transports:
         if not found[carrier] or not found[LIMITS[carrier]]:
             continue
-        runs = found[carrier]
+        runs, limits = found[carrier], found[LIMITS[carrier]]
         seconds = statistics.median(run["seconds"] for run in runs)
-        limit_s = statistics.median(found[LIMITS[carrier]])
+        limit_s = statistics.median(run["seconds"] for run in limits)
         yield {
             "transport": carrier,
             "layout": publishing.layout,
@@ -651,7 +691,9 @@ def measured(publishing: Publishing, options: argparse.Namespace, budget: Budget
             "limit_s": limit_s,
             "fraction_of_limit": limit_s / seconds,
             "best_seconds": min(run["seconds"] for run in runs),
-            "best_limit_s": min(found[LIMITS[carrier]]),
+            "best_limit_s": min(run["seconds"] for run in limits),
+            "cpu_s": statistics.median(run["cpu_s"] for run in runs),
+            "limit_cpu_s": statistics.median(run["cpu_s"] for run in limits),
             "pause_s": max(run["pause_s"] for run in runs),
             "trainer_extra_bytes": max(run["trainer_extra_bytes"] for run in runs),
             "instance_extra_bytes": first["instance_extra_bytes"],
@@ -665,11 +707,13 @@ def measured(publishing: Publishing, options: argparse.Namespace, budget: Budget
 
 def show(rows: Sequence[dict[str, Any]], mib: float) -> None:
     print(f"\nA version of {mib:.0f} MiB from {RANKS} ranks; seconds, the median of several.")
-    heads = ("seconds", "limit", "of limit", "best", "pause", "rank +MiB", "pipeline", "tmpfs", "disk", "gloo")
+    heads = ("seconds", "limit", "of limit", "best", "CPU", "its limit", "pause", "rank +MiB", "pipeline")
+    heads += ("tmpfs", "disk", "gloo")
     print(f"{'':36}" + "".join(f"{head:>10}" for head in heads))
     for row in rows:
         peers = [row["peers_s"].get(peer) for peer in PEERS]
-        cells = [row["seconds"], row["limit_s"], row["fraction_of_limit"], row["best_seconds"], row["pause_s"]]
+        cells = [row["seconds"], row["limit_s"], row["fraction_of_limit"], row["best_seconds"]]
+        cells += [row["cpu_s"], row["limit_cpu_s"], row["pause_s"]]
         cells += [row["trainer_extra_bytes"] / MIB, row["pipeline_ratio"], *peers]
         what = f"{row['layout']:8} {row['transport']:15} to {row['instances']}"
         print(f"{what:36}" + "".join(f"{'-':>10}" if cell is None else f"{cell:10.3f}" for cell in cells))

@@ -52,8 +52,8 @@ def test_check_says_which_servers_there_are_and_how_weights_go_to_them(here: Pat
     found, how, unasked = servers_in_words(parse(RLConfig, ["@", "good.toml", *flags.split()]).config)[1:]
     assert found == "those that are found while the run goes on in leases (inference.registry)"
     assert how == (
-        "they generate, beside the generate slots; each version of the weights goes to them by a process group, made "
-        "for each version"
+        "they generate, beside the generate slots; each version of the weights goes to them by connections to the "
+        "ranks, made for each version"
     )
     assert unasked.startswith("not asked by this check: whether they are there, have this model")
     assert servers_in_words(parse(RLConfig, ["@", "good.toml"]).config) == []

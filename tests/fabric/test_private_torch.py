@@ -22,8 +22,6 @@ USED = [
     (distributed_c10d, "_new_process_group_helper", "fabric.groups: a group among its members alone"),
     (distributed_c10d, "_abort_process_group", "fabric.groups: a group of NCCL's, without waiting for its members"),
     (_distributed_c10d.ProcessGroupGloo, "_set_default_timeout", "fabric.groups"),
-    (_distributed_c10d.ProcessGroupGloo, "_Options", "fabric.broadcast_group: where a group listens"),
-    (_distributed_c10d.ProcessGroupGloo, "create_device", "fabric.broadcast_group"),
     (_distributed_c10d._ProcessGroupWrapper, "wrapped_pg", "fabric.groups: what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps"),
     (distributed_c10d, "_world", "fabric.groups: a group's slots, by rank"),
     (distributed_c10d, "GroupName", "fabric.groups"),

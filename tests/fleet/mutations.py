@@ -102,12 +102,14 @@ DEFECTS = (
     ),
     Defect(
         5,
-        "a group has a place for every receiver that there was, and not for those that come",
+        "a version goes to every receiver that there was, or to none, and not to those that are left",
         (
             Edit(
-                "weights/carriers/point_to_point.py",
-                "size, name = len(members) + 1,",
-                "size, name = len(audience.num_loaded) + 1,",
+                "weights/carriers/control.py",
+                "self._take(instance, message)\n"
+                "            except ConnectionEnded as error:\n"
+                '                self.drop(instance, f"{instance} {error}")\n',
+                "self._take(instance, message)\n            except ConnectionEnded as error:\n                raise\n",
             ),
         ),
         "tests/weights/test_carriers.py::test_a_receiver_that_dies_or_hangs_is_dropped_and_the_others_get_everything",

@@ -494,7 +494,7 @@ def test_a_thread_of_the_server_fetches_what_a_sender_has(
     memory = RingMemory()
     sender = WeightSender(update, giver.offers[0], fill, reports.append, memory)
     said = post(client, "/weights/prepare", PrepareUpdate(update, carrier, (sender.start(),), "it"))
-    assert said["phase"] == "prepared"
+    assert said["phase"] in ("prepared", "receiving", "staged"), "the thread is at work before the reply is there"
     assert giver.end("verify")[1]["phase"] == "verified"
     sender.finish(10)
     memory.close()

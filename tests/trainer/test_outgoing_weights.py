@@ -31,7 +31,7 @@ from ductile.trainer import outgoing_weights
 from ductile.trainer.outgoing_weights import OutgoingWeights
 from ductile.trainer.train_role import TrainRole
 from ductile.weights.carriers import receive
-from ductile.weights.carriers.control import Here, Join, Meet
+from ductile.weights.carriers.channel import Coming
 from ductile.weights.carriers.source import connect
 from ductile.weights.digest import box_digest, total, whole_digest
 from ductile.weights.sender import WeightSender
@@ -291,21 +291,15 @@ def test_a_sender_that_is_stuck_keeps_nothing_else_of_the_role_from_being_freed(
     on_ranks(ParallelLayout.of((0,)), close_beside_a_stuck_sender, settings_of(folder))
 
 
-def test_a_receiver_that_stops_while_its_group_is_made_keeps_no_rank_from_finishing(folder: str) -> None:
-    """In the call that makes the group, which hears of no abort."""
-    order = msgspec.structs.replace(update(1, bucket_timeout_s=1.5), receivers=(Receiver("a", "point_to_point"),))
+def test_a_receiver_that_takes_nothing_keeps_no_rank_from_finishing(folder: str) -> None:
+    order = msgspec.structs.replace(update(1, bucket_timeout_s=60.0), receivers=(Receiver("a", "point_to_point"),))
 
     def story(role: TrainRole, told: "queue.Queue[Any]", place: RoleAssignment) -> None:
-        with (
-            patch.object(outgoing_weights, "WeightSender", WeightSender),
-            patch.object(outgoing_weights, "FINISH_S", 1.0),
-        ):
+        with patch.object(outgoing_weights, "WeightSender", WeightSender):
             offer = role.handle(BeginUpdate(order)).offer
             never = threading.Event()
             source = connect(offer.location, offer.sender, "a", "point_to_point", order.secret, 20.0, never)
-            while not isinstance(message := source.next(), Join):
-                if isinstance(message, Meet):
-                    source.say(Here(message.generation))
+            assert isinstance(source.next(), Coming)
             role.handle(FinishUpdate("u1", True))
             source.close()
         assert told.get(timeout=20).report.failed == {"a": "a was left out: the update was aborted"}

@@ -27,9 +27,10 @@ from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, Sen
 from ductile.transport.sockets import LOOPBACK
 from ductile.weights.carriers import disk
 from ductile.weights.carriers.carrier import UpdateFailed
+from ductile.weights.carriers.channel import Ring
 from ductile.weights.carriers.disk import DiskSender, folder_of
 from ductile.weights.carriers.http import receive as take_lease
-from ductile.weights.carriers.shared_memory import RingMemory, SlotRing
+from ductile.weights.carriers.shared_memory import RingMemory, RingViews, SlotRing
 from ductile.weights.carriers.source import connect
 from ductile.weights.sender import WeightSender
 from tests.full_disk import small_disk
@@ -175,7 +176,7 @@ def fleet(tmp_path: Path) -> Iterator[Callable[[WeightCarrier], Fleet]]:
     for each in made:
         each.end()
     left = [thread for thread in threading.enumerate() if thread not in threads]
-    for thread in left:  # a broadcast that was abandoned ends with the sockets of those that are gone by now
+    for thread in left:  # ends with the sockets of those that are gone by now
         thread.join(5.0)
     assert not [thread for thread in left if thread.is_alive()]
     assert _open_files() == fds
@@ -215,8 +216,7 @@ def test_all_receivers_get_every_byte_of_all_senders(
 ) -> None:
     made = fleet(carrier)
     names = [made.receiver("a"), made.receiver("b")]
-    store = rendezvous.host_store()
-    at = f"{LOOPBACK}:{store.port}" if num_slots > 1 else f"{machine_address()}:0"
+    at = "" if num_slots > 1 else f"{machine_address()}:0"
     update = made.update(num_slots=num_slots, verify=verify, rendezvous=at)
     sizes = (SIZES, SIZES[:3], ())
     made.prepare(update, made.send(update, *sizes))
@@ -229,7 +229,19 @@ def test_all_receivers_get_every_byte_of_all_senders(
     for sender in made.senders:
         sender.finish(WAIT_S)
     assert all(memory.num_bytes for memory in made.memories), "the next update has the same memory"
-    assert not [key for key in store.list_keys() if update.update_id in key], "a run leaves nothing in its store"
+
+
+def test_buckets_of_more_bytes_than_a_socket_takes_at_once(fleet: Callable[[WeightCarrier], Fleet]) -> None:
+    """To one that reads, and to one that stands still until it dies, whose part is never sent."""
+    made, sizes = fleet("point_to_point"), (8 << 20, 5, 8 << 20)
+    reads, stands = made.receiver("reads"), made.receiver("stands", hold_at=0)
+    update = made.update(bucket_timeout_s=60.0)
+    made.prepare(update, made.send(update, sizes))
+    made.servers[stands].until("bucket", "0")
+    made.servers[reads].until("bucket", "2")  # which the other one has no room for
+    made.servers[stands].send_signal(signal.SIGKILL)
+    assert made.servers[reads].until("staged") == expected(sizes)
+    assert made.report().failed == {stands: f"{stands} ended the connection (Connection reset by peer)"}
 
 
 def test_one_rank_sends_by_all_carriers_at_once(fleet: Callable[[WeightCarrier], Fleet]) -> None:
@@ -338,7 +350,6 @@ def test_a_receiver_that_never_comes_is_left_out(
 def test_a_receiver_that_stops_as_soon_as_it_has_come_is_left_out(
     fleet: Callable[[WeightCarrier], Fleet], carrier: WeightCarrier, others: int
 ) -> None:
-    """Nobody waits for it in a group that is still to be made."""
     made = fleet(carrier)
     if others:
         made.receiver("here")
@@ -520,10 +531,10 @@ def test_a_disk_that_hangs_fails_its_carrier_and_no_other(
     made = fleet("disk")
     made.receiver("by-disk")
     made.receiver("by-memory", "shared_memory")
-    made.receiver("by-group", "point_to_point")
+    made.receiver("by-socket", "point_to_point")
     update = msgspec.structs.replace(made.update(bucket_timeout_s=2.0), folder=str(folder))
     made.prepare(update, made.send(update, SIZES))
-    for name in ("by-memory", "by-group"):
+    for name in ("by-memory", "by-socket"):
         assert made.servers[name].until("staged") == expected(SIZES)
     (failed,) = made.report().failed.items()
     assert failed[0] == "by-disk"
@@ -618,6 +629,25 @@ def test_a_sender_keeps_its_memory_for_updates_of_the_same_size() -> None:
     memory.close()
     assert memory.num_bytes == 0
     assert _open_files() == before
+
+
+def test_a_senders_memory_stays_mapped_until_it_has_another_one_or_sends_no_more() -> None:
+    views, rings = RingViews(), [SlotRing("test", 2, 10_000) for _ in range(2)]
+    first, second = (Ring(ring.location, ring.num_slots, ring.slot_bytes) for ring in rings)
+    view = views.view(first, "rank-0")
+    rings[0].slot(1, 5)[:] = 7
+    assert view[rings[0].slot_bytes :][:6].tolist() == [7] * 5 + [0]
+    assert views.view(first, "rank-0") is view
+    assert views.view(second, "rank-0") is not view
+    other = views.view(first, "rank-1")
+    views.keep_only(["rank-1"])
+    assert views.view(first, "rank-1") is other
+    views.keep_only([])
+    assert views.view(first, "rank-1") is not other
+    with pytest.raises(UpdateFailed, match="has 24576 bytes, and 8192 were announced"):
+        views.view(Ring(first.location, 1, 8192), "rank-0")
+    for ring in rings:
+        ring.close()
 
 
 def test_what_comes_after_the_end_of_a_senders_memory_is_not_kept() -> None:

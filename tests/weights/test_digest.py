@@ -186,8 +186,9 @@ def test_what_the_compiled_part_cannot_do_it_leaves_alone() -> None:
         ((16, 2), (8, 1), 2),
         ((0, 1), (8, 1), 8),  # items of another kind
     ):
+        copy = boxes.BoxCopy(target.data_ptr(), to_strides, box.data_ptr(), strides, (4, 8), item_bytes, (0, 0))
+        assert boxes.copy_and_sum([copy], False) == [None]
         of_box = box.data_ptr(), (4, 8), strides, item_bytes, (0, 0)
-        assert boxes.copy_and_sum(target.data_ptr(), to_strides, *of_box, False) is None
         assert (boxes.weighted_sum(*of_box) is None) == (strides != (8, 1))
     assert not target.any()
     assert boxes.weighted_sum(box.data_ptr(), (0, 8), (8, 1), 2, (0, 0)) == 0
@@ -196,6 +197,32 @@ def test_what_the_compiled_part_cannot_do_it_leaves_alone() -> None:
             boxes.weighted_sum(box.data_ptr(), shape, (8, 1), 2, start)
     with pytest.raises(OverflowError):
         boxes.weighted_sum(box.data_ptr(), (4, 8), (8, 1), 2, (0, -1))
+
+
+def test_of_many_boxes_each_has_its_own_sum_or_none() -> None:
+    source = made(torch.int16, (6, 40), 1)
+    target = torch.zeros_like(source)
+    cut = [((0, 0), (2, 40)), ((2, 0), (6, 8)), ((2, 8), (6, 40))]
+    copies = [
+        boxes.BoxCopy(
+            target[start[0] :, start[1] :].data_ptr(),
+            (40, 1),
+            source[start[0] :, start[1] :].data_ptr(),
+            (40, 1),
+            (stop[0] - start[0], stop[1] - start[1]),
+            2 if number else 8,  # items of a kind that is not known there
+            start,
+        )
+        for number, (start, stop) in enumerate(cut)
+    ]
+    found = boxes.copy_and_sum(copies, True)
+    views = [source[tuple(map(slice, start, stop))] for start, stop in cut]
+    sums = [plain_weighted_sum(view, start) % MODULUS for view, (start, _) in zip(views, cut, strict=True)]
+    assert found == ([None, *sums[1:]] if boxes.built() else [None] * 3)
+    if boxes.built():
+        assert torch.equal(target[2:], source[2:])
+    assert not target[:2].any()
+    assert boxes.copy_and_sum([], False) == []
 
 
 def test_a_copy_to_another_shape_is_refused() -> None:

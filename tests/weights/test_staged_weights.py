@@ -165,6 +165,22 @@ def test_boxes_that_are_not_each_tensor_once_are_refused(boxes: list[TensorBox],
         staged.prepare([TensorSpec("w", "float32", (4, 3))], boxes)
 
 
+@pytest.mark.parametrize(
+    ("box", "sentence"),
+    [
+        (replace(BOX, start=(1, 0), stop=(5, 3)), r"a box of w at \[1, 0\] is none of version 1"),
+        (replace(BOX, stop=(8, 3)), r"a box of w at \[0, 0\] is none of version 1"),
+        (replace(BOX, offset_bytes=8), r"a box of w at \[0, 0\] is none of version 1"),
+        (BOX, "a box of w ends behind the 40 bytes of its bucket"),
+    ],
+)
+def test_a_bucket_with_other_boxes_or_too_few_bytes_is_refused(box: TensorBox, sentence: str) -> None:
+    staged = StagedWeights(live_of({"w": torch.zeros(4, 3)}), 1)
+    staged.prepare([TensorSpec("w", "float32", (4, 3))], [BOX])
+    with pytest.raises(ValueError, match=sentence):
+        staged.load(Bucket(0, 48, (box,)), torch.ones(40, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("end", [StagedWeights.abort, lambda staged: staged.commit(drop)])
 def test_what_comes_after_the_end_is_refused(end: Callable[[StagedWeights], None]) -> None:
     new = {"w": torch.ones(4, 3)}

@@ -2,6 +2,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ductile.fabric.boxes import BoxCopy
+
 def copy(target: NDArray[Any], source: NDArray[Any], most_store_bytes: int = 64, /) -> None:
     """Boxes of the same shape and item size, which do not overlap, with the widest stores that the processor has.
 
@@ -23,18 +25,8 @@ def weighted_sum(
 
     strides: in items. widest: instructions used at most: 0 any, 1 AVX2, 2 AVX-512, 3 its 52-bit products."""
 
-def copy_and_sum(
-    target: int,
-    target_strides: tuple[int, ...],
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    item_bytes: int,
-    start: tuple[int, ...],
-    past_cache: bool,
-    /,
-) -> int | None:
-    """Copy a box to a target that does not overlap it, and return the `weighted_sum` of what was written, in one pass.
-    None, with nothing copied, where that cannot be done. All else as in `weighted_sum`.
+def copy_and_sum(copies: list[BoxCopy], past_cache: bool, /) -> list[int | None]:
+    """Copy boxes to targets that do not overlap them, one after the other, and return the `weighted_sum` of each as it
+    was written, in one pass. None, with nothing copied, for a box with which that cannot be done.
 
-    past_cache: nobody reads the target soon."""
+    past_cache: nobody reads the targets soon."""

@@ -400,11 +400,16 @@ typedef struct {
     uint64_t first;                   /* index in the tensor */
 } SummedDim;
 
+enum { MOST_DIMS = 8 };
+
 typedef struct {
-    SummedDim dims[PyBUF_MAX_NDIM]; /* as the box lies in memory, its items side by side along the last one */
+    SummedDim dims[MOST_DIMS]; /* as the box lies in memory, its items side by side along the last one */
     int num_dims, past_cache;
     Py_ssize_t item_bytes;
-    Way way;
+    Way way; /* without a function for a box that cannot be summed up here */
+    const char *at;
+    char *to; /* where it is copied to meanwhile, or NULL */
+    uint64_t total;
 } Summed;
 
 /* Of a matrix, or of one row: so many columns at a time that their weights stay in the first cache. What is copied is
@@ -534,25 +539,46 @@ static int is_contiguous(const SummedDim *dim, Py_ssize_t item_bytes)
     return dim->length <= 1 || dim->to_step == item_bytes;
 }
 
-/* Sets the dims in the order in which the box lies in memory. False where such a box cannot be summed up or copied
-here; false, with an exception, where the arguments do not fit. */
+/* Sets the distance in bytes from one index of each dim to the next; strides: in items, or None for a box in one piece.
+False, with an exception, where the arguments do not fit. */
+static int set_steps(Py_ssize_t *steps, PyObject *strides, PyObject *shape, Py_ssize_t item_bytes)
+{
+    const Py_ssize_t num_dims = PyTuple_GET_SIZE(shape);
+    if (strides != Py_None && (!PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) != num_dims)) {
+        PyErr_SetString(PyExc_ValueError, "shape and strides have different numbers of dims");
+        return 0;
+    }
+    Py_ssize_t step = item_bytes;
+    for (Py_ssize_t dim = num_dims - 1; dim >= 0; dim--) {
+        steps[dim] = strides == Py_None ? step : PyLong_AsSsize_t(PyTuple_GET_ITEM(strides, dim)) * item_bytes;
+        step *= PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, dim));
+    }
+    return !PyErr_Occurred();
+}
+
+/* Sets the dims in the order in which the box lies in memory, and no way where such a box cannot be summed up or copied
+here. False, with an exception, where the arguments do not fit. */
 static int describe(Summed *summed, PyObject *shape, PyObject *strides, PyObject *to_strides, PyObject *start)
 {
     const Py_ssize_t num_dims = PyTuple_GET_SIZE(shape);
-    if (PyTuple_GET_SIZE(strides) != num_dims || PyTuple_GET_SIZE(start) != num_dims ||
-        (to_strides && PyTuple_GET_SIZE(to_strides) != num_dims)) {
-        PyErr_SetString(PyExc_ValueError, "shape, strides and start have different numbers of dims");
+    Py_ssize_t steps[MOST_DIMS], to_steps[MOST_DIMS] = {0};
+    if (PyTuple_GET_SIZE(start) != num_dims) {
+        PyErr_SetString(PyExc_ValueError, "shape and start have different numbers of dims");
         return 0;
     }
-    if (!num_dims || num_dims > PyBUF_MAX_NDIM || !summed->way.sum_rows)
+    if (!num_dims || num_dims > MOST_DIMS) {
+        summed->way.sum_rows = NULL;
+        return 1;
+    }
+    if (!set_steps(steps, strides, shape, summed->item_bytes) ||
+        (summed->to && !set_steps(to_steps, to_strides, shape, summed->item_bytes)))
         return 0;
     for (Py_ssize_t dim = 0; dim < num_dims; dim++) {
         SummedDim described = {.length = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, dim)),
-                               .step = PyLong_AsSsize_t(PyTuple_GET_ITEM(strides, dim)) * summed->item_bytes,
+                               .step = steps[dim],
+                               .to_step = to_steps[dim],
                                .level = (int)(num_dims - dim),
                                .first = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(start, dim))};
-        if (to_strides)
-            described.to_step = PyLong_AsSsize_t(PyTuple_GET_ITEM(to_strides, dim)) * summed->item_bytes;
         if (PyErr_Occurred())
             return 0;
         if (described.length == 1)
@@ -564,59 +590,98 @@ static int describe(Summed *summed, PyObject *shape, PyObject *strides, PyObject
     }
     summed->num_dims = (int)num_dims;
     const SummedDim *inner = summed->dims + num_dims - 1;
-    if (inner->length > 1 && inner->step != summed->item_bytes)
-        return 0;
-    return !to_strides || is_contiguous(inner, summed->item_bytes) ||
-           (num_dims > 1 && is_contiguous(inner - 1, summed->item_bytes));
+    if ((inner->length > 1 && inner->step != summed->item_bytes) ||
+        (summed->to && !is_contiguous(inner, summed->item_bytes) &&
+         (num_dims == 1 || !is_contiguous(inner - 1, summed->item_bytes))))
+        summed->way.sum_rows = NULL;
+    return 1;
 }
 
-static PyObject *summed_up(const Summed *summed, const char *at, char *to)
+/* Without the interpreter's lock. */
+static void sum_up(Summed *summed)
 {
-    uint64_t total = 0;
-    int is_empty = 0;
     for (int dim = 0; dim < summed->num_dims; dim++)
-        is_empty |= !summed->dims[dim].length;
-    Py_BEGIN_ALLOW_THREADS
-    if (!is_empty)
-        total = sum_box(summed, 0, at, to);
-    if (summed->past_cache)
-        _mm_sfence();
-    Py_END_ALLOW_THREADS
-    return PyLong_FromUnsignedLongLong(total % MODULUS);
+        if (!summed->dims[dim].length)
+            return;
+    if (summed->way.sum_rows)
+        summed->total = sum_box(summed, 0, summed->at, summed->to);
+}
+
+static PyObject *total_of(const Summed *summed)
+{
+    if (!summed->way.sum_rows)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(summed->total % MODULUS);
 }
 
 static PyObject *weighted_sum(PyObject *module, PyObject *arguments)
 {
     unsigned long long at;
     PyObject *shape, *strides, *start;
-    Summed summed = {.past_cache = 0};
+    Summed summed = {0};
     int widest = AVX512_IFMA;
     if (!PyArg_ParseTuple(arguments, "KO!O!nO!|i:weighted_sum", &at, &PyTuple_Type, &shape, &PyTuple_Type, &strides,
                           &summed.item_bytes, &PyTuple_Type, &start, &widest))
         return NULL;
     summed.way = way_of(summed.item_bytes, widest);
-    if (describe(&summed, shape, strides, NULL, start))
-        return summed_up(&summed, (const char *)at, NULL);
-    if (PyErr_Occurred())
+    summed.at = (const char *)(uintptr_t)at;
+    if (!describe(&summed, shape, strides, NULL, start))
         return NULL;
-    Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    sum_up(&summed);
+    Py_END_ALLOW_THREADS
+    return total_of(&summed);
+}
+
+static int describe_copy(Summed *summed, PyObject *copy)
+{
+    unsigned long long to, at;
+    PyObject *to_strides, *shape, *strides, *start;
+    if (!PyTuple_Check(copy)) {
+        PyErr_SetString(PyExc_TypeError, "a copy is a tuple");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(copy, "KOKOO!nO!:copy_and_sum", &to, &to_strides, &at, &strides, &PyTuple_Type, &shape,
+                          &summed->item_bytes, &PyTuple_Type, &start))
+        return 0;
+    summed->way = way_of(summed->item_bytes, AVX512_IFMA);
+    summed->at = (const char *)(uintptr_t)at;
+    summed->to = (char *)(uintptr_t)to;
+    return describe(summed, shape, strides, to_strides, start);
 }
 
 static PyObject *copy_and_sum(PyObject *module, PyObject *arguments)
 {
-    unsigned long long to, at;
-    PyObject *to_strides, *shape, *strides, *start;
-    Summed summed = {.past_cache = 0};
-    if (!PyArg_ParseTuple(arguments, "KO!KO!O!nO!p:copy_and_sum", &to, &PyTuple_Type, &to_strides, &at, &PyTuple_Type,
-                          &shape, &PyTuple_Type, &strides, &summed.item_bytes, &PyTuple_Type, &start,
-                          &summed.past_cache))
+    PyObject *copies, *totals = NULL;
+    int past_cache;
+    if (!PyArg_ParseTuple(arguments, "O!p:copy_and_sum", &PyList_Type, &copies, &past_cache))
         return NULL;
-    summed.way = way_of(summed.item_bytes, AVX512_IFMA);
-    if (describe(&summed, shape, strides, to_strides, start))
-        return summed_up(&summed, (const char *)at, (char *)to);
-    if (PyErr_Occurred())
-        return NULL;
-    Py_RETURN_NONE;
+    const Py_ssize_t count = PyList_GET_SIZE(copies);
+    Summed *all = PyMem_Calloc(count, sizeof(Summed));
+    if (!all)
+        return PyErr_NoMemory();
+    for (Py_ssize_t index = 0; index < count; index++) {
+        all[index].past_cache = past_cache;
+        if (!describe_copy(all + index, PyList_GET_ITEM(copies, index)))
+            goto done; /* nothing has been copied */
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t index = 0; index < count; index++)
+        sum_up(all + index);
+    if (past_cache)
+        _mm_sfence();
+    Py_END_ALLOW_THREADS
+    totals = PyList_New(count);
+    for (Py_ssize_t index = 0; totals && index < count; index++) {
+        PyObject *total = total_of(all + index);
+        if (!total)
+            Py_CLEAR(totals);
+        else
+            PyList_SET_ITEM(totals, index, total);
+    }
+done:
+    PyMem_Free(all);
+    return totals;
 }
 
 static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, NULL},

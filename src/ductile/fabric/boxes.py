@@ -2,7 +2,8 @@
 
     copy(target, source)    large ones past the cache
     weighted_sum(...)       at addresses: what a box costs beside its bytes counts where there are thousands
-    copy_and_sum(...)       both return None, having done nothing, where the compiled part cannot, or is not there
+    copy_and_sum([...])     many boxes in one call; both return None for a box, having done nothing, where the compiled
+                            part cannot, or is not there
 
 A box that tensor parallelism cuts out of a row-parallel weight is a thousand rows of 1 to 6 KB. numpy copies them one
 by one through the cache, at half the speed of memory. One long piece it leaves to the C library, which goes past the
@@ -10,7 +11,7 @@ cache only from a size on that depends on the machine: here 100 MB are not enoug
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,20 @@ of a KiB, 5.3 in rows of 2.75 KiB and 6.9 in one piece, this 8.3, 9.5 and 12.3."
 LEAST_ROW_BYTES = 256
 """Least rows that are copied past the cache. On small pages numpy copies them at 4.3 GB/s and this at 5.1, rows of half
 that at 3.4 and 3.6."""
+
+
+class BoxCopy(NamedTuple):
+    """A box to be copied, both ends in this process's memory: by their addresses, which keep nothing alive."""
+
+    target: int
+    target_strides: tuple[int, ...] | None
+    """In items; None: it lies in one piece."""
+    source: int
+    source_strides: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    item_bytes: int
+    start: tuple[int, ...]
+    """Index in its tensor at which the box begins."""
 
 
 def built() -> bool:
@@ -49,8 +64,12 @@ def _cannot(*_: Any) -> None:
     return None
 
 
+def _cannot_copy(copies: list[BoxCopy], _past_cache: bool) -> list[int | None]:
+    return [None] * len(copies)
+
+
 weighted_sum = _boxes.weighted_sum if _boxes is not None else _cannot
-copy_and_sum = _boxes.copy_and_sum if _boxes is not None else _cannot
+copy_and_sum = _boxes.copy_and_sum if _boxes is not None else _cannot_copy
 
 
 def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> bool:

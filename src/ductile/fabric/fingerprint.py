@@ -50,16 +50,8 @@ def copy_and_sum(target: torch.Tensor, box: torch.Tensor, start: tuple[int, ...]
 
     past_cache: nobody reads the target soon."""
     if box.is_cpu and target.is_cpu and target.shape == box.shape and target.dtype == box.dtype:
-        summed = boxes.copy_and_sum(
-            target.data_ptr(),
-            target.stride(),
-            box.data_ptr(),
-            box.shape,
-            box.stride(),
-            box.element_size(),
-            start,
-            past_cache,
-        )
+        ends = target.data_ptr(), target.stride(), box.data_ptr(), box.stride()
+        (summed,) = boxes.copy_and_sum([boxes.BoxCopy(*ends, box.shape, box.element_size(), start)], past_cache)
         if summed is not None:
             return summed
     return weighted_sum(target.detach().copy_(box), start)

@@ -130,8 +130,8 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     base_version: int | None = None
     """Version that every receiver has committed, where boxes that did not change since then are left out."""
     rendezvous: str = ""
-    """host:port of the store where a process group is made (point_to_point). "" or port 0: each sender hosts one of its
-    own. Its host says where senders are found: those of an update that stays on this machine listen on loopback."""
+    """host:port near which receivers find the senders (point_to_point): those of an update that stays on this machine,
+    and where it is "", listen on loopback. Each has a port of its own."""
     folder: str = ""
     """Folder that sender and receiver see (disk)."""
     secret: str = msgspec.field(default_factory=token_hex)

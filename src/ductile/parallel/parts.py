@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ductile.core.layout.geometry.holdings import Box, volume
+from ductile.core.layout.geometry.holdings import Box, View, volume
 from ductile.core.layout.geometry.layout import Layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.strategy import block_layout, model_layout
@@ -49,9 +49,13 @@ class SlotParts:
         """The boxes that this slot holds, whoever owns them."""
         return [(start, stop) for start, stop, *_ in self._layout[name].holdings.rows_of(self._slot)]
 
+    def place(self, name: str, box: Box) -> View:
+        """Place of a box that this slot holds, in its own memory."""
+        return self._layout[name].holdings.view(self._slot, box)
+
     def view(self, name: str, local: Tensor, box: Box) -> Tensor:
         """A box that this slot holds, in its own memory."""
-        view = self._layout[name].holdings.view(self._slot, box)
+        view = self.place(name, box)
         return local.as_strided(view.shape, view.strides, local.storage_offset() + view.offset)
 
     def owned_views(self, name: str, local: Tensor) -> list[Tensor]:

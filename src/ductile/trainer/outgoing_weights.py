@@ -36,7 +36,7 @@ from ductile.weights.sender import WeightSender
 
 FINISH_S = 5.0
 """Seconds that a sender which is through, or was told to end, has to free what it holds, beside the one bucket timeout
-that it may still wait: no call to gloo that makes a group ends before it."""
+that it may still wait for a receiver to take a message."""
 
 BoxKey = tuple[str, tuple[int, ...]]
 """Name and start of a box: in one offer no two have the same."""
@@ -80,11 +80,9 @@ class _Sending:
         with self.reading:
             if self.stopped:
                 raise UpdateStopped(self.stopped)
-            for box in bucket.boxes:
-                part = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes].view(self.weights.dtype)
-                shape = [stop - start for start, stop in zip(box.start, box.stop, strict=True)]
-                self.digests[_key(box)] = self.weights.copy(box.name, (box.start, box.stop), part.view(shape))
-        return sum(self.digests[_key(box)] for box in bucket.boxes)
+            parts = self.weights.copy_boxes(bucket.boxes, buffer)
+            self.digests.update(zip(map(_key, bucket.boxes), parts, strict=True))
+        return sum(parts)
 
     def stop(self, reason: str) -> None:
         """Have the weights not be read any more from now on: what is not sent yet never will be."""

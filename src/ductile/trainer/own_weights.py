@@ -3,7 +3,7 @@
 Between them the ranks of a layout have each number once, so that nobody has to gather a tensor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,13 @@ from torch import Tensor
 from ductile.core.layout.geometry.holdings import Box
 from ductile.core.layout.model.parameters import frozen_names, parameters
 from ductile.core.layout.model.spec import ModelSpec
+from ductile.fabric.boxes import BoxCopy
+from ductile.messages.updates import TensorBox
 from ductile.parallel.parts import SlotParts
 from ductile.trainer.state import MODEL
 from ductile.trainer.trainer import Trainer
 from ductile.weights.buckets import OwnedTensor
-from ductile.weights.digest import box_digest, copy_with_digest
+from ductile.weights.digest import box_digest, copy_all_with_digest, copy_with_digest
 
 PIECE_BYTES = 1 << 20
 """Bytes that are converted and summed up at a time: what was copied is in the cache when it is summed up."""
@@ -53,11 +55,37 @@ class OwnWeights:
     def copy(self, name: str, box: Box, target: Tensor) -> int:
         """Copy a box to one of the published dtype, on the CPU, and return its digest."""
         view = self._view(name, box)
-        if view.dtype == self.dtype and not view.is_cuda:
+        if self._is_as_published(view):
             return copy_with_digest(name, target, view, box[0])
         return sum(
             copy_with_digest(name, target[rows], view[rows], start) for start, rows in _blocks(box, view, self.dtype)
         )
+
+    def copy_boxes(self, boxes: Sequence[TensorBox], bucket: Tensor) -> list[int]:
+        """Copy boxes to their places in a bucket (uint8, on the CPU), and return the digest of each."""
+        parts: list[int | None] = [None] * len(boxes)
+        if all(self._is_as_published(self.local[box.name]) for box in boxes):
+            address = bucket.data_ptr()
+            copies = [self._copy_of(box, address) for box in boxes]
+            parts = copy_all_with_digest([box.name for box in boxes], copies)
+        return [
+            self._copy_to_bucket(box, bucket) if part is None else part for box, part in zip(boxes, parts, strict=True)
+        ]
+
+    def _copy_of(self, box: TensorBox, bucket_address: int) -> BoxCopy:
+        local = self.local[box.name]
+        view = self.parts.place(box.name, (box.start, box.stop))
+        source = local.data_ptr() + view.offset * local.element_size()
+        target = bucket_address + box.offset_bytes
+        return BoxCopy(target, None, source, view.strides, view.shape, local.element_size(), box.start)
+
+    def _copy_to_bucket(self, box: TensorBox, bucket: Tensor) -> int:
+        target = bucket[box.offset_bytes : box.offset_bytes + box.num_bytes].view(self.dtype)
+        shape = [stop - start for start, stop in zip(box.start, box.stop, strict=True)]
+        return self.copy(box.name, (box.start, box.stop), target.view(shape))
+
+    def _is_as_published(self, tensor: Tensor) -> bool:
+        return tensor.dtype == self.dtype and tensor.is_cpu
 
     def digest(self, name: str, box: Box) -> int:
         """Return the digest of a box as it is published."""

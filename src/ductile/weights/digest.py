@@ -7,12 +7,14 @@ elements add to the whole tensor's, so it does not matter how tensors were cut, 
 against accidents, not against an attacker who wants two versions to collide.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
 from torch import Tensor
 
+from ductile.fabric import boxes
+from ductile.fabric.boxes import BoxCopy
 from ductile.fabric.fingerprint import MODULUS, copy_and_sum, weighted_sum
 from ductile.messages.updates import Digest, digest_text
 
@@ -32,6 +34,17 @@ def copy_with_digest(name: str, target: Tensor, box: Tensor, start: tuple[int, .
     if not start:
         target, box, start = target[None], box[None], (0,)
     return _name_factor(name) * copy_and_sum(target, box, start, past_cache) % MODULUS
+
+
+def copy_all_with_digest(names: Sequence[str], copies: list[BoxCopy], past_cache: bool = False) -> list[int | None]:
+    """Do what `copy_with_digest` does for many boxes at once; what a box costs beside its bytes counts where there are
+    thousands. None for a box that was not copied, as that cannot be done so.
+
+    names: of the boxes' tensors."""
+    summed = boxes.copy_and_sum(copies, past_cache)
+    return [
+        None if each is None else _name_factor(name) * each % MODULUS for name, each in zip(names, summed, strict=True)
+    ]
 
 
 def whole_digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:

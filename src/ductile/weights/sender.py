@@ -127,13 +127,15 @@ class WeightSender:
 
     def _send(self, ring: SlotRing) -> None:
         self._reach_out()
+        for bucket in self._offer.buckets[:1]:
+            ring.slot(0, bucket.num_bytes)  # where there is no memory for it, nobody is waited for
+        self._meet(ring)
 
         def fill(bucket: Bucket, slot: int) -> None:
             self._go_on()
             content = ring.slot(slot, bucket.num_bytes)
             self._digest += self._fill(bucket, content)
             checksum = checksum_of(content) if self._update.verify == "crc" else ""
-            self._meet(ring)  # the first bucket is filled while they come
             for carrier in self._carriers:
                 carrier.send(bucket, slot, content, checksum)
 
@@ -148,7 +150,6 @@ class WeightSender:
         pipeline = BucketPipeline(stages, self._num_slots, self._look)
         self.trace = pipeline.trace
         pipeline.run(self._offer.buckets)
-        self._meet(ring)  # without a bucket it has not
 
     def _reach_out(self) -> None:
         """Make the carriers whose receivers do not connect to this sender."""
@@ -160,10 +161,8 @@ class WeightSender:
             self._carriers.append(self._disk)
 
     def _meet(self, ring: SlotRing) -> None:
-        """Make the other carriers, with the receivers that come in time, once. Raises `SendingEnded` where there are
-        none at all."""
-        if self._met:
-            return
+        """Make the other carriers, with the receivers that come in time. Raises `SendingEnded` where there are none at
+        all."""
         if self._listener is not None:
             self._take_in(self._listener, ring)
         for instance in list(self._left_out):
@@ -185,17 +184,12 @@ class WeightSender:
             self._failed[instance] = f"{instance} did not connect within {update.bucket_timeout_s:g} s"
         for carrier in CONNECTED:
             channels = {instance: channel for instance, channel in arrived.items() if expected[instance] == carrier}
-            audience = Audience(channels, update.bucket_timeout_s)
             if not channels:
                 continue
-            if carrier == "shared_memory":
-                self._carriers.append(SharedMemorySender(audience, ring))
-                continue
-            try:
-                host = listener.location.rpartition(":")[0]
-                self._carriers.append(PointToPointSender(audience, update, self._offer.sender, host))
-            except (RuntimeError, ValueError) as error:
-                self._failed |= audience.close(f"no process group can be made: {error_text(error)}")
+            audience = Audience(channels, update.bucket_timeout_s)
+            self._carriers.append(
+                SharedMemorySender(audience, ring) if carrier == "shared_memory" else PointToPointSender(audience)
+            )
 
     def _look(self) -> None:
         """Have nobody wait any longer, in a carrier either, when the update has been ended. Raises `SendingEnded`."""

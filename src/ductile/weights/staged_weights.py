@@ -3,18 +3,35 @@ between two steps, by swapping the tensors' storage."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from operator import mul, sub
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ductile.fabric.boxes import BoxCopy
 from ductile.fabric.fingerprint import MODULUS
 from ductile.messages.updates import Bucket, Digest, TensorBox, TensorSpec
-from ductile.weights.digest import copy_with_digest
+from ductile.weights.digest import copy_all_with_digest, copy_with_digest
 from ductile.weights.live_weights import LiveWeights, VersionTensors
 from ductile.weights.overwrite import overwrite
 
 Swap = Callable[[Mapping[str, Tensor], int], None]
 """Has an engine sample from these tensors, of this version, from its next step on."""
+
+
+class _Target(NamedTuple):
+    """Memory of a tensor on the CPU that has the published dtype."""
+
+    address: int
+    strides: tuple[int, ...]
+    item_bytes: int
+
+    def copy_of(self, box: TensorBox, bucket_address: int) -> BoxCopy:
+        """Return the copy of a box from its bucket to here."""
+        target = self.address + self.item_bytes * sum(map(mul, box.start, self.strides))
+        shape = tuple(map(sub, box.stop, box.start))
+        return BoxCopy(target, self.strides, bucket_address + box.offset_bytes, None, shape, self.item_bytes, box.start)
 
 
 class StagedWeights:
@@ -28,6 +45,10 @@ class StagedWeights:
         self._new: VersionTensors | None = None
         self._made: dict[str, Tensor] = {}
         """Tensors that were made for this version: all but those that it has in common with the live one."""
+        self._boxes: dict[str, dict[tuple[int, ...], TensorBox]] = {}
+        """Boxes of each tensor, by their start."""
+        self._places: dict[str, _Target] = {}
+        """Where tensors lie whose boxes are copied many at once."""
         self._summed: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
         """Boxes of each tensor, by their start, whose digest was taken as they were copied: elements and part."""
 
@@ -54,28 +75,52 @@ class StagedWeights:
                 self._made[name] = self._live.room(name)
                 if base_version is not None and _volume(of_name[name]) < live.numel():
                     self._made[name].copy_(live)
+        self._boxes = {name: {box.start: box for box in of_tensor} for name, of_tensor in of_name.items()}
         self._summed = {name: {} for name, of_tensor in of_name.items() if of_tensor}
         kept = {name: part for name, part in current.parts.items() if not of_name[name]}
-        self._new = VersionTensors(
-            self.version, {**current.tensors, **self._made}, {**current.dtypes, **dtypes}, parts=kept
-        )
+        new = VersionTensors(self.version, {**current.tensors, **self._made}, {**current.dtypes, **dtypes}, parts=kept)
+        self._places = {
+            name: _Target(tensor.data_ptr(), tensor.stride(), tensor.element_size())
+            for name, tensor in new.tensors.items()
+            if tensor.dtype == new.dtypes[name] and tensor.is_cpu
+        }
+        self._new = new
 
     def load(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Copy a bucket's boxes in. buffer: uint8, at least `bucket.num_bytes`; it may be used again afterwards."""
+        """Copy a bucket's boxes in. buffer: uint8 on the CPU; it may be used again afterwards. Raises `ValueError` for
+        a box that `prepare` has not heard of, or that ends behind the buffer."""
         new = self._new  # an abort meanwhile leaves its memory to this call
         if new is None:
             raise ValueError(f"version {self.version} is not staged any more")
         for box in bucket.boxes:
-            values, dtype = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes], new.dtypes[box.name]
-            if values.storage_offset() % dtype.itemsize:
-                values = values.clone()
-            target = _box_of(new.tensors[box.name], box)
-            values = values.view(dtype).view(target.shape)
-            if target.dtype != dtype or target.device != values.device:
-                overwrite(target, values)
-                continue
-            part = copy_with_digest(box.name, target, values, box.start, past_cache=True)
-            self._summed[box.name][box.start] = values.numel(), part
+            if self._boxes[box.name].get(box.start) != box:
+                raise ValueError(f"a box of {box.name} at {list(box.start)} is none of version {self.version}")
+            if box.offset_bytes + box.num_bytes > buffer.numel():
+                raise ValueError(f"a box of {box.name} ends behind the {buffer.numel()} bytes of its bucket")
+        placed = [(box, self._places[box.name]) for box in bucket.boxes if box.name in self._places]
+        address = buffer.data_ptr()
+        copies = [place.copy_of(box, address) for box, place in placed]
+        parts = copy_all_with_digest([box.name for box, _ in placed], copies, past_cache=True)
+        left = [box for box in bucket.boxes if box.name not in self._places]
+        for (box, place), part in zip(placed, parts, strict=True):
+            if part is None:
+                left.append(box)
+            else:
+                self._summed[box.name][box.start] = box.num_bytes // place.item_bytes, part
+        for box in left:
+            self._load_alone(new, box, buffer)
+
+    def _load_alone(self, new: VersionTensors, box: TensorBox, buffer: Tensor) -> None:
+        values, dtype = buffer[box.offset_bytes : box.offset_bytes + box.num_bytes], new.dtypes[box.name]
+        if values.storage_offset() % dtype.itemsize:
+            values = values.clone()
+        target = _box_of(new.tensors[box.name], box)
+        values = values.view(dtype).view(target.shape)
+        if target.dtype != dtype or target.device != values.device:
+            overwrite(target, values)
+            return
+        part = copy_with_digest(box.name, target, values, box.start, past_cache=True)
+        self._summed[box.name][box.start] = values.numel(), part
 
     def digest(self) -> Digest:
         """Return the digest of what is staged. What was summed up as it was copied is not read again."""

@@ -55,7 +55,7 @@ def servers_in_words(config: RLConfig) -> list[str]:
         when = "while the run goes on" if config.inference.enable_topology_discovery else "at its start"
         said.append(f"those that are found {when} in {place} (inference.registry)")
     broadcast = config.trainer.weight_broadcast
-    carriers = {"filesystem": "files in the run's folder", "nccl": "a process group, made for each version"}
+    carriers = {"filesystem": "files in the run's folder", "nccl": "connections to the ranks, made for each version"}
     how = "the fastest way that each has in common with the trainer" if broadcast is None else carriers[broadcast.type]
     beside = "beside the generate slots" if placement_of(config).generate else "and no slot generates"
     return [

@@ -60,7 +60,7 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
         ),
         Unread(
             tuple(f"trainer.weight_broadcast.{name}" for name in ("port", "timeout", "inference_world_size")),
-            "a process group is made for each version, of those that are there, at a free port; "
+            "connections are made for each version, by those that are there, at free ports; "
             "inference.update_total_timeout_seconds limits it",
             noted=True,
         ),

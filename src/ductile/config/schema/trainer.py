@@ -308,9 +308,10 @@ class TrainerConfig(Section):
     """A collective of gloo's gives up after this; the wait for one of NCCL's ends with `cluster.command_timeout_s`."""
     resize: ResizeConfig = ResizeConfig()
     weight_broadcast: WeightBroadcastConfig | None = None
-    """How new weights go to servers: filesystem, by files in the run's folder, which they must see; nccl, by a process
-    group that is made for each version (gloo on a CPU). Left out: the fastest way that trainer and server have in
-    common. Slots read them from shared memory in any case. Also written `weight_broadcast` at the root."""
+    """How new weights go to servers: filesystem, by files in the run's folder, which they must see; nccl, by
+    connections from each server to all ranks, made for each version, from host memory. Left out: the fastest way that
+    trainer and server have in common. Slots read them from shared memory in any case. Also written `weight_broadcast`
+    at the root."""
     rollout_transport: Annotated[
         TransportConfig | None,
         NotBuilt("choosing how rollouts travel", instead="They go through the run's own sockets."),

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 WeightCarrier = Literal["shared_memory", "point_to_point", "http", "disk"]
-"""Way that a bucket's bytes take: a segment that both processes map; a process group made for the update (gloo, NCCL);
-the body of a POST to the server; a file in a folder that both see."""
+"""Way that a bucket's bytes take: a segment that both processes map; a connection from
+server to rank; the body of a POST to the server; a file in a folder that both see."""
 
 ASKED: dict[str, WeightCarrier] = {"filesystem": "disk", "nccl": "point_to_point"}
 """The carrier by `trainer.weight_broadcast.type`."""
@@ -33,7 +33,7 @@ def choose_carrier(
 
     trainer_host, host: identities of the trainer's machine and the server's (boot ids); "" is none. carriers: those
     that the server takes. asked: `trainer.weight_broadcast.type`, where the user has set it. rendezvous: host:port at
-    which a process group is made; servers of other hosts reach one that is not on loopback. only: the carrier for a
+    which ranks are found; servers of other hosts reach one that is not on loopback. only: the carrier for a
     server that joins, where `inference.join_transport` or the one who has the weights leaves no choice.
     """
     same_host = bool(trainer_host) and host == trainer_host
@@ -59,7 +59,9 @@ def choose_carrier(
     where = "it is on the trainer's host and takes no shared memory" if same_host else "it is on another host"
     if same_host and "point_to_point" in carriers:
         return CarrierChoice("point_to_point", where)
-    if "http" in carriers:  # from host to host a group of gloo sends no faster, and ties its members together
+    if (
+        "http" in carriers
+    ):  # from host to host connections to the ranks send no faster, and need the ranks to be reached
         return CarrierChoice("http", where)
     if reachable and "point_to_point" in carriers:
         return CarrierChoice("point_to_point", f"{where} and takes no HTTP")

@@ -111,7 +111,7 @@ class UpdateOptions:
     folder: str = ""
     """Folder that ranks and servers see, for carrier "disk"."""
     rendezvous: str = ""
-    """host:port of a store that ranks and servers reach, for carrier "point_to_point"."""
+    """host:port near which servers find the ranks, for carrier "point_to_point"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ def receive(prepare: PrepareUpdate, sink: Sink, stopped: Event) -> None:
                 receiver.end(f"the update took more than {prepare.update.total_timeout_s:g} s")
             elif any(future.exception() for future in done):
                 receiver.end("another sender failed")
+    shared_memory.VIEWS.keep_only(() if receiver.reason else [offer.sender for offer in offers])
     if receiver.reason:
         raise UpdateFailed(receiver.reason)
 
@@ -91,7 +92,7 @@ class _Receiver:
             if carrier == "shared_memory":
                 shared_memory.receive(source, offer, load)
             else:
-                point_to_point.receive(source, offer, update.bucket_timeout_s, load)
+                point_to_point.receive(source, offer, load)
         except BaseException as error:
             source.fail(sentence(error))
             raise

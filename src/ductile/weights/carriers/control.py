@@ -1,10 +1,10 @@
 """Control connections of a weight update: few and small messages between one sender and its receivers, beside the
-bytes, which take another way.
+bytes, which mostly take another way.
 
     sender                                        receiver
     ControlListener(...)                                 connect(location, ...)
     listener.gather(...) -> {instance: Channel}   <- the connection, both sides proven
-    Audience: tell, listen, drop                  Channel: receive, send
+    Audience: tell, listen, drop                  Source: next, say
 
 A receiver connects to every sender. Each proves the update's secret to the other before anything else is said, and the
 secret itself is never sent. A connection that ends is a death that is known at once: no timeout is waited for.
@@ -12,177 +12,33 @@ secret itself is never sent. A connection that ends is a death that is known at 
 
 import hmac
 import ipaddress
+import os
 import secrets
 import select
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-
-import msgspec
 
 from ductile.messages.updates import WeightCarrier
 from ductile.transport.sockets import LOOPBACK
+from ductile.weights.carriers.channel import (
+    Challenge,
+    Channel,
+    Coming,
+    ConnectionEnded,
+    ControlMessage,
+    Loaded,
+    ReceiverHello,
+    Through,
+    UpdateEnded,
+    Welcome,
+)
 
-MAX_MESSAGE_BYTES = 1 << 16
 NONCE_BYTES = 16
 HELLO_S = 5.0
 """A stranger that connects has so long to prove itself."""
 TICK_S = 0.05
 """Time after which a wait sees that its update has been ended."""
-
-
-class Challenge(msgspec.Struct, frozen=True, tag=True):
-    nonce: bytes
-
-
-class ReceiverHello(msgspec.Struct, frozen=True, tag=True):
-    """A receiver says who it is, proves it, and asks the same of the sender."""
-
-    instance: str
-    carrier: WeightCarrier
-    nonce: bytes
-    proof: bytes
-
-
-class Welcome(msgspec.Struct, frozen=True, tag=True):
-    proof: bytes
-
-
-class Ring(msgspec.Struct, frozen=True, tag=True):
-    """The slots that the sender fills, in shared memory: bucket by bucket, each in one of them."""
-
-    location: str
-    num_slots: int
-    slot_bytes: int
-
-
-class Meet(msgspec.Struct, frozen=True, tag=True):
-    """A process group is about to be made; what was under way in the last one is sent again in it."""
-
-    generation: int
-
-
-class Here(msgspec.Struct, frozen=True, tag=True):
-    """The receiver has left the last group and comes to the next one."""
-
-    generation: int
-
-
-class Join(msgspec.Struct, frozen=True, tag=True):
-    """All who have come make the group now."""
-
-    generation: int
-    store: str
-    name: str
-    rank: int
-    size: int
-
-
-class Coming(msgspec.Struct, frozen=True, tag=True):
-    """A bucket is in its slot (shared_memory), or is sent to the group next (point_to_point)."""
-
-    index: int
-    slot: int
-    checksum: str
-
-
-class Loaded(msgspec.Struct, frozen=True, tag=True):
-    index: int
-
-
-class UpdateEnded(msgspec.Struct, frozen=True, tag=True):
-    reason: str
-
-
-class Through(msgspec.Struct, frozen=True, tag=True):
-    """The sender knows that the receiver has all buckets. One that was given up in between never hears it."""
-
-
-ControlMessage = (
-    Challenge | ReceiverHello | Welcome | Ring | Meet | Here | Join | Coming | Loaded | UpdateEnded | Through
-)
-_DECODER = msgspec.msgpack.Decoder(ControlMessage)
-
-
-class ConnectionEnded(Exception):
-    """The other side is gone, has ended the connection, or says what it may not. The text is for after its name."""
-
-
-class Channel:
-    """Messages over a connected socket, each with its length before it."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connected
-        self._buffer = bytearray()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, message: ControlMessage, timeout_s: float = HELLO_S) -> None:
-        """Send a message. Raises `ConnectionEnded`, also where it was not taken within `timeout_s`."""
-        body = msgspec.msgpack.encode(message)
-        left = memoryview(len(body).to_bytes(4, "big") + body)
-        deadline = time.monotonic() + timeout_s
-        while left:
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                if not ready(self, select.POLLOUT, deadline - time.monotonic()):
-                    raise ConnectionEnded(f"took no message for {timeout_s:g} s") from None
-            except OSError as error:
-                raise ConnectionEnded(f"ended the connection ({error.strerror})") from error
-
-    def read(self) -> list[ControlMessage]:
-        """Return all messages that are there, without waiting. Raises `ConnectionEnded` once all have been returned."""
-        messages = self._decoded()
-        while not messages:
-            try:
-                received = self._socket.recv(MAX_MESSAGE_BYTES)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise ConnectionEnded(f"ended the connection ({error.strerror})") from error
-            if not received:
-                raise ConnectionEnded("ended the connection")
-            self._buffer += received
-            messages = self._decoded()
-        return messages
-
-    def shut(self) -> None:
-        """End the connection, for both sides; a thread that waits in it sees that. From any thread."""
-        with suppress(OSError):  # it has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _decoded(self) -> list[ControlMessage]:
-        messages: list[ControlMessage] = []
-        while len(self._buffer) >= 4:
-            size = int.from_bytes(self._buffer[:4], "big")
-            if size > MAX_MESSAGE_BYTES:
-                raise ConnectionEnded(f"sent a message of {size} bytes")
-            if len(self._buffer) < 4 + size:
-                break
-            try:
-                messages.append(_DECODER.decode(self._buffer[4 : 4 + size]))
-            except msgspec.MsgspecError as error:
-                raise ConnectionEnded(f"sent what is no message: {error}") from error
-            del self._buffer[: 4 + size]
-        return messages
-
-
-def ready(channel: Channel, events: int, timeout_s: float) -> bool:
-    """Wait until something can be read or written; False where it cannot in time."""
-    poll = select.poll()
-    poll.register(channel.fileno(), events)
-    return bool(poll.poll(max(0.0, timeout_s) * 1000))
-
-
-# -- The sender's end -----------------------------------------------------------------------------------------------
 
 
 class ControlListener:
@@ -254,14 +110,15 @@ class ControlListener:
 def _prove(channel: Channel, secret: str, nonce: bytes, expected: Mapping[str, WeightCarrier]) -> str:
     """Return the instance that a new connection is of, once it has proven it; "" while it has said nothing. Raises
     `ConnectionEnded`."""
-    for message in channel.read():
-        if not isinstance(message, ReceiverHello) or expected.get(message.instance) != message.carrier:
-            raise ConnectionEnded("is no receiver of this update")
-        if not hmac.compare_digest(message.proof, proof(secret, "receiver", message.instance, nonce)):
-            raise ConnectionEnded("does not know the update's secret")
-        channel.send(Welcome(proof(secret, "sender", message.instance, message.nonce)))
-        return message.instance
-    return ""
+    message = channel.read()
+    if message is None:
+        return ""
+    if not isinstance(message, ReceiverHello) or expected.get(message.instance) != message.carrier:
+        raise ConnectionEnded("is no receiver of this update")
+    if not hmac.compare_digest(message.proof, proof(secret, "receiver", message.instance, nonce)):
+        raise ConnectionEnded("does not know the update's secret")
+    channel.send(Welcome(proof(secret, "sender", message.instance, message.nonce)))
+    return message.instance
 
 
 def proof(secret: str, side: str, instance: str, nonce: bytes) -> bytes:
@@ -290,36 +147,43 @@ class Audience:
         """Channels that are left, by instance."""
         self.failed: dict[str, str] = {}
         self.num_loaded = dict.fromkeys(channels, 0)
-        self.generation = dict.fromkeys(channels, 0)
-        """Group that each has said to come to (point_to_point)."""
         self.timeout_s = timeout_s
         self.heard = dict.fromkeys(channels, time.monotonic())
         """Time at which each has last said something, or was told of a bucket while it had nothing to do."""
         self._all = list(channels.values())
+        self._unsent = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Wakes who listens when there is something left to be sent."""
 
-    def tell(self, message: ControlMessage) -> None:
+    def tell(self, message: ControlMessage, content: memoryview | None = None) -> None:
+        """Send a message and the bytes that follow it to all. What a socket does not take at once is sent by
+        `listen`."""
         now = time.monotonic()
         for instance, channel in list(self.channels.items()):
             if isinstance(message, Coming) and self.num_loaded[instance] >= message.index:
                 self.heard[instance] = now  # it has had nothing to do so far
-            self.tell_one(instance, channel, message)
-
-    def tell_one(self, instance: str, channel: Channel, message: ControlMessage) -> None:
-        try:
-            channel.send(message, self.timeout_s)
-        except ConnectionEnded as error:
-            self.drop(instance, f"{instance} {error}")
+            try:
+                channel.post(message, content)
+            except ConnectionEnded as error:
+                self.drop(instance, f"{instance} {error}")
+            else:
+                if channel.has_unsent:
+                    os.eventfd_write(self._unsent, 1)
 
     def listen(self, timeout_s: float = TICK_S) -> None:
-        """Take what receivers say, at most so long."""
+        """Take what receivers say, and send what is left to be sent, at most so long."""
         poll = select.poll()
+        poll.register(self._unsent, select.POLLIN)
         by_fileno = {channel.fileno(): (instance, channel) for instance, channel in list(self.channels.items())}
-        for fileno in by_fileno:
-            poll.register(fileno, select.POLLIN)
+        for fileno, (_, channel) in by_fileno.items():
+            poll.register(fileno, select.POLLIN | select.POLLOUT if channel.has_unsent else select.POLLIN)
         for fileno, _ in poll.poll(timeout_s * 1000):
+            if fileno == self._unsent:
+                os.eventfd_read(self._unsent)
+                continue
             instance, channel = by_fileno[fileno]
             try:
-                for message in channel.read():
+                channel.flush()
+                while (message := channel.read()) is not None:
                     self._take(instance, message)
             except ConnectionEnded as error:
                 self.drop(instance, f"{instance} {error}")
@@ -329,8 +193,6 @@ class Audience:
         match message:
             case Loaded(index=index) if index == self.num_loaded[instance]:
                 self.num_loaded[instance] += 1
-            case Here(generation=generation):
-                self.generation[instance] = generation
             case UpdateEnded(reason=reason):
                 raise ConnectionEnded(f"failed: {reason}")
             case _:
@@ -361,10 +223,10 @@ class Audience:
 
     def close(self, reason: str) -> dict[str, str]:
         """Tell all that are left that they have everything, or drop them for this reason. Returns who failed."""
-        for instance, channel in list(self.channels.items()):
-            self.tell_one(instance, channel, UpdateEnded(reason) if reason else Through())
-            if reason:
-                self.drop(instance, f"{instance} has not got everything: {reason}")
+        self.tell(UpdateEnded(reason) if reason else Through())
+        for instance in list(self.channels) if reason else ():
+            self.drop(instance, f"{instance} has not got everything: {reason}")
         for channel in self._all:
             channel.close()
+        os.close(self._unsent)
         return self.failed

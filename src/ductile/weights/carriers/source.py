@@ -10,10 +10,7 @@ from threading import Event
 
 from ductile.messages.updates import WeightCarrier
 from ductile.weights.carriers.carrier import UpdateFailed
-from ductile.weights.carriers.control import (
-    HELLO_S,
-    NONCE_BYTES,
-    TICK_S,
+from ductile.weights.carriers.channel import (
     Challenge,
     Channel,
     ConnectionEnded,
@@ -21,9 +18,9 @@ from ductile.weights.carriers.control import (
     ReceiverHello,
     UpdateEnded,
     Welcome,
-    proof,
     ready,
 )
+from ductile.weights.carriers.control import HELLO_S, NONCE_BYTES, TICK_S, proof
 
 
 class Source:
@@ -32,30 +29,49 @@ class Source:
     def __init__(self, channel: Channel, sender: str, silence_s: float, stopped: Event) -> None:
         self._channel, self._sender = channel, sender
         self._silence_s, self._stopped = silence_s, stopped
-        self._messages: list[ControlMessage] = []
 
     def next(self, wait_s: float | None = None) -> ControlMessage | None:
         """Return the next message; None where none comes within `wait_s`. Raises `UpdateFailed` when the sender ends
         the update or its connection, or the update is stopped, and where `wait_s` is None when it is silent for too
         long."""
         deadline = time.monotonic() + (self._silence_s if wait_s is None else wait_s)
-        while not self._messages:
-            try:
-                self._messages = self._channel.read()
-            except ConnectionEnded as error:
-                raise UpdateFailed(f"{self._sender} {error}") from error
-            if self._stopped.is_set():
-                raise UpdateFailed("the update was stopped")
-            if not self._messages and (left_s := deadline - time.monotonic()) <= 0:
-                if wait_s is not None:
-                    return None
-                raise UpdateFailed(f"{self._sender} said nothing for {self._silence_s:g} s")
-            if not self._messages:
-                ready(self._channel, select.POLLIN, min(TICK_S, left_s))
-        message = self._messages.pop(0)
+        try:
+            while (message := self._channel.read()) is None:
+                if not self._waited(deadline):
+                    if wait_s is not None:
+                        return None
+                    raise UpdateFailed(f"{self._sender} said nothing for {self._silence_s:g} s")
+        except ConnectionEnded as error:
+            raise UpdateFailed(f"{self._sender} {error}") from error
+        self._refuse_stopped()
         if isinstance(message, UpdateEnded):
             raise UpdateFailed(f"{self._sender} has ended the update: {message.reason}")
         return message
+
+    def read_into(self, content: memoryview) -> None:
+        """Fill `content` with the bytes that come next. Raises `UpdateFailed` as `next` does."""
+        deadline = time.monotonic() + self._silence_s
+        try:
+            while content:
+                if size := self._channel.read_into(content):
+                    content = content[size:]
+                    deadline = time.monotonic() + self._silence_s
+                elif not self._waited(deadline):
+                    raise UpdateFailed(f"{self._sender} sent nothing for {self._silence_s:g} s")
+        except ConnectionEnded as error:
+            raise UpdateFailed(f"{self._sender} {error}") from error
+
+    def _waited(self, deadline: float) -> bool:
+        """Wait a while for something to read; False once the deadline is over. Raises `UpdateFailed` when the update is
+        stopped."""
+        left_s = deadline - time.monotonic()
+        ready(self._channel, select.POLLIN, min(TICK_S, left_s))
+        self._refuse_stopped()
+        return left_s > 0
+
+    def _refuse_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise UpdateFailed("the update was stopped")
 
     def say(self, message: ControlMessage) -> None:
         """Send a message to the sender. Raises `UpdateFailed`."""
