@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_placement import most_slots, num_nodes, placement_of
 from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.checks.scorer_findings import scorer_findings
 from ductile.config.checks.trainer_layout import layout_findings
@@ -28,13 +28,11 @@ def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Itera
     except PlacementError as error:
         yield from (Finding(keys, violation) for violation in error.violations)
         return
-    deployment = config.deployment
-    if deployment.type != "single_node":
-        return
     if not isinstance(config, RLConfig) and (placement.generate or placement.score):
         what = "gives slots to other roles than actor, and this command only trains. Write "
         yield Finding(keys, f'{what}{{"actor": "{compact(range(len(placement.train)))}"}}')
         return
+    deployment = config.deployment
     numbers = {
         "num_train_gpus": len(placement.train),
         "num_infer_gpus": len(placement.generate),
@@ -48,10 +46,12 @@ def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Itera
             )
     each = config.cluster.slots_per_device
     slots = "the slots" if each == 1 else f"for the {placement.num_slots} slots"
-    if placement.num_slots > deployment.gpus_per_node * each:
+    if placement.num_slots > most_slots(config):
+        fewest = -(-placement.num_slots // (each * num_nodes(config)))
+        on_each = "" if num_nodes(config) == 1 else f" on {num_nodes(config)} nodes"
         yield Finding(
             ("deployment.gpus_per_node", *keys),
-            f"must be at least {-(-placement.num_slots // each)}, {slots} that the placement uses",
+            f"must be at least {fewest}, {slots} that the placement uses{on_each}",
         )
     if isinstance(config, RLConfig):
         parallel, num_slots = config.inference.parallel, len(placement.generate)

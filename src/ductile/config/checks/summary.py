@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_placement import most_slots, placement_of
 from ductile.config.checks.asked_policy import policy_name
 from ductile.config.checks.asked_servers import servers_in_words
 from ductile.config.checks.on_disk import read_spec
@@ -293,8 +293,8 @@ def _other_layouts(config: TrainingConfig, num_train: int, rules: LayoutRules) -
     """Layouts that the trainer would have on other numbers of slots, where they are not all data parallelism alone; and
     the numbers on which it has none."""
     most = placement_of(config).num_slots
-    if config.deployment.type == "single_node" and not config.cluster.auto_scheduler:
-        most = max(most, config.deployment.gpus_per_node * config.cluster.slots_per_device)
+    if not config.cluster.auto_scheduler:
+        most = max(most, most_slots(config))
     shown = min(most, MOST_ROWS)
     allowed = dims_allowed(shown, rules)
     others = {number: dims for number, dims in allowed.items() if number != num_train}

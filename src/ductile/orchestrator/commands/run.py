@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import ROLES, LocalCluster
 from ductile.concurrency.deadline import Deadline
-from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_placement import most_slots, placement_of
 from ductile.config.checks.asked_policy import policy_name, replaced_roles
 from ductile.config.checks.trainer_layout import layout_rules
 from ductile.config.schema.inference import shared_block_tokens
@@ -271,8 +271,7 @@ async def _live(
         keeps_old=trainer_config.resize.memory == "shadow",
         patience_s=command_s,
     )
-    num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
-    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet, rules)
+    resizer = TrainerResizer(cluster, trainer, options, session.record, most_slots(config), fleet, rules)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(session, cluster, trainer, activity, resizer, policy, servers)
     with LossLog(cluster, resizer, session.record):
