@@ -72,20 +72,22 @@ def write_job(job: Job, config: SubmittedConfig, slurm: SlurmConfig, folder: Pat
     (folder / "slurm").mkdir(parents=True, exist_ok=True)
     if _makes_key(config) and not (key := folder / "slurm" / "server_key").exists():
         write_whole(key, f"{secrets.token_urlsafe(32)}\n", mode=0o600)
-    write_resolved(in_job(config, folder), resolved.parent, job.command, resolved.name)
+    write_resolved(in_job(job, config, folder), resolved.parent, job.command, resolved.name)
     write_whole(script, text)
     return script, resolved
 
 
-def in_job(config: SubmittedConfig, folder: Path) -> SubmittedConfig:
-    """Return the config that the job runs: it submits nothing. Servers listen on all addresses of their node, with a
-    key, unless the user has said otherwise."""
+def in_job(job: Job, config: SubmittedConfig, folder: Path) -> SubmittedConfig:
+    """Return the config that the job runs: it submits nothing, and every node joins. Servers listen on all addresses of
+    their node, with a key, unless the user has said otherwise."""
     changes: dict[str, object] = {"slurm": None, "output_dir": str(folder.absolute())}
     if isinstance(config, InferenceRunConfig):
         server = {} if "host" in config.server.model_fields_set else {"host": "0.0.0.0"}
         server |= {"api_key_var": KEY_VARIABLE} if _makes_key(config) else {}
         changes["deployment"] = SingleNodeServing(gpus_per_node=config.deployment.gpus_per_node)
         changes["server"] = config.server.model_copy(update=server)
+    elif job.kind == "multi_node":
+        changes["cluster"] = config.cluster.model_copy(update={"head_is_node": False})
     return config.model_copy(update=changes)
 
 
