@@ -1,5 +1,5 @@
-"""A real SLURM on this machine, for `make cluster-test`: a controller and two nodes without GPUs, from Debian's packages, as
-root. A partition `cluster` of 128 nodes of 8 GPUs exists on paper only, for `sbatch --test-only`.
+"""A real SLURM on this machine, for `make cluster-test`: a controller and two nodes without GPUs, from packages of
+Debian, as root. A partition `cluster` of 128 nodes of 8 GPUs exists on paper only, for `sbatch --test-only`.
 
 with SlurmCluster(folder) as slurm:
     slurm.wait(job)
@@ -81,7 +81,9 @@ class SlurmCluster:
         self.say("slurmctld", "-c")
         for node in ("n1", "n2"):
             self.say("slurmd", "-N", node)
-        self._until(START_S, "the nodes are idle", lambda: self.say("sinfo", "-h", "-p", "main", "-o", "%t %D") == "idle 2")
+        self._until(
+            START_S, "the nodes are idle", lambda: self.say("sinfo", "-h", "-p", "main", "-o", "%t %D") == "idle 2"
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

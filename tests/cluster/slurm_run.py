@@ -1,7 +1,8 @@
 """Runs by a real SLURM, as a user submits them: `make cluster-test`, some minutes on two cores.
 
-`ductile sft`, and `ductile rl` on-policy with a static placement, take the same steps on this machine and as jobs of two
-nodes: the same tokens, losses to 1e-5. A job whose time is nearly over saves, is queued again, and ends as the others.
+`ductile sft`, and `ductile rl` on-policy with a static placement, take the same steps on this machine and as jobs of
+two nodes: the same tokens, losses to 1e-5. A job whose time is nearly over saves, is queued again, and ends as the
+others.
 """
 
 import json
@@ -84,7 +85,10 @@ def base(tmp_path: Path, model: Path) -> Path:
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{n}+1=", "completion": str(n + 1) * (1 + n % 6)} for n in range(96)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts = {"rl.toml": RL.format(model=model, steps=STEPS), "sft.toml": SFT.format(model=model, data=data, steps=STEPS)}
+    texts = {
+        "rl.toml": RL.format(model=model, steps=STEPS),
+        "sft.toml": SFT.format(model=model, data=data, steps=STEPS),
+    }
     texts["slurm.toml"] = SLURM.format(path=os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
     texts |= {f"nodes.{command}.toml": text for command, text in NODES.items()}
     texts |= {f"here.{command}.toml": text for command, text in HERE.items()}

@@ -146,7 +146,12 @@ def test_attempts_are_numbered_and_go_on_from_the_last_checkpoint() -> None:
     assert run()[0] == 0
     config = "rl @ <here>/out/configs/rl.toml"
     assert [call for call in calls() if call.startswith("rl")] == [f"{config} --clean"] * 2 + [f"{config} --resume"]
-    assert sorted(path.name for path in Path("out/slurm").iterdir()) == ["attempt_0", "attempt_1", "attempt_2", "latest"]
+    assert sorted(path.name for path in Path("out/slurm").iterdir()) == [
+        "attempt_0",
+        "attempt_1",
+        "attempt_2",
+        "latest",
+    ]
     assert Path("out/slurm/latest").resolve().name == "attempt_2"
 
 
@@ -204,7 +209,9 @@ def test_a_script_of_the_user_s_own_is_not_replaced(capsys: pytest.CaptureFixtur
     assert Path("out/rl.sbatch").read_text() == "#!/bin/bash\necho mine\n"
 
 
-def test_without_sbatch_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_sbatch_the_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert main(["sft", "@", "sft.toml", "@", "one.toml", "--output-dir", "out"]) == 2
     assert "there is no sbatch here: submit from a login node" in capsys.readouterr().err

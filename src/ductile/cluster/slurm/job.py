@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Literal
 
 from ductile.config.checks.asked_placement import num_nodes, placement_of
-from ductile.config.schema.cluster import MultiNodeDeployment, MultiNodeServing, SlurmConfig
+from ductile.config.schema.cluster import DisaggregatedServing, MultiNodeDeployment, MultiNodeServing, SlurmConfig
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig
 from ductile.core.instances.node_devices import DeviceUse, device_uses, visible_devices
 from ductile.core.instances.placement import many, slots_of
@@ -58,11 +58,11 @@ class Job:
             yield f"{'orchestrator':<14}on node {self.first_rank}, the first of the job's"
 
     def _line(self, roles: Sequence[str], uses: Sequence[DeviceUse]) -> str:
-        does = "serve" if self.kind == "servers" else " and ".join(roles)
+        does = " and ".join(roles)
         devices = list(dict.fromkeys(use.device for use in uses))
         on = f" on GPU{'' if len(devices) == 1 else 's'} {_names(devices)}" if self.gpus_per_node else ""
         if self.kind == "servers":
-            return f"{does}{on}"
+            return f"{many(len(devices), 'server')} a node{on}"
         slots = slots_of([slot for use in uses for slot in use.slots])
         return f"{slots} {does}{'s' if slots.startswith('slot ') else ''}{on}"
 
@@ -74,8 +74,9 @@ def job_of(command: str, config: SubmittedConfig) -> Job:
     nodes, is_whole = num_nodes(config), True
     if isinstance(config, InferenceRunConfig):
         kind = "servers"
-        num_gpus = deployment.gpus_per_node if isinstance(deployment, MultiNodeServing) else 1
-        uses = [DeviceUse(node, "0", (0,), ("generate",)) for node in range(nodes)]
+        num_gpus = deployment.gpus_per_node if isinstance(deployment, MultiNodeServing) else _num_servers(config)
+        devices = visible_devices(_num_servers(config))
+        uses = [DeviceUse(node, device, (), ("generate",)) for node in range(nodes) for device in devices]
     else:
         kind = "single_node" if nodes == 1 else "multi_node"
         num_gpus = deployment.gpus_per_node if nodes > 1 else -(-placement.num_slots // each)
@@ -93,7 +94,17 @@ def told(command: str, config: SubmittedConfig) -> str:
     """Return what `ductile check` says of the job, after all else."""
     assert config.slurm is not None
     job = job_of(command, config)
-    return "\n".join(["", f"  It is submitted to SLURM, as {in_words(job, config.slurm)}:", *(f"    {line}" for line in job.table())])
+    return "\n".join(
+        ["", f"  It is submitted to SLURM, as {in_words(job, config.slurm)}:", *(f"    {line}" for line in job.table())]
+    )
+
+
+def _num_servers(config: InferenceRunConfig) -> int:
+    """Return the servers of a node, each of which has a GPU of its own."""
+    deployment = config.deployment
+    if isinstance(deployment, DisaggregatedServing):
+        return deployment.num_prefill_replicas + deployment.num_decode_replicas
+    return config.parallel.dp or 1
 
 
 def in_words(job: Job, slurm: SlurmConfig) -> str:

@@ -27,7 +27,7 @@ def render(template: Path, values: Mapping[str, object]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 -- the result is a shell script: values go through `quote`
+        autoescape=False,  # the result is a shell script: values go through `quote`
     )
     environment.filters |= {"quote": lambda value: shlex.quote(str(value)), "directive": directive}
     try:

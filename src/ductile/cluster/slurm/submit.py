@@ -18,7 +18,7 @@ from ductile.cluster.slurm.script import MARK, SUFFIX, TEMPLATES, BadTemplate, r
 from ductile.config.checks.written import RESOLVED
 from ductile.config.reading.command_line import pasteable
 from ductile.config.reading.dump import write_resolved
-from ductile.config.schema.cluster import SingleNodeServing, SlurmConfig
+from ductile.config.schema.cluster import MultiNodeServing, ServingDeploymentConfig, SingleNodeServing, SlurmConfig
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig
 from ductile.disk import write_whole
 
@@ -84,7 +84,7 @@ def in_job(job: Job, config: SubmittedConfig, folder: Path) -> SubmittedConfig:
     if isinstance(config, InferenceRunConfig):
         server = {} if "host" in config.server.model_fields_set else {"host": "0.0.0.0"}
         server |= {"api_key_var": KEY_VARIABLE} if _makes_key(config) else {}
-        changes["deployment"] = SingleNodeServing(gpus_per_node=config.deployment.gpus_per_node)
+        changes["deployment"] = _on_each_node(config.deployment)
         changes["server"] = config.server.model_copy(update=server)
     elif job.kind == "multi_node":
         changes["cluster"] = config.cluster.model_copy(update={"head_is_node": False})
@@ -132,6 +132,16 @@ def first_flags(config: SubmittedConfig) -> Sequence[str]:
     return ["--clean"] if config.clean else []
 
 
+def _on_each_node(deployment: ServingDeploymentConfig) -> ServingDeploymentConfig:
+    """Return the deployment that each node of a job has."""
+    if not isinstance(deployment, MultiNodeServing):
+        return deployment
+    given = {
+        name: getattr(deployment, name) for name in deployment.model_fields_set & SingleNodeServing.model_fields.keys()
+    }
+    return SingleNodeServing(**given | {"type": "single_node"})
+
+
 def _makes_key(config: SubmittedConfig) -> bool:
     return isinstance(config, InferenceRunConfig) and config.server.api_key_var is None
 
@@ -139,7 +149,9 @@ def _makes_key(config: SubmittedConfig) -> bool:
 def _require_own(file: Path, begins: str) -> None:
     """Raises NotSubmitted where a file that is to be replaced is the user's own."""
     if file.is_file() and begins not in "\n".join(file.read_text("utf-8", "replace").splitlines()[:2]):
-        raise NotSubmitted(f"{file} would be replaced, and was not written by ductile: move it, or give another output_dir")
+        raise NotSubmitted(
+            f"{file} would be replaced, and was not written by ductile: move it, or give another output_dir"
+        )
 
 
 def _sbatch(script: Path) -> str:
@@ -151,7 +163,8 @@ def _sbatch(script: Path) -> str:
             "Without [slurm] (--no-slurm) the command runs on this machine"
         )
     try:
-        done = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True, timeout=SUBMIT_S)
+        words = [sbatch, "--parsable", str(script)]
+        done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=SUBMIT_S)
     except subprocess.TimeoutExpired as error:
         raise NotSubmitted(f"sbatch did not take {script} within {SUBMIT_S:g} s") from error
     if done.returncode:

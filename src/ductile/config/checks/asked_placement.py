@@ -3,7 +3,6 @@
 from typing import cast
 
 from ductile.config.schema.cluster import (
-    DisaggregatedServing,
     MultiNodeDeployment,
     MultiNodeServing,
     MultiNodeTrainDeployment,
@@ -40,7 +39,9 @@ def placement_of(config: Section) -> Placement:
     if isinstance(config, SFTConfig | TrainerRunConfig):
         entries = cast("dict[str, SlotsGiven] | None", config.cluster.component_placement)
         deployment = config.deployment
-        num_train = deployment.num_gpus if deployment.type == "single_node" else num_nodes(config) * slots_per_node(config)
+        num_train = (
+            deployment.num_gpus if deployment.type == "single_node" else num_nodes(config) * slots_per_node(config)
+        )
         return place(entries, num_train=num_train, num_generate=0, needs=("train",))
     if isinstance(config, InferenceRunConfig):
         return Placement((), (0,), (), "a server is one process on one device")
@@ -55,8 +56,6 @@ def num_nodes(config: SlotsConfig | InferenceRunConfig) -> int:
             return deployment.num_infer_nodes + deployment.num_train_nodes
         case MultiNodeTrainDeployment() | MultiNodeServing():
             return deployment.num_nodes
-        case DisaggregatedServing():
-            return deployment.num_prefill_nodes + deployment.num_decode_nodes
         case _:
             return config.cluster.num_nodes
 

@@ -9,7 +9,6 @@ from ductile.config.checks.asked_placement import num_nodes, placement_of, slots
 from ductile.config.checks.written import named_files
 from ductile.config.finding import Finding
 from ductile.config.schema.cluster import (
-    DisaggregatedServing,
     MultiNodeDeployment,
     MultiNodeServing,
     MultiNodeTrainDeployment,
@@ -92,7 +91,7 @@ def _placed(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding
 
 def _servers(config: InferenceRunConfig) -> Iterator[Finding]:
     deployment, parallel = config.deployment, config.parallel
-    if not isinstance(deployment, MultiNodeServing | DisaggregatedServing):
+    if not isinstance(deployment, MultiNodeServing):
         return
     if config.slurm is None:
         what = (

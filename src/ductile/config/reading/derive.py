@@ -141,7 +141,10 @@ def _nodes(config: SlotsConfig) -> Iterator[Derived]:
         return
     if "num_nodes" not in config.cluster.model_fields_set:
         yield Derived(("cluster", "num_nodes"), num_nodes(config), "the nodes of the deployment")
-    per_group, model = deployment.nodes_per_fsdp_group, config.trainer.model if isinstance(config, RLConfig) else config.model
+    per_group, model = (
+        deployment.nodes_per_fsdp_group,
+        config.trainer.model if isinstance(config, RLConfig) else config.model,
+    )
     num_train = deployment.num_train_nodes if isinstance(deployment, MultiNodeDeployment) else deployment.num_nodes
     if per_group and num_train % per_group == 0 and "dp_replicate" not in model.model_fields_set:
         path = ("trainer", "model", "dp_replicate") if isinstance(config, RLConfig) else ("model", "dp_replicate")

@@ -8,7 +8,8 @@ from ductile.config.schema.section import FilePath, ImportPath, NotBuilt, Sectio
 
 
 class ClusterConfig(Section):
-    num_nodes: Annotated[int, NotBuilt("several nodes")] = Field(default=1, ge=1)
+    num_nodes: int = Field(default=1, ge=1)
+    head_is_node: bool = True
     component_placement: dict[str, str | int | list[str | int]] | None = None
     """Roles to slots: `{actor: 0, rollout: 1-2, inference: 3}`. Lists, ranges, `all`, comma-joined roles. The roles'
     names are `actor` (train), `rollout` (generate), `inference` (score)."""
@@ -136,14 +137,11 @@ class LlmdRouter(Section):
 RouterConfig = Annotated[VllmRouter | LlmdRouter, Field(discriminator="type")]
 
 
-_ROUTER = NotBuilt("a router before several servers")
-
-
 class SingleNodeServing(Section):
     type: Literal["single_node"] = "single_node"
     gpus_per_node: int = Field(default=8, ge=1)
-    backend_port: Annotated[int, _ROUTER] = Field(default=8100, ge=0, le=65535)
-    router: Annotated[RouterConfig | None, _ROUTER] = None
+    backend_port: Annotated[int, NotBuilt("a router before several servers")] = Field(default=8100, ge=0, le=65535)
+    router: Annotated[RouterConfig | None, NotBuilt("a router before several servers")] = None
 
 
 class MultiNodeServing(Section):
@@ -152,8 +150,8 @@ class MultiNodeServing(Section):
     type: Literal["multi_node"]
     num_nodes: int = Field(default=2, ge=1)
     gpus_per_node: int = Field(default=8, ge=1)
-    backend_port: Annotated[int, _ROUTER] = Field(default=8100, ge=0, le=65535)
-    router: Annotated[RouterConfig | None, _ROUTER] = None
+    backend_port: Annotated[int, NotBuilt("a router before several servers")] = Field(default=8100, ge=0, le=65535)
+    router: Annotated[RouterConfig | None, NotBuilt("a router before several servers")] = None
 
 
 class DisaggregatedServing(Section):
