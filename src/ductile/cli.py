@@ -156,9 +156,9 @@ def _check(words: list[str]) -> int:
         return BAD_CONFIG
     print(summary(parsed, command.name, found.resumes, found.about.sentence, found.about.first))
     if _is_submitted(parsed.config):
-        from ductile.cluster.slurm.job import told
+        from ductile.cluster.slurm.job import job_report
 
-        print(told(command.name, parsed.config))
+        print(job_report(command.name, parsed.config))
     return 0
 
 

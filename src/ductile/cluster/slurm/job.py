@@ -90,7 +90,7 @@ def job_of(command: str, config: SubmittedConfig) -> Job:
     return Job(command, kind, nodes, num_gpus if on_gpu else 0, is_whole, first_rank, uses)
 
 
-def told(command: str, config: SubmittedConfig) -> str:
+def job_report(command: str, config: SubmittedConfig) -> str:
     """Return what `ductile check` says of the job, after all else."""
     assert config.slurm is not None
     job = job_of(command, config)

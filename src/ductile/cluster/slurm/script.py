@@ -1,10 +1,12 @@
 """Scripts for sbatch, rendered by Jinja2: the templates that come with ductile, or one of the user's own."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateSyntaxError
+from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateError, TemplateSyntaxError
+
+from ductile.user_files import NotText, read_text
 
 TEMPLATES = Path(__file__).with_name("templates")
 MARK = "# Rendered by ductile from "
@@ -22,7 +24,7 @@ def render(template: Path, values: Mapping[str, object]) -> str:
     Raises BadTemplate.
     """
     environment = Environment(
-        loader=ChoiceLoader([FileSystemLoader(template.parent), FileSystemLoader(TEMPLATES)]),
+        loader=FunctionLoader(lambda name: _text_of(name, (template.parent, TEMPLATES))),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -33,13 +35,19 @@ def render(template: Path, values: Mapping[str, object]) -> str:
     try:
         text = environment.get_template(template.name).render(values)
     except TemplateSyntaxError as error:
-        raise BadTemplate(f"{error.filename or template}, line {error.lineno}: {error.message}") from error
+        raise BadTemplate(f"{error.name or template}, line {error.lineno}: {error.message}") from error
     except TemplateError as error:
         raise BadTemplate(f"{template}: {error.message}") from error
+    except NotText as error:
+        raise BadTemplate(str(error)) from error
     first, _, rest = text.partition("\n")
     if not first.startswith("#!"):
         raise BadTemplate(f"{template}: the first line of a script must be #!/bin/bash, and is {first!r}")
     return f"{first}\n{MARK}{template.name}, and written anew by each launch.\n{rest}"
+
+
+def _text_of(name: str, folders: Sequence[Path]) -> str | None:
+    return next((read_text(folder / name) for folder in folders if (folder / name).is_file()), None)
 
 
 def directive(value: object) -> str:

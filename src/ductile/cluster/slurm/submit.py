@@ -21,6 +21,7 @@ from ductile.config.reading.dump import write_resolved
 from ductile.config.schema.cluster import MultiNodeServing, ServingDeploymentConfig, SingleNodeServing, SlurmConfig
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig
 from ductile.disk import write_whole
+from ductile.user_files import NotText, read_text
 
 DONE, NOT_SUBMITTED = 0, 2
 SUBMIT_S = 120.0
@@ -148,7 +149,11 @@ def _makes_key(config: SubmittedConfig) -> bool:
 
 def _require_own(file: Path, begins: str) -> None:
     """Raises NotSubmitted where a file that is to be replaced is the user's own."""
-    if file.is_file() and begins not in "\n".join(file.read_text("utf-8", "replace").splitlines()[:2]):
+    try:
+        is_own = not file.exists() or any(line.startswith(begins) for line in read_text(file).splitlines()[:2])
+    except NotText:
+        is_own = False
+    if not is_own:
         raise NotSubmitted(
             f"{file} would be replaced, and was not written by ductile: move it, or give another output_dir"
         )

@@ -50,8 +50,8 @@ def _nodes(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]
     per_group = deployment.nodes_per_fsdp_group
     model, root = (config.trainer.model, "trainer.") if isinstance(config, RLConfig) else (config.model, "")
     if per_group is not None and num_train % per_group:
-        divisors = [str(size) for size in range(1, num_train + 1) if num_train % size == 0]
-        what = f"must divide the {many(num_train, 'node')} that train: write {_either(divisors)}"
+        sizes = [str(size) for size in range(1, num_train + 1) if num_train % size == 0]
+        what = f"must divide the {many(num_train, 'node')} that train: write {_either(sizes)}"
         yield Finding(("deployment.nodes_per_fsdp_group",), what)
     elif per_group is not None and model.dp_replicate != num_train // per_group:
         what = (
@@ -64,8 +64,8 @@ def _nodes(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]
 
 
 def _generating(deployment: MultiNodeDeployment) -> Iterator[Finding]:
-    num_infer, replicas = deployment.num_infer_nodes, deployment.num_infer_replicas
-    if num_infer and num_infer % replicas:
+    num_infer = deployment.num_infer_nodes
+    if num_infer and num_infer % deployment.num_infer_replicas:
         what = f"must divide deployment.num_infer_nodes ({num_infer})"
         yield Finding(("deployment.num_infer_replicas", "deployment.num_infer_nodes"), what)
     if deployment.orchestrator_on_inference and not num_infer:

@@ -135,21 +135,19 @@ def follow_nodes(config: S) -> tuple[S, tuple[str, ...]]:
 
 
 def _nodes(config: SlotsConfig) -> Iterator[Derived]:
-    """Yield how many nodes the run has, and the copies of the model on them, where the deployment says it."""
-    deployment = config.deployment
-    if deployment.type == "single_node":
-        return
-    if "num_nodes" not in config.cluster.model_fields_set:
+    """Yield how many nodes the run has, and the copies of the model on them, as the deployment says it."""
+    deployment, of_rl = config.deployment, isinstance(config, RLConfig)
+    model = config.trainer.model if of_rl else config.model
+    if _is_unset(config.cluster, "num_nodes"):
         yield Derived(("cluster", "num_nodes"), num_nodes(config), "the nodes of the deployment")
-    per_group, model = (
-        deployment.nodes_per_fsdp_group,
-        config.trainer.model if isinstance(config, RLConfig) else config.model,
-    )
-    num_train = deployment.num_train_nodes if isinstance(deployment, MultiNodeDeployment) else deployment.num_nodes
-    if per_group and num_train % per_group == 0 and "dp_replicate" not in model.model_fields_set:
-        path = ("trainer", "model", "dp_replicate") if isinstance(config, RLConfig) else ("model", "dp_replicate")
+    if not _is_unset(model, "dp_replicate"):
+        return
+    path, copies, why = ("trainer", "model", "dp_replicate") if of_rl else ("model", "dp_replicate"), 1, ""
+    if deployment.type == "multi_node" and (per_group := deployment.nodes_per_fsdp_group):
+        num_train = deployment.num_train_nodes if isinstance(deployment, MultiNodeDeployment) else deployment.num_nodes
         why = f"deployment.nodes_per_fsdp_group, {per_group} of {num_train} train nodes for one copy"
-        yield Derived(path, num_train // per_group, why)
+        copies = num_train // per_group if num_train % per_group == 0 else 1
+    yield Derived(path, copies, why)
 
 
 def _is_unset(section: Section, name: str) -> bool:

@@ -8,8 +8,7 @@ from ductile.config.schema.section import FilePath, ImportPath, NotBuilt, Sectio
 
 
 class ClusterConfig(Section):
-    num_nodes: int = Field(default=1, ge=1)
-    head_is_node: bool = True
+    num_nodes: Annotated[int, NotBuilt("several nodes")] = Field(default=1, ge=1)
     component_placement: dict[str, str | int | list[str | int]] | None = None
     """Roles to slots: `{actor: 0, rollout: 1-2, inference: 3}`. Lists, ranges, `all`, comma-joined roles. The roles'
     names are `actor` (train), `rollout` (generate), `inference` (score)."""
@@ -176,7 +175,7 @@ ServingDeploymentConfig = Annotated[
 
 
 class SlurmConfig(Section):
-    """With this table a command does not run here: it writes a script for `sbatch`, and submits it (docs/slurm.md)."""
+    """A job of SLURM: the command writes a script for `sbatch`, submits it, and runs there (docs/slurm.md)."""
 
     job_name: str = Field(default="ductile", min_length=1)
     project_dir: FilePath = "."
