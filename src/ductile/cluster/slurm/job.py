@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from ductile.config.checks.asked_placement import num_nodes, placement_of
+from ductile.config.checks.asked_placement import num_nodes, placement_of, slots_per_node_of
 from ductile.config.schema.cluster import DisaggregatedServing, MultiNodeDeployment, MultiNodeServing, SlurmConfig
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig
 from ductile.core.instances.node_devices import DeviceUse, device_uses, visible_devices
@@ -80,8 +80,9 @@ def job_of(command: str, config: SubmittedConfig) -> Job:
     else:
         kind = "single_node" if nodes == 1 else "multi_node"
         num_gpus = deployment.gpus_per_node if nodes > 1 else -(-placement.num_slots // each)
-        devices = visible_devices(deployment.gpus_per_node)
-        uses = device_uses(placement, devices, nodes, each)
+        per_node = slots_per_node_of(config, placement)
+        devices = visible_devices(per_node.on_gpus // each if on_gpu or nodes == 1 else per_node.on_cpus)
+        uses = device_uses(placement, devices, nodes, each if on_gpu else 1)
     if on_gpu and nodes == 1:
         is_whole = num_gpus >= deployment.gpus_per_node
     first_rank = 0

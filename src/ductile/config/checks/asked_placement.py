@@ -1,18 +1,21 @@
 """The placement that a config asks for: `core.instances.placement` for each command."""
 
-from typing import cast
-
 from ductile.config.schema.cluster import (
+    GroupPlacement,
     MultiNodeDeployment,
     MultiNodeServing,
     MultiNodeTrainDeployment,
+    SingleNodeDeployment,
 )
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 from ductile.config.schema.trainer import needs_reference
+from ductile.core.instances.node_groups import InGroup, groups_of_nodes, without_groups
+from ductile.core.instances.node_slots import SlotsPerNode, slots_per_node
 from ductile.core.instances.placement import Placement, Role, SlotsGiven, place
 
 SlotsConfig = RLConfig | SFTConfig | TrainerRunConfig
+"""Configs of the commands that start slots."""
 
 
 def placement_of(config: Section) -> Placement:
@@ -22,27 +25,19 @@ def placement_of(config: Section) -> Placement:
     says why the placement cannot be and what to write instead.
     """
     if isinstance(config, RLConfig):
-        entries = cast("dict[str, SlotsGiven] | None", config.cluster.component_placement)
-        deployment = config.deployment
         has_servers = config.orchestrator.client.base_url is not None or config.inference.registry is not None
         needs: list[Role] = ["train"]
         if not has_servers:
             needs.append("generate")
         if needs_reference(config.trainer.loss):
             needs.append("score")
-        if deployment.type == "single_node":
-            num_train, num_generate = deployment.num_train_gpus, deployment.num_infer_gpus
-        else:
-            each = slots_per_node(config)
-            num_train, num_generate = deployment.num_train_nodes * each, deployment.num_infer_nodes * each
-        return place(entries, num_train=num_train, num_generate=num_generate, needs=needs)
-    if isinstance(config, SFTConfig | TrainerRunConfig):
-        entries = cast("dict[str, SlotsGiven] | None", config.cluster.component_placement)
-        deployment = config.deployment
-        num_train = (
-            deployment.num_gpus if deployment.type == "single_node" else num_nodes(config) * slots_per_node(config)
+        num_train, num_generate = _counted(config)
+        return place(
+            _entries(config), num_train=num_train, num_generate=num_generate, needs=needs, num_all=_num_all(config)
         )
-        return place(entries, num_train=num_train, num_generate=0, needs=("train",))
+    if isinstance(config, SFTConfig | TrainerRunConfig):
+        num_train, _ = _counted(config)
+        return place(_entries(config), num_train=num_train, num_generate=0, needs=("train",), num_all=_num_all(config))
     if isinstance(config, InferenceRunConfig):
         return Placement((), (0,), (), "a server is one process on one device")
     return Placement((), (), (), "this command has no slots of its own")
@@ -60,11 +55,62 @@ def num_nodes(config: SlotsConfig | InferenceRunConfig) -> int:
             return config.cluster.num_nodes
 
 
-def slots_per_node(config: SlotsConfig) -> int:
-    """Return the slots that a node has room for."""
+def most_slots(config: SlotsConfig) -> int:
+    """Return the slots that a run has room for on all the nodes that it may come to have."""
+    return _each_has(config) * (config.cluster.max_nodes or num_nodes(config))
+
+
+def slots_per_node_of(config: SlotsConfig, placement: Placement) -> SlotsPerNode:
+    """Return how many slots each node of a run has."""
+    shared_out = not _is_given(config)
+    return slots_per_node(_each_has(config), placement.num_slots, num_nodes(config), shared_out=shared_out)
+
+
+def _counted(config: SlotsConfig) -> tuple[int, int]:
+    """Return how many slots train and how many generate, by the deployment numbers."""
+    match config.deployment:
+        case MultiNodeDeployment() as deployment:
+            return deployment.num_train_nodes * _each_has(config), deployment.num_infer_nodes * _each_has(config)
+        case MultiNodeTrainDeployment() as deployment:
+            return deployment.num_nodes * _each_has(config), 0
+        case SingleNodeDeployment() as deployment:
+            return deployment.num_train_gpus, deployment.num_infer_gpus
+        case deployment:
+            return deployment.num_gpus, 0
+
+
+def _each_has(config: SlotsConfig) -> int:
     return config.deployment.gpus_per_node * config.cluster.slots_per_device
 
 
-def most_slots(config: SlotsConfig) -> int:
-    """Return the slots that all nodes have room for."""
-    return num_nodes(config) * slots_per_node(config)
+def _is_given(config: SlotsConfig) -> bool:
+    """Whether the config says how many slots a node has also on CPUs."""
+    deployment = config.deployment
+    counted = deployment.type == "multi_node" or "gpus_per_node" in deployment.model_fields_set
+    return counted or bool(config.cluster.node_groups)
+
+
+def _num_all(config: SlotsConfig) -> int | None:
+    """Return how many slots all nodes have, where there are several and that is known."""
+    if num_nodes(config) == 1 or (config.cluster.device == "cpu" and not _is_given(config)):
+        return None
+    return num_nodes(config) * _each_has(config)
+
+
+def _entries(config: SlotsConfig) -> dict[str, SlotsGiven] | None:
+    """Return `cluster.component_placement` with slots of the whole run. Raises PlacementError."""
+    cluster = config.cluster
+    groups = [(group.label, group.node_ranks) for group in cluster.node_groups or ()]
+    nodes = groups_of_nodes(groups, num_nodes(config))
+    if cluster.component_placement is None:
+        return None
+    entries = {
+        names: InGroup(_labels(entry.node_group), entry.placement) if isinstance(entry, GroupPlacement) else entry
+        for names, entry in cluster.component_placement.items()
+    }
+    return without_groups(entries, nodes, _each_has(config))
+
+
+def _labels(given: str | list[str]) -> tuple[str, ...]:
+    labels = given.split(",") if isinstance(given, str) else given
+    return tuple(label.strip() for label in labels)

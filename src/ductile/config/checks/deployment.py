@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from ductile.config.checks.asked_placement import num_nodes, placement_of, slots_per_node
+from ductile.config.checks.asked_placement import num_nodes
 from ductile.config.checks.written import named_files
 from ductile.config.finding import Finding
 from ductile.config.schema.cluster import (
@@ -17,7 +17,7 @@ from ductile.config.schema.cluster import (
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.secrets import SECRETS
 from ductile.config.schema.section import Section
-from ductile.core.instances.placement import PlacementError, many
+from ductile.core.instances.placement import many
 
 TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}|(?i:infinite|unlimited))")
 """Time limits as `sbatch --time` reads them."""
@@ -59,8 +59,6 @@ def _nodes(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]
             f"{num_train // per_group} copies of the model. Leave one of them out"
         )
         yield Finding((f"{root}model.dp_replicate", "deployment.nodes_per_fsdp_group"), what)
-    if cluster.component_placement is not None:
-        yield from _placed(config)
 
 
 def _generating(deployment: MultiNodeDeployment) -> Iterator[Finding]:
@@ -71,22 +69,6 @@ def _generating(deployment: MultiNodeDeployment) -> Iterator[Finding]:
     if deployment.orchestrator_on_inference and not num_infer:
         what = "has no node that generates to run on: deployment.num_infer_nodes is 0. Leave it out"
         yield Finding(("deployment.orchestrator_on_inference", "deployment.num_infer_nodes"), what)
-
-
-def _placed(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]:
-    """Every node has slots with something to do."""
-    try:
-        num_slots = placement_of(config).num_slots
-    except PlacementError:
-        return  # told already
-    needed = -(-num_slots // slots_per_node(config))
-    if needed < num_nodes(config):
-        what = (
-            f"uses {many(num_slots, 'slot')}, which {many(needed, 'node')} of {slots_per_node(config)} "
-            f"{'has' if needed == 1 else 'have'}, and the deployment has {num_nodes(config)}: give the other slots "
-            "something to do, or leave their nodes out"
-        )
-        yield Finding(("cluster.component_placement", "deployment"), what)
 
 
 def _servers(config: InferenceRunConfig) -> Iterator[Finding]:

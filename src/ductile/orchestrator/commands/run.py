@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from rich.console import RenderableType
 
 from ductile.cluster.cluster import Cluster
-from ductile.cluster.local import ROLES, LocalCluster
+from ductile.cluster.local import ROLES
+from ductile.cluster.make_cluster import make_cluster
 from ductile.concurrency.deadline import Deadline
-from ductile.config.checks.asked_placement import most_slots, placement_of
+from ductile.config.checks.asked_placement import SlotsConfig, most_slots, placement_of, slots_per_node_of
 from ductile.config.checks.asked_policy import policy_name, replaced_roles
 from ductile.config.checks.trainer_layout import layout_rules
 from ductile.config.schema.inference import shared_block_tokens
@@ -58,8 +59,6 @@ from ductile.orchestrator.ending.run_until import SlotDied, Stopped, first_of, r
 from ductile.orchestrator.ending.supervise import Session, supervise
 from ductile.transport.deadlines import Deadlines
 
-SlotsConfig = RLConfig | SFTConfig | TrainerRunConfig
-"""Configs of the commands that start slots."""
 START_CANCEL_S = 8.0
 """A start that is interrupted has processes to stop before it returns."""
 
@@ -194,10 +193,8 @@ async def _slots(
     A benchmark measures the devices before the roles are taken (models leave little room to measure in, and what
     measuring takes is none of the run's memory), and asks for the memory that was used when all is done.
     """
-    cluster, bench = (
-        LocalCluster(placement.slots, config.cluster, session.logs, _roles(config, placement)),
-        session.bench,
-    )
+    roles, per_node, bench = _roles(config, placement), slots_per_node_of(config, placement), session.bench
+    cluster = make_cluster(placement.slots, config.cluster, session.folder, roles, per_node, session.record.event)
     try:
         activity = await _start(cluster, placement, session)
         if bench:
