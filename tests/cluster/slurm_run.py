@@ -179,10 +179,16 @@ def test_a_job_whose_time_is_over_is_queued_again_and_goes_on(slurm: SlurmCluste
 def test_the_run_of_a_job_is_asked_from_the_login_node(slurm: SlurmCluster, base: Path) -> None:
     job = submit(slurm, base, "sft", "job", "--max-steps", "100000")
     run, until = base / "job", time.monotonic() + RUN_S
-    while not (run / "metrics.jsonl").exists():
+    while not (run / "metrics.jsonl").exists() or not losses(run):
         assert time.monotonic() < until, logs_of(run)
         time.sleep(0.05)
     assert "train" in ductile(slurm, base, "status", "job")
+    program = "import sys\nfrom pathlib import Path\nfrom ductile.cluster.slurm.login import run_in_job\n"
+    program += 'sys.exit(run_in_job(Path("job"), ["status", "job"]))'  # as where the login node is another machine
+    words = [sys.executable, "-c", program]
+    there = subprocess.run(words, cwd=base, env=slurm.environment, capture_output=True, text=True, timeout=RUN_S)
+    assert there.returncode == 0, there.stderr
+    assert "train" in there.stdout
     slurm.say("scancel", job)
     slurm.wait_until(job, ("CANCELLED",))
 

@@ -2,6 +2,7 @@
 machine what SLURM does on a cluster (`make cluster-test` has a real one), and so is the program that the script starts.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -85,6 +86,7 @@ def job(behaviour: str = "works") -> Iterator[subprocess.Popen[str]]:
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "node[1-3]",
         "SLURM_JOB_NUM_NODES": "3",
+        "SLURMD_NODENAME": "node1",
     }
     process = subprocess.Popen(
         ["bash", "out/rl.sbatch"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -123,7 +125,7 @@ def test_the_orchestrator_runs_on_the_first_node_and_each_node_joins() -> None:
     assert "attempt 0: every node sees" in said
     assert "attempt 0: rl ended with exit status 0" in said
     assert sorted(path.name for path in Path("out/slurm/latest").iterdir()) == [
-        *("canary", "node_0.log", "node_1.log", "node_2.log", "orchestrator.log"),
+        *("canary", "job", "node_0.log", "node_1.log", "node_2.log", "orchestrator.log"),
     ]
 
 
@@ -215,6 +217,20 @@ def test_without_sbatch_the_command_says_so(
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert main(["sft", "@", "sft.toml", "@", "one.toml", "--output-dir", "out"]) == 2
     assert "there is no sbatch here: submit from a login node" in capsys.readouterr().err
+
+
+def test_a_run_on_another_machine_is_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"version": 1, "machine": "node1", "pid": 1, "started": "", "host": "127.0.0.1", "port": 1, "token": "t"}
+    Path("out/slurm/latest").mkdir(parents=True)
+    Path("out/control.json").write_text(json.dumps(known))
+    Path("bin/srun").write_text('#!/bin/bash\necho "$*" > asked\nexit 7\n')
+    monkeypatch.setenv("PATH", f"{Path.cwd() / 'bin'}:{os.environ['PATH']}")
+    assert main(["status", "out"]) == 2  # it is in no job
+    Path("out/slurm/latest/job").write_text("71 node1\n")
+    assert main(["resize", "out", "--train", "0-1"]) == 7
+    said = Path("asked").read_text()
+    assert said.startswith("--jobid=71 --nodelist=node1 --overlap --nodes=1 --ntasks=1 ")
+    assert said.endswith(" -m ductile resize out --train 0-1\n")
 
 
 SBATCH = """#!/bin/bash

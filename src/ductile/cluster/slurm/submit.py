@@ -140,7 +140,7 @@ def _on_each_node(deployment: ServingDeploymentConfig) -> ServingDeploymentConfi
     given = {
         name: getattr(deployment, name) for name in deployment.model_fields_set & SingleNodeServing.model_fields.keys()
     }
-    return SingleNodeServing(**given | {"type": "single_node"})
+    return SingleNodeServing.model_validate({**given, "type": "single_node"})
 
 
 def _makes_key(config: SubmittedConfig) -> bool:

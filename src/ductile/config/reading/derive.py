@@ -136,18 +136,18 @@ def follow_nodes(config: S) -> tuple[S, tuple[str, ...]]:
 
 def _nodes(config: SlotsConfig) -> Iterator[Derived]:
     """Yield how many nodes the run has, and the copies of the model on them, as the deployment says it."""
-    deployment, of_rl = config.deployment, isinstance(config, RLConfig)
-    model = config.trainer.model if of_rl else config.model
+    deployment = config.deployment
+    model, root = (config.trainer.model, ("trainer",)) if isinstance(config, RLConfig) else (config.model, ())
     if _is_unset(config.cluster, "num_nodes"):
         yield Derived(("cluster", "num_nodes"), num_nodes(config), "the nodes of the deployment")
     if not _is_unset(model, "dp_replicate"):
         return
-    path, copies, why = ("trainer", "model", "dp_replicate") if of_rl else ("model", "dp_replicate"), 1, ""
+    copies, why = 1, ""
     if deployment.type == "multi_node" and (per_group := deployment.nodes_per_fsdp_group):
         num_train = deployment.num_train_nodes if isinstance(deployment, MultiNodeDeployment) else deployment.num_nodes
         why = f"deployment.nodes_per_fsdp_group, {per_group} of {num_train} train nodes for one copy"
         copies = num_train // per_group if num_train % per_group == 0 else 1
-    yield Derived(path, copies, why)
+    yield Derived((*root, "model", "dp_replicate"), copies, why)
 
 
 def _is_unset(section: Section, name: str) -> bool:

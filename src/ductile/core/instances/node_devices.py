@@ -50,10 +50,10 @@ def device_uses(
     per_node = len(devices) * slots_per_device
     if placement.num_slots > per_node * num_nodes:
         raise ValueError(f"{placement.num_slots} slots have {len(devices)} devices on each of {num_nodes} nodes")
-    held = [(role, frozenset(slots)) for role, slots in placement.by_role.items()]
+    held: dict[Role, frozenset[int]] = {role: frozenset(slots) for role, slots in placement.by_role.items()}
     uses: list[DeviceUse] = []
     for first in range(0, placement.num_slots, slots_per_device):
         slots = tuple(range(first, min(first + slots_per_device, placement.num_slots)))
-        roles = tuple(role for role, of_role in held if not of_role.isdisjoint(slots))
+        roles: tuple[Role, ...] = tuple(role for role, of_role in held.items() if not of_role.isdisjoint(slots))
         uses.append(DeviceUse(first // per_node, devices[first % per_node // slots_per_device], slots, roles))
     return uses
