@@ -25,9 +25,8 @@ def placement_of(config: Section) -> Placement:
     says why the placement cannot be and what to write instead.
     """
     if isinstance(config, RLConfig):
-        has_servers = config.orchestrator.client.base_url is not None or config.inference.registry is not None
         needs: list[Role] = ["train"]
-        if not has_servers:
+        if not _has_servers(config):
             needs.append("generate")
         if needs_reference(config.trainer.loss):
             needs.append("score")
@@ -41,6 +40,18 @@ def placement_of(config: Section) -> Placement:
     if isinstance(config, InferenceRunConfig):
         return Placement((), (0,), (), "a server is one process on one device")
     return Placement((), (), (), "this command has no slots of its own")
+
+
+def _has_servers(config: RLConfig) -> bool:
+    return config.orchestrator.client.base_url is not None or config.inference.registry is not None
+
+
+def lacks_generators(config: SlotsConfig) -> bool:
+    """Whether a deployment of several nodes has none that generates, where slots have to."""
+    deployment, given = config.deployment, config.cluster.component_placement is not None
+    if given or not isinstance(config, RLConfig) or not isinstance(deployment, MultiNodeDeployment):
+        return False
+    return deployment.num_infer_nodes == 0 and not _has_servers(config)
 
 
 def num_nodes(config: SlotsConfig | InferenceRunConfig) -> int:

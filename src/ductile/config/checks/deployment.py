@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from ductile.config.checks.asked_placement import num_nodes
+from ductile.config.checks.asked_placement import lacks_generators, num_nodes
 from ductile.config.checks.written import named_files
 from ductile.config.finding import Finding
 from ductile.config.schema.cluster import (
@@ -42,11 +42,11 @@ def _nodes(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]
     if cluster.num_nodes != num_nodes(config):
         what = f"contradicts the deployment, which has {many(num_nodes(config), 'node')}. Leave it out"
         yield Finding(("cluster.num_nodes", "deployment"), what)
-    if isinstance(deployment, MultiNodeDeployment):
-        yield from _generating(deployment)
+    if isinstance(config, RLConfig) and isinstance(deployment, MultiNodeDeployment):
+        yield from _generating(config, deployment)
         num_train = deployment.num_train_nodes
     else:
-        num_train = deployment.num_nodes
+        num_train = num_nodes(config)
     per_group = deployment.nodes_per_fsdp_group
     model, root = (config.trainer.model, "trainer.") if isinstance(config, RLConfig) else (config.model, "")
     if per_group is not None and num_train % per_group:
@@ -61,8 +61,11 @@ def _nodes(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]
         yield Finding((f"{root}model.dp_replicate", "deployment.nodes_per_fsdp_group"), what)
 
 
-def _generating(deployment: MultiNodeDeployment) -> Iterator[Finding]:
+def _generating(config: RLConfig, deployment: MultiNodeDeployment) -> Iterator[Finding]:
     num_infer = deployment.num_infer_nodes
+    if lacks_generators(config):
+        what = "is 0, and no server generates either: write 1, or orchestrator.client.base_url or inference.registry"
+        yield Finding(("deployment.num_infer_nodes",), what)
     if num_infer and num_infer % deployment.num_infer_replicas:
         what = f"must divide deployment.num_infer_nodes ({num_infer})"
         yield Finding(("deployment.num_infer_replicas", "deployment.num_infer_nodes"), what)

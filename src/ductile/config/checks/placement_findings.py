@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ductile.config.checks.asked_placement import SlotsConfig, placement_of, slots_per_node_of
+from ductile.config.checks.asked_placement import SlotsConfig, lacks_generators, placement_of, slots_per_node_of
 from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.checks.scorer_findings import scorer_findings
 from ductile.config.checks.trainer_layout import layout_findings
@@ -26,6 +26,8 @@ def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Itera
     try:
         placement = placement_of(config)
     except PlacementError as error:
+        if lacks_generators(config):
+            return  # told in the words of the deployment
         yield from (Finding(keys, violation) for violation in error.violations)
         return
     if not isinstance(config, RLConfig) and (placement.generate or placement.score):
