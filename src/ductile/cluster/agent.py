@@ -19,10 +19,11 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
-from ductile import __version__
 from ductile.cluster.cluster import StartFailed
 from ductile.cluster.cpu_cap import CapNotPermitted
 from ductile.cluster.node import Node, slot_of
@@ -77,7 +78,14 @@ def beat_s(lease_s: float) -> float:
 
 def hello(address: str, node_rank: int | None) -> AgentHello:
     """Return what an agent on this machine says of itself. address: at which other nodes reach the machine."""
-    return AgentHello(os.getpid(), socket.gethostname(), address, num_gpus(), node_rank, __version__)
+    return AgentHello(os.getpid(), socket.gethostname(), address, num_gpus(), node_rank, version())
+
+
+def version() -> str:
+    """Return the version of ductile that is installed here; "" where it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("ductile")
+    return ""
 
 
 def num_gpus(driver: Path = Path("/proc/driver/nvidia/gpus"), devices: Path = Path("/dev")) -> int:

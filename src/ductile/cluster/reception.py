@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from ductile import __version__
-from ductile.cluster.agent import LONGEST_BEAT_S
+from ductile.cluster.agent import LONGEST_BEAT_S, version
 from ductile.cluster.remote_node import RemoteNode
 from ductile.concurrency.background import start_reported
 from ductile.messages.agents import AgentHello, FromAgent, Leave, Refuse, Renew, ToAgent
@@ -102,9 +101,11 @@ class Reception:
     async def _welcome(self, visitor: Visitor) -> None:
         if any(each.connection == visitor.connection for each in self.waiting):
             return
-        if visitor.said.version != __version__:
-            theirs = visitor.said.version or "of another age"
-            await self.refuse(visitor, f"the run is of ductile {__version__}, and ductile on this machine is {theirs}")
+        if visitor.said.version != (ours := version()):
+            theirs = visitor.said.version
+            await self.refuse(
+                visitor, f"the run is of ductile {ours!r}, and this machine has {theirs!r}: install the run's"
+            )
             return
         self.waiting.append(visitor)
         await self.send(visitor.connection, Renew())

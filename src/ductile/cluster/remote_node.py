@@ -29,7 +29,7 @@ from ductile.messages.agents import (
 )
 
 START_SLOT_S = 10.0
-Send = Callable[[ToAgent], Awaitable[bool]]
+SendToAgent = Callable[[ToAgent], Awaitable[bool]]
 """Sends a message to an agent; False when it is not connected."""
 
 
@@ -55,7 +55,7 @@ class RemoteNode:
         self,
         settings: NodeSettings,
         said: AgentHello,
-        send: Send,
+        send: SendToAgent,
         lease_s: float,
         on_exit: Callable[[ForkedProcess], None],
         on_error: Callable[[str, Exception], None],
@@ -75,6 +75,8 @@ class RemoteNode:
         stopped itself, what the agent said meanwhile is read before the next beat."""
         self._num_unreachable = 0
         """Beats since which the agent has not been connected."""
+        self._is_leaving = False
+        """The agent is told to leave, since the run is over."""
         self._has_left = asyncio.Event()
         self.lost = ""
         """How the node was lost; "" when it was not."""
@@ -108,6 +110,7 @@ class RemoteNode:
     async def stop(self) -> None:
         """Have the agent leave. Returns when it says that nothing is left there, at most after twice `KILL_S`: its
         lease ends what is left."""
+        self._is_leaving = True
         if not self.lost and await self._send(Leave()):
             try:
                 async with asyncio.timeout(2 * KILL_S):
@@ -122,7 +125,7 @@ class RemoteNode:
         """Take what the agent says."""
         if isinstance(message, NodeLeft):
             self._has_left.set()
-        if self.lost:
+        if self.lost or self._is_leaving:
             return
         self._num_silent = 0
         match message:
@@ -170,7 +173,7 @@ class RemoteNode:
         return await self._send_message(message)
 
     def _lose(self, how: str) -> None:
-        if self.lost:
+        if self.lost or self._is_leaving:
             return
         about = f"{self.said.host}, {self.said.address}: its agent, pid {self.said.pid}, {how}"
         self.lost = f"was lost with node {self.settings.node} ({about})"
