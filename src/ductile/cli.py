@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import TypeGuard
 
 from ductile import __version__
 from ductile.config.reading.command_line import as_sentence, pasteable
@@ -81,7 +82,7 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
 
   ductile <command> --help          all keys of a command; --help-all: also those that are not built yet
   ductile <command> --help optim    those with "optim" in their name
-  ductile <command> ... --dry-run   write the resolved config and stop
+  ductile <command> ... --dry-run   write the resolved config (with [slurm], the script for sbatch, too) and stop
 """
 
 
@@ -123,6 +124,8 @@ def _main(argv: Sequence[str] | None) -> int:
     parsed = _parse(command, rest, f"ductile {name}")
     if parsed is None:
         return BAD_CONFIG
+    if _is_submitted(parsed.config):
+        return _submit(name, parsed.config)
     if parsed.config.dry_run:
         return _dry_run(command, parsed)
     sys.argv[1:] = without_secrets(sys.argv[1:])  # W&B and benchmarks write it down
@@ -154,7 +157,32 @@ def _check(words: list[str]) -> int:
         _print_error(f"ductile check: {as_sentence(str(error))}")
         return BAD_CONFIG
     print(summary(parsed, command.name, found.resumes, found.about.sentence, found.about.first))
+    if _is_submitted(parsed.config):
+        from ductile.cluster.slurm.job import job_report
+
+        print(job_report(command.name, parsed.config))
     return 0
+
+
+def _is_submitted(config: RunConfig) -> TypeGuard[RLConfig | SFTConfig | InferenceRunConfig]:
+    """Whether the command is for SLURM to run, and not for this machine."""
+    return isinstance(config, RLConfig | SFTConfig | InferenceRunConfig) and config.slurm is not None
+
+
+def _submit(name: str, config: RLConfig | SFTConfig | InferenceRunConfig) -> int:
+    """What the job would refuse is found before it waits in a queue."""
+    if not config.dry_run:
+        from ductile.orchestrator.commands.rehearse import rehearse
+        from ductile.orchestrator.ending.supervise import UNFIT
+
+        try:
+            rehearse(config)
+        except UNFIT as error:
+            _print_error(f"ductile {name}: {as_sentence(str(error))}")
+            return BAD_CONFIG
+    from ductile.cluster.slurm.submit import submit
+
+    return submit(name, config)
 
 
 def _wants_help(command: CommandEntry, words: list[str]) -> bool:

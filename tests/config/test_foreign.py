@@ -27,6 +27,7 @@ SUGGESTED: list[tuple[type[Section], str, str]] = [
     (RLConfig, "--orchestrator.group", "--orchestrator.rollouts-per-example"),
     (RLConfig, "--optim.learning-rate", "--trainer.optim.lr"),
     (RLConfig, "--num_epochs", "--max-steps"),
+    (RLConfig, "--nnodes", "--cluster.num-nodes"),
     (RLConfig, "--per_device_train_batch_size", "--orchestrator.batch-size"),
     (RLConfig, "--num-generations", "--orchestrator.rollouts-per-example"),
     (RLConfig, "--actor_rollout_ref.rollout.n", "--orchestrator.rollouts-per-example"),
@@ -66,7 +67,6 @@ def test_a_foreign_name_is_refused_with_ours(
     ("root", "typed", "suggested", "missing"),
     [
         (InferenceRunConfig, "--tensor_parallel_size", "--parallel.tp", "tensor-parallel generation"),
-        (RLConfig, "--nnodes", "--cluster.num-nodes", ""),
         (RLConfig, "--use_vllm", "--inference.engine", "engines of other systems"),
     ],
 )

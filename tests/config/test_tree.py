@@ -39,6 +39,7 @@ MEANS_ONE_THING = {
     "pack_function": "there is one",
     "dp": "must be what the placement says",
     "dry_run": "the command line's own",
+    "nodes_per_fsdp_group": "trainer.model.dp_replicate follows from it",
 }
 """Keys that no command reads, whose every value that is accepted is true of what it does."""
 
@@ -61,6 +62,8 @@ def _built_leaves(section: type[Section], path: tuple[str, ...] = ()) -> list[tu
 @pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
 def test_every_key_is_read_by_the_command_or_said_to_be_unread(command: str, root: type[Section]) -> None:
     read = attributes_read("ductile.orchestrator.commands.run", f"run_{command}") | MEANS_ONE_THING.keys()
+    if ("slurm",) in {path for path, _ in walk(root)}:
+        read |= attributes_read("ductile.cluster.slurm.submit", "submit")
     said = [tuple(key.split(".")) for unread in UNREAD.get(root, ()) for key in unread.keys]
     ignored = {
         dotted(path)
@@ -123,6 +126,7 @@ OTHER_VALUES = {
     "num_samples_kept": "3",
     "output_dir": "elsewhere",
     "deployment.gpus_per_node": "4",
+    "deployment.num_infer_replicas": "2",
     "enable_health_monitor": "false",
     "health_check_interval_seconds": "9",
     "probe_timeout_seconds": "1",
@@ -159,6 +163,10 @@ _FILES, _GROUP = ["--trainer.weight-broadcast.type", "filesystem"], ["--trainer.
 OF_VARIANT = {
     **dict.fromkeys(("trainer.weight_broadcast.save_sharded", "trainer.weight_broadcast.save_format"), _FILES),
     **{f"trainer.weight_broadcast.{key}": _GROUP for key in ("host", "port", "timeout", "inference_world_size")},
+    "deployment.num_infer_replicas": [
+        *("--deployment.type", "multi_node", "--deployment.num-train-nodes", "1", "--deployment.num-infer-nodes", "2"),
+        *("--deployment.gpus-per-node", "1"),
+    ],
     "registry.urls": ["--registry.type", "static"],
     "registry.import_path": ["--registry.type", "custom"],
     "registry.kwargs": ["--registry.type", "custom", "--registry.import-path", "json.loads"],

@@ -1,6 +1,12 @@
 """The placement that a config asks for: `core.instances.placement` for each command."""
 
-from ductile.config.schema.cluster import GroupPlacement
+from ductile.config.schema.cluster import (
+    GroupPlacement,
+    MultiNodeDeployment,
+    MultiNodeServing,
+    MultiNodeTrainDeployment,
+    SingleNodeDeployment,
+)
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 from ductile.config.schema.trainer import needs_reference
@@ -19,31 +25,69 @@ def placement_of(config: Section) -> Placement:
     says why the placement cannot be and what to write instead.
     """
     if isinstance(config, RLConfig):
-        deployment = config.deployment
-        if deployment.type == "multi_node":
-            return Placement((), (), (), "multi-node deployments are not built yet")
-        has_servers = config.orchestrator.client.base_url is not None or config.inference.registry is not None
         needs: list[Role] = ["train"]
-        if not has_servers:
+        if not _has_servers(config):
             needs.append("generate")
         if needs_reference(config.trainer.loss):
             needs.append("score")
-        num_train, num_generate = deployment.num_train_gpus, deployment.num_infer_gpus
+        num_train, num_generate = _counted(config)
         return place(
             _entries(config), num_train=num_train, num_generate=num_generate, needs=needs, num_all=_num_all(config)
         )
     if isinstance(config, SFTConfig | TrainerRunConfig):
-        num_gpus = config.deployment.num_gpus if config.deployment.type == "single_node" else 1
-        return place(_entries(config), num_train=num_gpus, num_generate=0, needs=("train",), num_all=_num_all(config))
+        num_train, _ = _counted(config)
+        return place(_entries(config), num_train=num_train, num_generate=0, needs=("train",), num_all=_num_all(config))
     if isinstance(config, InferenceRunConfig):
         return Placement((), (0,), (), "a server is one process on one device")
     return Placement((), (), (), "this command has no slots of its own")
 
 
+def _has_servers(config: RLConfig) -> bool:
+    return config.orchestrator.client.base_url is not None or config.inference.registry is not None
+
+
+def lacks_generators(config: SlotsConfig) -> bool:
+    """Whether a deployment of several nodes has none that generates, where slots have to."""
+    deployment, given = config.deployment, config.cluster.component_placement is not None
+    if given or not isinstance(config, RLConfig) or not isinstance(deployment, MultiNodeDeployment):
+        return False
+    return deployment.num_infer_nodes == 0 and not _has_servers(config)
+
+
+def num_nodes(config: SlotsConfig | InferenceRunConfig) -> int:
+    """Return the nodes that the deployment has; on a single one they are what `cluster.num_nodes` says."""
+    deployment = config.deployment
+    match deployment:
+        case MultiNodeDeployment():
+            return deployment.num_infer_nodes + deployment.num_train_nodes
+        case MultiNodeTrainDeployment() | MultiNodeServing():
+            return deployment.num_nodes
+        case _:
+            return config.cluster.num_nodes
+
+
+def most_slots(config: SlotsConfig) -> int:
+    """Return the slots that a run has room for on all the nodes that it may come to have."""
+    return _each_has(config) * (config.cluster.max_nodes or num_nodes(config))
+
+
 def slots_per_node_of(config: SlotsConfig, placement: Placement) -> SlotsPerNode:
     """Return how many slots each node of a run has."""
-    cluster = config.cluster
-    return slots_per_node(_each_has(config), placement.num_slots, cluster.num_nodes, shared_out=not _is_given(config))
+    shared_out = not _is_given(config)
+    return slots_per_node(_each_has(config), placement.num_slots, num_nodes(config), shared_out=shared_out)
+
+
+def _counted(config: SlotsConfig) -> tuple[int, int]:
+    """Return how many slots train and how many generate, by the deployment numbers."""
+    match config.deployment:
+        case MultiNodeDeployment() as deployment:
+            return deployment.num_train_nodes * _each_has(config), deployment.num_infer_nodes * _each_has(config)
+        case MultiNodeTrainDeployment() as deployment:
+            return deployment.num_nodes * _each_has(config), 0
+        case SingleNodeDeployment() as deployment:
+            return deployment.num_train_gpus, deployment.num_infer_gpus
+        case deployment:
+            return deployment.num_gpus, 0
 
 
 def _each_has(config: SlotsConfig) -> int:
@@ -52,22 +96,23 @@ def _each_has(config: SlotsConfig) -> int:
 
 def _is_given(config: SlotsConfig) -> bool:
     """Whether the config says how many slots a node has also on CPUs."""
-    return "gpus_per_node" in config.deployment.model_fields_set or bool(config.cluster.node_groups)
+    deployment = config.deployment
+    counted = deployment.type == "multi_node" or "gpus_per_node" in deployment.model_fields_set
+    return counted or bool(config.cluster.node_groups)
 
 
 def _num_all(config: SlotsConfig) -> int | None:
     """Return how many slots all nodes have, where there are several and that is known."""
-    cluster = config.cluster
-    if cluster.num_nodes == 1 or (cluster.device == "cpu" and not _is_given(config)):
+    if num_nodes(config) == 1 or (config.cluster.device == "cpu" and not _is_given(config)):
         return None
-    return cluster.num_nodes * _each_has(config)
+    return num_nodes(config) * _each_has(config)
 
 
 def _entries(config: SlotsConfig) -> dict[str, SlotsGiven] | None:
     """Return `cluster.component_placement` with slots of the whole run. Raises PlacementError."""
     cluster = config.cluster
     groups = [(group.label, group.node_ranks) for group in cluster.node_groups or ()]
-    nodes = groups_of_nodes(groups, cluster.num_nodes)
+    nodes = groups_of_nodes(groups, num_nodes(config))
     if cluster.component_placement is None:
         return None
     entries = {

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ductile.config.checks.asked_placement import SlotsConfig, placement_of, slots_per_node_of
+from ductile.config.checks.asked_placement import SlotsConfig, lacks_generators, placement_of, slots_per_node_of
 from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.checks.scorer_findings import scorer_findings
 from ductile.config.checks.trainer_layout import layout_findings
@@ -26,15 +26,15 @@ def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Itera
     try:
         placement = placement_of(config)
     except PlacementError as error:
+        if lacks_generators(config):
+            return  # told in the words of the deployment
         yield from (Finding(keys, violation) for violation in error.violations)
-        return
-    deployment = config.deployment
-    if deployment.type != "single_node":
         return
     if not isinstance(config, RLConfig) and (placement.generate or placement.score):
         what = "gives slots to other roles than actor, and this command only trains. Write "
         yield Finding(keys, f'{what}{{"actor": "{compact(range(len(placement.train)))}"}}')
         return
+    deployment = config.deployment
     numbers = {
         "num_train_gpus": len(placement.train),
         "num_infer_gpus": len(placement.generate),

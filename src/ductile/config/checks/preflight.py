@@ -13,6 +13,7 @@ from ductile.config.checks.asked_policy import scheduling_findings
 from ductile.config.checks.asked_servers import EXAMPLE
 from ductile.config.checks.asked_servers import server_findings as named_server_findings
 from ductile.config.checks.asked_servers import server_notes as named_server_notes
+from ductile.config.checks.deployment import deployment_findings
 from ductile.config.checks.exclusions import exclusion_findings, exclusion_warnings
 from ductile.config.checks.fleet_findings import fleet_findings, registry_findings, registry_key_findings
 from ductile.config.checks.generation import (
@@ -69,7 +70,7 @@ SCORELESS = frozenset({"default", "ipo"})
 
 def preflight(config: Section) -> list[Finding]:
     """Everything between the lines of a config that cannot work."""
-    return [*_of_command(config), *unread_findings(config)]
+    return [*_of_command(config), *deployment_findings(config), *unread_findings(config)]
 
 
 def _of_command(config: Section) -> Iterator[Finding]:

@@ -1,11 +1,12 @@
 """What `ductile check` says: what a run would do, on which slots, and why."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_placement import most_slots, placement_of
 from ductile.config.checks.asked_policy import policy_name
 from ductile.config.checks.asked_servers import servers_in_words
 from ductile.config.checks.on_disk import read_spec
@@ -32,7 +33,8 @@ from ductile.config.schema.run import (
     TrainerRunConfig,
 )
 from ductile.core.instances.instances import slot_groups
-from ductile.core.instances.placement import many
+from ductile.core.instances.node_devices import device_uses, visible_devices
+from ductile.core.instances.placement import Placement, many
 from ductile.core.layout.choice.layout_rules import ChosenLayout, LayoutRules, choose_layout, dims_allowed, layout_for
 from ductile.core.layout.choice.layout_text import compact, in_words
 from ductile.core.layout.choice.mesh_table import MOST_ROWS, EachBytes, in_bytes, mesh_table
@@ -237,9 +239,28 @@ def _slots(config: RunConfig) -> list[Row]:
         size = config.scorer.tp if isinstance(config, RLConfig) else 1
         groups = {"train": [placement.train], "score": slot_groups(placement.score, (), size)}
         table.append(_on_gpus(groups, cluster.slots_per_device, certain=cluster.device == "cuda"))
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        table += _visible_gpus(config, placement, visible)
     if isinstance(config, RLConfig) and (scorers := scorers_in_words(config, placement)):
         table.append(scorers)
     return _column("slots", [f"{placement.num_slots}, {placement.reason}", *table])
+
+
+def _visible_gpus(config: RunConfig, placement: Placement, visible: str) -> Iterator[str]:
+    """Yield which GPUs of this machine the roles get, where CUDA_VISIBLE_DEVICES chooses them."""
+    assert not isinstance(config, OrchestratorRunConfig)
+    if config.cluster.device == "cpu" or config.cluster.num_nodes > 1:
+        return
+    devices, each = visible_devices(0, visible), config.cluster.slots_per_device
+    if placement.num_slots > len(devices) * each:
+        yield f"CUDA_VISIBLE_DEVICES={visible} shows {many(len(devices), 'GPU')}, too few for these slots"
+        return
+    uses = device_uses(placement, devices, 1, each)
+    of_roles = {
+        roles: [use.device for use in uses if use.roles == roles] for roles in dict.fromkeys(u.roles for u in uses)
+    }
+    said = "; ".join(f"{' and '.join(roles)}: GPU {', '.join(names)}" for roles, names in of_roles.items())
+    yield f"{said} (CUDA_VISIBLE_DEVICES)"
 
 
 def _mesh(config: TrainingConfig) -> list[Row]:
@@ -293,8 +314,8 @@ def _other_layouts(config: TrainingConfig, num_train: int, rules: LayoutRules) -
     """Layouts that the trainer would have on other numbers of slots, where they are not all data parallelism alone; and
     the numbers on which it has none."""
     most = placement_of(config).num_slots
-    if config.deployment.type == "single_node" and not config.cluster.auto_scheduler:
-        most = max(most, config.deployment.gpus_per_node * config.cluster.slots_per_device)
+    if not config.cluster.auto_scheduler:
+        most = max(most, most_slots(config))
     shown = min(most, MOST_ROWS)
     allowed = dims_allowed(shown, rules)
     others = {number: dims for number, dims in allowed.items() if number != num_train}

@@ -117,7 +117,7 @@ def _inputs(config: WritingConfig) -> Iterator[Finding]:
     """Files that the run reads and would lose: below `output_dir` under a name that it writes, links followed."""
     written = {name: Path(config.output_dir) / name for name in WRITTEN}
     seen = set[Path]()
-    for key, named in _named(config):
+    for key, named in named_files(config):
         for file in (named, *(sorted(named.iterdir()) if named.is_dir() else ())):  # a model may be a folder of links
             place = next((path for path in written.values() if _is_in(file, path)), None)
             if place is not None and named not in seen:
@@ -137,12 +137,12 @@ def _is_in(file: Path, place: Path) -> bool:
     return False
 
 
-def _named(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Path]]:
+def named_files(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Path]]:
     """Every file or folder that the config names for reading, with its key."""
     for name in type(section).model_fields:
         value, key = cast(object, getattr(section, name)), (*path, name)
         if isinstance(value, Section):
-            yield from _named(value, key)
+            yield from named_files(value, key)
             continue
         for text in cast(list[object], value) if isinstance(value, list) else [value]:
             if isinstance(text, str):

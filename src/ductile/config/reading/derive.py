@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_placement import SlotsConfig, num_nodes, placement_of
 from ductile.config.reading.errors import dotted
 from ductile.config.reading.key_tree import keys, value_at
 from ductile.config.reading.provenance import Draft, Path
 from ductile.config.reading.share import SHARED, follows
+from ductile.config.schema.cluster import MultiNodeDeployment
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 from ductile.core.cache_size import GPU_UTILIZATION, GPU_UTILIZATION_SHARED
@@ -113,14 +114,40 @@ def _derived(config: Section) -> Iterator[Derived]:
             value = int(share * 1000) / 1000
             yield Derived(("inference", "gpu_memory_utilization"), value, ", and ".join(reasons))
         numbers = {"num_train_gpus": len(placement.train), "num_infer_gpus": len(placement.generate)}
+        yield from _nodes(config)
     elif isinstance(config, SFTConfig | TrainerRunConfig):
         placement = placement_of(config)
         numbers = {"num_gpus": len(placement.train)}
+        yield from _nodes(config)
     else:
+        return
+    if config.deployment.type != "single_node":
         return
     for name, number in numbers.items():
         if config.cluster.component_placement is not None or _is_unset(config.deployment, name):
             yield Derived(("deployment", name), number, placement.reason)
+
+
+def follow_nodes(config: S) -> tuple[S, tuple[str, ...]]:
+    """The config with what follows from the nodes of its deployment, and a sentence for each value that was not there.
+    It holds before the trainer's layout is judged."""
+    return fill_in(config, _nodes(config) if isinstance(config, SlotsConfig) else ())
+
+
+def _nodes(config: SlotsConfig) -> Iterator[Derived]:
+    """Yield how many nodes the run has, and the copies of the model on them, as the deployment says it."""
+    deployment = config.deployment
+    model, root = (config.trainer.model, ("trainer",)) if isinstance(config, RLConfig) else (config.model, ())
+    if _is_unset(config.cluster, "num_nodes"):
+        yield Derived(("cluster", "num_nodes"), num_nodes(config), "the nodes of the deployment")
+    if not _is_unset(model, "dp_replicate"):
+        return
+    copies, why = 1, ""
+    if deployment.type == "multi_node" and (per_group := deployment.nodes_per_fsdp_group):
+        num_train = deployment.num_train_nodes if isinstance(deployment, MultiNodeDeployment) else deployment.num_nodes
+        why = f"deployment.nodes_per_fsdp_group, {per_group} of {num_train} train nodes for one copy"
+        copies = num_train // per_group if num_train % per_group == 0 else 1
+    yield Derived((*root, "model", "dp_replicate"), copies, why)
 
 
 def _is_unset(section: Section, name: str) -> bool:

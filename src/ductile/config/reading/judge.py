@@ -15,6 +15,7 @@ from ductile.config.checks.model_lengths import follow
 from ductile.config.checks.preflight import preflight
 from ductile.config.checks.written import place_findings
 from ductile.config.finding import Finding
+from ductile.config.reading.derive import follow_nodes
 from ductile.config.reading.errors import Problem, about, did_you_mean, flag, listed, show
 from ductile.config.reading.fit import Fit
 from ductile.config.reading.key_tree import REQUIRED, find, keys, value_at
@@ -45,6 +46,7 @@ def judge(
     if config is None:
         return None, problems, ()
     config, followed = follow(config)
+    config, of_nodes = follow_nodes(config)
     findings = list(_not_built(config))
     if across:
         findings += [*preflight(config), *place_findings(config, draft.origin(("output_dir",)).source)]
@@ -54,7 +56,7 @@ def judge(
         paths = [tuple(key.split(".")) for key in finding.keys]
         if not any(_covered(path, rejected) or _covers(path, rejected) for path in paths):
             problems.append(_from_finding(config, finding, paths[0], draft))
-    return config, problems, followed
+    return config, problems, (*followed, *of_nodes)
 
 
 def _wrong(root: type[Section], error: ValidationError) -> dict[Path, bool]:

@@ -24,9 +24,13 @@ class Unread:
     """Why the keys have no effect. The sentence goes on after "it has no effect here:"."""
     noted: bool = False
     """Whether the keys are accepted with a note, instead of refused."""
+    but_in_jobs: bool = False
+    """Whether the keys are read where the command is submitted to SLURM."""
 
     def given(self, config: Section) -> list[str]:
         """The keys that have another value than their default."""
+        if self.but_in_jobs and value_at(config, ("slurm",)) is not None:
+            return []
         return [key for key in self.keys if _differs(config, key)]
 
 
@@ -64,6 +68,11 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
             "inference.update_total_timeout_seconds limits it",
             noted=True,
         ),
+        Unread(
+            ("deployment.num_infer_replicas",),
+            "each slot that generates is a replica of its own, and a request goes to any of them",
+            noted=True,
+        ),
         Unread(("trainer.data.fake",), "it is for `ductile trainer`, and here the generators make the data"),
     ),
     SFTConfig: (_unscheduled("sft"),),
@@ -99,6 +108,7 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
             ("output_dir", "deployment.gpus_per_node"),
             "`ductile inference` is one process on one device, and writes nothing but what --dry-run writes",
             noted=True,
+            but_in_jobs=True,
         ),
     ),
 }

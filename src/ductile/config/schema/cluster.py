@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ductile.config.schema.section import ImportPath, NotBuilt, Section
+from ductile.config.schema.section import FilePath, ImportPath, NotBuilt, Section
 
 _OF_GROUPS = NotBuilt("settings of their own for the nodes of a group")
 
@@ -112,18 +112,21 @@ class SingleNodeDeployment(Section):
     only servers generate (`orchestrator.client.base_url`, `inference.registry`)."""
 
 
-_MULTI_NODE = NotBuilt("multi-node deployments", instead='Write "single_node".')
-
-
 class MultiNodeDeployment(Section):
-    type: Annotated[Literal["multi_node"], _MULTI_NODE]
+    """Whole nodes, those that generate first. Slots are numbered node by node."""
+
+    type: Literal["multi_node"]
     gpus_per_node: int = Field(default=8, ge=1)
-    num_train_nodes: int = Field(default=1, ge=1)
-    num_infer_nodes: int = Field(default=1, ge=0)
+    num_train_nodes: int = Field(ge=1)
+    num_infer_nodes: int = Field(ge=0)
+    """0 where only servers generate (`orchestrator.client.base_url`, `inference.registry`)."""
     num_infer_replicas: int = Field(default=1, ge=1)
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
-    num_nodes: int | None = Field(default=None, ge=1)
+    """Train nodes over which one copy of the model is sharded; each further group of as many has another copy
+    (`trainer.model.dp_replicate`). Absent: one copy over all."""
     orchestrator_on_inference: bool = False
+    """The orchestrator, which needs no GPU, runs beside the generators of the first node that generates. False: beside
+    the trainer, on the first node that trains. It is the node of a SLURM job that runs the script."""
 
 
 DeploymentConfig = Annotated[SingleNodeDeployment | MultiNodeDeployment, Field(discriminator="type")]
@@ -137,11 +140,15 @@ class TrainDeployment(Section):
 
 
 class MultiNodeTrainDeployment(Section):
-    type: Annotated[Literal["multi_node"], _MULTI_NODE]
+    """Whole nodes, all of which train."""
+
+    type: Literal["multi_node"]
     num_nodes: int = Field(default=2, ge=1)
     """Also written `num_train_nodes`."""
-    num_infer_nodes: int = Field(default=0, ge=0)
+    num_infer_nodes: Annotated[int, NotBuilt("evaluation on nodes of its own")] = Field(default=0, ge=0)
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
+    """Nodes over which one copy of the model is sharded; each further group of as many has another copy
+    (`model.dp_replicate`). Absent: one copy over all."""
     gpus_per_node: int = Field(default=8, ge=1)
 
 
@@ -175,11 +182,13 @@ class SingleNodeServing(Section):
 
 
 class MultiNodeServing(Section):
-    type: Annotated[Literal["multi_node"], _MULTI_NODE]
+    """A server on each node, which knows of no other. For SLURM."""
+
+    type: Literal["multi_node"]
     num_nodes: int = Field(default=2, ge=1)
     gpus_per_node: int = Field(default=8, ge=1)
-    backend_port: int = Field(default=8100, ge=0, le=65535)
-    router: RouterConfig | None = None
+    backend_port: Annotated[int, NotBuilt("a router before several servers")] = Field(default=8100, ge=0, le=65535)
+    router: Annotated[RouterConfig | None, NotBuilt("a router before several servers")] = None
 
 
 class DisaggregatedServing(Section):
@@ -204,14 +213,28 @@ ServingDeploymentConfig = Annotated[
 
 
 class SlurmConfig(Section):
-    job_name: str = "ductile"
-    project_dir: str = "."
-    template_path: str | None = None
-    partition: str = "cluster"
+    """A job of SLURM: the command writes a script for `sbatch`, submits it, and runs there (docs/slurm.md)."""
+
+    job_name: str = Field(default="ductile", min_length=1)
+    project_dir: FilePath = "."
+    """Folder that the job starts in: relative paths of the config are looked up there. A `.env` in it is read."""
+    template_path: FilePath | None = None
+    """Jinja2 template of the script, instead of the one that comes with ductile."""
+    partition: str | None = "cluster"
+    """"None": the partition that SLURM takes by itself."""
     nodelist: str | None = None
+    """Nodes that the job must have: "node[1-4]"."""
     exclude: str | None = None
+    """Nodes that the job must not have."""
     account: str | None = None
     time: str | None = None
+    """Time limit, as `sbatch --time` reads it: "3-12:00:00". Absent: the partition's."""
     pre_run_command: str | None = None
+    """Lines of bash that the job runs first, on its first node: `module load cuda`. All nodes have what they export."""
     cleanup_grace_period: int = Field(default=3600, ge=0)
-    shared_fs: bool = True
+    """The longest, in seconds, that processes of the job are waited for once the run has ended; then they are ended."""
+    requeue: bool = True
+    """A job that is preempted, or whose time is over, is queued again, and goes on from its last checkpoint."""
+    notice_s: int = Field(default=120, ge=1)
+    """Seconds before the time limit at which the run is asked to save and to stop (`sbatch --signal`)."""
+    shared_fs: Annotated[bool, NotBuilt("jobs without a folder that all nodes share")] = True

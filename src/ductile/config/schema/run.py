@@ -90,7 +90,7 @@ class RLConfig(Section):
     scorer: ScorerConfig = ScorerConfig()
     cluster: ClusterConfig = ClusterConfig()
     deployment: DeploymentConfig = SingleNodeDeployment()
-    slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    slurm: SlurmConfig | None = None
     ckpt: CheckpointConfig = CheckpointConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     log: LogConfig = LogConfig()
@@ -159,7 +159,7 @@ class SFTConfig(Section):
     resize: ResizeConfig = ResizeConfig()
     cluster: ClusterConfig = ClusterConfig()
     deployment: TrainDeploymentConfig = TrainDeployment()
-    slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    slurm: SlurmConfig | None = None
     ckpt: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
@@ -200,7 +200,7 @@ class InferenceRunConfig(InferenceConfig):
     output_dir: FilePath = "runs/inference"
     cluster: ClusterConfig = ClusterConfig()
     deployment: ServingDeploymentConfig = SingleNodeServing()
-    slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    slurm: SlurmConfig | None = None
     bench: InferenceBenchConfig | None = None
     log: LogConfig = LogConfig()
     dry_run: bool = False

@@ -15,7 +15,7 @@ from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import ROLES
 from ductile.cluster.make_cluster import make_cluster
 from ductile.concurrency.deadline import Deadline
-from ductile.config.checks.asked_placement import SlotsConfig, placement_of, slots_per_node_of
+from ductile.config.checks.asked_placement import SlotsConfig, most_slots, placement_of, slots_per_node_of
 from ductile.config.checks.asked_policy import policy_name, replaced_roles
 from ductile.config.checks.trainer_layout import layout_rules
 from ductile.config.schema.inference import shared_block_tokens
@@ -268,9 +268,7 @@ async def _live(
         keeps_old=trainer_config.resize.memory == "shadow",
         patience_s=command_s,
     )
-    num_nodes = config.cluster.max_nodes or config.cluster.num_nodes
-    num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device * num_nodes
-    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet, rules)
+    resizer = TrainerResizer(cluster, trainer, options, session.record, most_slots(config), fleet, rules)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(session, cluster, trainer, activity, resizer, policy, servers)
     with LossLog(cluster, resizer, session.record):

@@ -53,6 +53,14 @@ RESIZE_S = FLEET_S = 600.0
 R = TypeVar("R", Resized, RunStatus, FleetStatus)
 
 
+class OnAnotherMachine(Unfit):
+    """A run listens on the machine of its orchestrator alone."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        super().__init__(what)
+        self.folder = folder
+
+
 class Run:
     """A live run, by its folder."""
 
@@ -156,7 +164,8 @@ class Run:
             raise Unfit(f"{self.folder / FILE} cannot be read: {error}") from None
         if start_time(pid) != started:
             if machine != socket.gethostname():  # the folder is on a file system that several share
-                raise Unfit(f"the run in {self.folder} is, or was, on the machine {machine}: ask it from there")
+                what = f"the run in {self.folder} is, or was, on the machine {machine}: ask it from there"
+                raise OnAnotherMachine(self.folder, what)
             raise Unfit(f"no run is at work in {self.folder}: process {pid}, which wrote its {FILE}, has ended")
         if version != VERSION:
             raise Unfit(f"the run in {self.folder} speaks version {version} of the control words, this is {VERSION}")

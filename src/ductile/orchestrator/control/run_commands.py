@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ductile.cluster.slurm.login import run_in_job
 from ductile.config.reading.command_line import parse_with_folder, pasteable, path_argument, print_error
 from ductile.core.layout.choice.layout_text import EXAMPLE
 from ductile.messages.control import Resized, RunFailed, Unfit
-from ductile.orchestrator.control.control import FLEET_S, RESIZE_S, Run
+from ductile.orchestrator.control.control import FLEET_S, RESIZE_S, OnAnotherMachine, Run
 
 DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
 EXAMPLES = {"list": "", "join": " http://10.0.0.7:8000", "drain": " 10.0.0.7:8000", "evict": " 10.0.0.7:8000"}
@@ -50,7 +51,7 @@ def resize(words: Sequence[str]) -> int:
         train = None if asked.train is None else slot_list(asked.train)
         result = Run(asked.run).resize(train, asked.timeout, asked.layout, **sizes)
     except (Unfit, RunFailed, KeyboardInterrupt) as error:
-        return _not_done("resize", error, see=pasteable("status", asked.run))
+        return _not_done("resize", words, error, see=pasteable("status", asked.run))
     if asked.json:
         print(msgspec.json.encode(result).decode())
     else:
@@ -67,7 +68,7 @@ def status(words: Sequence[str]) -> int:
     try:
         known = Run(asked.run).status()
     except (Unfit, RunFailed) as error:
-        return _not_done("status", error)
+        return _not_done("status", words, error)
     if asked.json:
         print(msgspec.json.encode(known).decode())
     else:
@@ -97,7 +98,7 @@ def fleet(words: Sequence[str]) -> int:
     try:
         known = Run(asked.run).fleet(asked.action, asked.server, asked.timeout)
     except (Unfit, RunFailed, KeyboardInterrupt) as error:
-        return _not_done("fleet", error, see=pasteable("fleet", asked.run))
+        return _not_done("fleet", words, error, see=pasteable("fleet", asked.run))
     if asked.json:
         print(msgspec.json.encode(known).decode())
     else:
@@ -131,9 +132,11 @@ def slot_list(text: str) -> tuple[int, ...]:
     return tuple(slots)
 
 
-def _not_done(command: str, error: Unfit | RunFailed | KeyboardInterrupt, see: str = "") -> int:
-    """Say why the run has not done what it was asked for, and return the exit code. see: command that tells what has
-    become of it."""
+def _not_done(command: str, words: Sequence[str], error: Unfit | RunFailed | KeyboardInterrupt, see: str = "") -> int:
+    """Say why the run has not done what it was asked for, and return the exit code. A run that is a job of SLURM is
+    asked on its own node. see: command that tells what has become of it."""
+    if isinstance(error, OnAnotherMachine) and (code := run_in_job(error.folder, [command, *words])) is not None:
+        return code
     if isinstance(error, KeyboardInterrupt):
         print(f"ductile {command}: Stopped waiting; what was asked for goes on. See: {see}", file=sys.stderr)
         return INTERRUPTED

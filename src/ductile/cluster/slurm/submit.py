@@ -1,0 +1,177 @@
+"""What a command with a `[slurm]` table does: it writes a script and the config that the script runs into the run's
+folder, and hands the script to sbatch.
+
+    runs/x/rl.sbatch            the script
+    runs/x/configs/rl.toml      the resolved config, without `[slurm]`: in the job the command runs
+    runs/x/slurm/               logs of the job: job_71.log, and a folder for each attempt
+"""
+
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ductile.cluster.slurm.job import Job, SubmittedConfig, in_words, job_of
+from ductile.cluster.slurm.script import MARK, SUFFIX, TEMPLATES, BadTemplate, render
+from ductile.config.checks.written import RESOLVED
+from ductile.config.reading.command_line import pasteable
+from ductile.config.reading.dump import write_resolved
+from ductile.config.schema.cluster import MultiNodeServing, ServingDeploymentConfig, SingleNodeServing, SlurmConfig
+from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig
+from ductile.disk import write_whole
+from ductile.user_files import NotText, read_text
+
+DONE, NOT_SUBMITTED = 0, 2
+SUBMIT_S = 120.0
+"""Seconds that sbatch has to take a job."""
+READY_S = 1800
+"""Seconds that the orchestrator has, in a job, to read its data and to listen for nodes."""
+KEY_VARIABLE = "DUCTILE_SERVER_KEY"
+"""Environment variable with the key of servers that were not given one."""
+
+
+class NotSubmitted(Exception):
+    """A job was not submitted. The text says why, and what to do."""
+
+
+def submit(command: str, config: SubmittedConfig) -> int:
+    """Submit the job, or only say what it would be where `dry_run` is set. Returns the exit status."""
+    assert config.slurm is not None
+    try:
+        job, folder = job_of(command, config), Path(config.output_dir)
+        script, resolved = write_job(job, config, config.slurm, folder)
+        where = [f"  script      {script}", f"  config      {resolved}", *(f"  {line}" for line in job.table())]
+        if config.dry_run:
+            said = f"The config is good. This would be submitted: {in_words(job, config.slurm)}."
+            where.append(f"  to submit   sbatch {script}, or the same command without --dry-run")
+        else:
+            number = _sbatch(script)
+            said = f"Submitted job {number}. {in_words(job, config.slurm)}."
+            where.append(f"  log         {folder / 'slurm' / f'job_{number}.log'}")
+            if job.kind != "servers":
+                where.append(f"  ask it      {pasteable('status', folder)}")
+        if job.kind == "servers":
+            where.append(f"  addresses   {folder / 'slurm' / 'urls'}, one a node, once the job runs")
+            if _makes_key(config):
+                where.append(f"  their key   {folder / 'slurm' / 'server_key'}")
+    except (BadTemplate, NotSubmitted, OSError) as error:
+        print(f"ductile {command}: {error}", file=sys.stderr)
+        return NOT_SUBMITTED
+    print("\n".join([said, *where]))
+    return DONE
+
+
+def write_job(job: Job, config: SubmittedConfig, slurm: SlurmConfig, folder: Path) -> tuple[Path, Path]:
+    """Write script and config; returns their paths. Raises BadTemplate, NotSubmitted or OSError."""
+    script, resolved = folder / f"{job.command}.sbatch", folder / "configs" / f"{job.command}.toml"
+    _require_own(script, MARK)
+    _require_own(resolved, RESOLVED)
+    template = Path(slurm.template_path) if slurm.template_path else TEMPLATES / f"{job.kind}{SUFFIX}"
+    text = render(template.absolute(), values(job, config, slurm, folder))
+    (folder / "slurm").mkdir(parents=True, exist_ok=True)
+    if _makes_key(config) and not (key := folder / "slurm" / "server_key").exists():
+        write_whole(key, f"{secrets.token_urlsafe(32)}\n", mode=0o600)
+    write_resolved(in_job(job, config, folder), resolved.parent, job.command, resolved.name)
+    write_whole(script, text)
+    return script, resolved
+
+
+def in_job(job: Job, config: SubmittedConfig, folder: Path) -> SubmittedConfig:
+    """Return the config that the job runs: it submits nothing, and every node joins. Servers listen on all addresses of
+    their node, with a key, unless the user has said otherwise."""
+    changes: dict[str, object] = {"slurm": None, "output_dir": str(folder.absolute())}
+    if isinstance(config, InferenceRunConfig):
+        server = {} if "host" in config.server.model_fields_set else {"host": "0.0.0.0"}
+        server |= {"api_key_var": KEY_VARIABLE} if _makes_key(config) else {}
+        changes["deployment"] = _on_each_node(config.deployment)
+        changes["server"] = config.server.model_copy(update=server)
+    elif job.kind == "multi_node":
+        changes["cluster"] = config.cluster.model_copy(update={"head_is_node": False})
+    return config.model_copy(update=changes)
+
+
+def values(job: Job, config: SubmittedConfig, slurm: SlurmConfig, folder: Path) -> dict[str, object]:
+    """Return the variables of a template, as docs/slurm.md lists them."""
+    limits = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "nodelist": slurm.nodelist,
+        "exclude": slurm.exclude,
+        "time": slurm.time,
+    }
+    return {
+        "command": job.command,
+        "job_name": slurm.job_name,
+        "limits": {name: value for name, value in limits.items() if value is not None},
+        "num_nodes": job.num_nodes,
+        "gpus_per_node": job.gpus_per_node,
+        "cpus_per_task": job.cpus_per_task,
+        "first_rank": job.first_rank,
+        "run": str(folder.absolute()),
+        "config": str((folder / "configs" / f"{job.command}.toml").absolute()),
+        "project_dir": str(Path(slurm.project_dir).absolute()),
+        "python": sys.executable,
+        "pre_run_command": slurm.pre_run_command,
+        "first_flags": first_flags(config),
+        "ready_s": READY_S,
+        "grace_s": slurm.cleanup_grace_period,
+        "notice_s": slurm.notice_s,
+        "requeue": slurm.requeue,
+        "port": config.server.port if isinstance(config, InferenceRunConfig) else 0,
+        "key_variable": KEY_VARIABLE if _makes_key(config) else "",
+    }
+
+
+def first_flags(config: SubmittedConfig) -> Sequence[str]:
+    """Return what was asked once, and is not in the resolved config. Later attempts go on with what there is."""
+    if not isinstance(config, RLConfig | SFTConfig):
+        return []
+    if config.ckpt.resume_step is not None:
+        return ["--resume"] if config.ckpt.resume_step == -1 else ["--ckpt.resume-step", str(config.ckpt.resume_step)]
+    return ["--clean"] if config.clean else []
+
+
+def _on_each_node(deployment: ServingDeploymentConfig) -> ServingDeploymentConfig:
+    """Return the deployment that each node of a job has."""
+    if not isinstance(deployment, MultiNodeServing):
+        return deployment
+    given = {
+        name: getattr(deployment, name) for name in deployment.model_fields_set & SingleNodeServing.model_fields.keys()
+    }
+    return SingleNodeServing.model_validate({**given, "type": "single_node"})
+
+
+def _makes_key(config: SubmittedConfig) -> bool:
+    return isinstance(config, InferenceRunConfig) and config.server.api_key_var is None
+
+
+def _require_own(file: Path, begins: str) -> None:
+    """Raises NotSubmitted where a file that is to be replaced is the user's own."""
+    try:
+        is_own = not file.exists() or any(line.startswith(begins) for line in read_text(file).splitlines()[:2])
+    except NotText:
+        is_own = False
+    if not is_own:
+        raise NotSubmitted(
+            f"{file} would be replaced, and was not written by ductile: move it, or give another output_dir"
+        )
+
+
+def _sbatch(script: Path) -> str:
+    """Returns the number of the job. Raises NotSubmitted."""
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise NotSubmitted(
+            f"there is no sbatch here: submit from a login node of the cluster. The script is written: {script}. "
+            "Without [slurm] (--no-slurm) the command runs on this machine"
+        )
+    try:
+        words = [sbatch, "--parsable", str(script)]
+        done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=SUBMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise NotSubmitted(f"sbatch did not take {script} within {SUBMIT_S:g} s") from error
+    if done.returncode:
+        raise NotSubmitted(f"sbatch refuses {script}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout.strip().partition(";")[0]
