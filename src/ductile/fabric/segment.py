@@ -82,6 +82,13 @@ class Segment:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_WRITE)  # Linux before 5.1
         self.fingerprint = self._read_fingerprint()
 
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return so many of its bytes from `start` on, fewer at its end. Raises SegmentUnavailable."""
+        try:
+            return os.pread(self._fd, num_bytes, start)
+        except OSError as error:
+            raise SegmentUnavailable("is gone: its owner withdrew it") from error
+
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""
         if self._fd >= 0:

@@ -31,5 +31,5 @@ def placement_of(config: Section) -> Placement:
         num_gpus = config.deployment.num_gpus if config.deployment.type == "single_node" else 1
         return place(entries, num_train=num_gpus, num_generate=0, needs=("train",))
     if isinstance(config, InferenceRunConfig):
-        return Placement((), (0,), (), "a server is one process on one device")
+        return Placement((), (0,), (), "each server is one process on one device")
     return Placement((), (), (), "this command has no slots of its own")
