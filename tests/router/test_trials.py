@@ -21,6 +21,8 @@ UTILIZATION = 0.35
 """Tokens that are asked for in a second, as a share of what all four sample."""
 LASTS_S, KILLED_AT_S, STOPPED_AT_S = 40.0, 8.0, 12.0
 BOUND = 0.7
+SERVER: dict[str, Any] = {"max_num_seqs": 4}
+"""So few at once, so that a server has a most of what it can do, and requests wait there."""
 NUM_DISAGGREGATED = 100
 
 
@@ -32,7 +34,9 @@ def test_servers_of_unequal_speed(tmp_path: Path, capsys: pytest.CaptureFixture[
     for policy in ("round_robin", "least_tokens"):
         (folder := tmp_path / policy).mkdir()
         with (
-            real_replicas(model, folder, len(SPEEDS), model={"name": str(model), "max_model_len": 512}) as replicas,
+            real_replicas(
+                model, folder, len(SPEEDS), model={"name": str(model), "max_model_len": 512}, **SERVER
+            ) as replicas,
             real_router([each.url for each in replicas], folder, "--policy", policy) as (url, _),
         ):
             caps = _cap(replicas)

@@ -6,6 +6,9 @@ them, past it.
 
 A server whose port is closed gets nothing any more, and what it has is left to its connections. One that is lost in
 silence has its requests cut off, and they are asked of others.
+
+The work ahead of a server is counted in predicted tokens, weighed by how long a token of its latest completions took,
+waiting included: servers need not be equally fast.
 """
 
 import asyncio
@@ -32,6 +35,13 @@ BLOCK_TOKENS = 16
 """Tokens of a prompt from which on it may be worth while to send it where its beginning is cached."""
 SMOOTHING = 0.05
 """Share that the latest completion has in the mean length of completions."""
+
+
+PACE_DECAY = 0.9
+"""Share of its weight that what is known of a server's pace keeps with each completion."""
+PACE_HOLDS_S = 30.0
+"""Seconds for which a pace is known after the latest completion; a server of no known pace is taken for a fast one."""
+MOST_SLOWNESS = 16.0
 
 
 class CutOff(Exception):
@@ -89,6 +99,16 @@ class Replica:
     """Time at which a part of a response last came from it."""
     key: str | None = None
     """Bearer token for what it is asked."""
+    seconds: float = 0.0
+    tokens: float = 0.0
+    """Times of its latest completions, and their tokens; both decay."""
+    paced_at: float = float("-inf")
+    """Time of its latest completion."""
+
+    def pace(self, now: float) -> float | None:
+        """Return the seconds that a completion takes there for each token; None where that is not known."""
+        is_known = self.tokens > 0 and now - self.paced_at <= PACE_HOLDS_S
+        return self.seconds / self.tokens if is_known else None
 
     @property
     def is_serving(self) -> bool:
@@ -110,12 +130,20 @@ class Replica:
     def num_sequences(self) -> int:
         return sum(attempt.num_sequences for attempt in self.attempts)
 
-    def load(self, session: str, is_recent: bool) -> GeneratorLoad:
+    def load(self, session: str, is_recent: bool, slowness: float, more_tokens: float) -> GeneratorLoad:
+        """Return what the server would have to do with a request of so many tokens more, in tokens of the fastest
+        one. slowness: times that a token takes as long there."""
         health, suspicion = self.health, None
         if health is not None and health.status == "suspect":
             suspicion = Suspicion(health.reason, health.on_trial)
         groups = frozenset({session}) if is_recent else frozenset[str]()
-        return GeneratorLoad(InstanceId(self.url), self.remaining_tokens, groups, self.num_sequences, suspicion)
+        return GeneratorLoad(
+            InstanceId(self.url),
+            slowness * (self.remaining_tokens + more_tokens),
+            groups,
+            self.num_sequences,
+            suspicion,
+        )
 
 
 class Replicas:
@@ -184,7 +212,14 @@ class Replicas:
         """Return the server for a request; None where there is none beside those that have had it."""
         session = request.session
         recent = self._recent.of(session) if session else None
-        loads = [each.load(session, recent == each.url) for each in self.serving if each.url not in without]
+        now, more, able = self._clock(), self._predicted(request), self.serving
+        paces = {each.url: pace for each in able if (pace := each.pace(now))}
+        fastest = min(paces.values(), default=1.0)
+        loads = [
+            each.load(session, recent == each.url, min(paces.get(each.url, fastest) / fastest, MOST_SLOWNESS), more)
+            for each in able
+            if each.url not in without
+        ]
         if not loads:
             return None
         chosen = self._chosen(request, loads)
@@ -232,7 +267,12 @@ class Replicas:
             mean = self._mean_length
             self._mean_length = each if mean is None else mean + SMOOTHING * (each - mean)
         if replica := self._of(attempt):
-            replica.heard_at = self._clock()
+            replica.heard_at = replica.paced_at = self._clock()
+            replica.seconds *= PACE_DECAY
+            replica.tokens *= PACE_DECAY
+            if num_tokens:
+                replica.seconds += self._clock() - attempt.began_at
+                replica.tokens += num_tokens / max(1, attempt.num_sequences)
             self._put(replica, replica.health and replica.health.generated(self._clock(), self._rules))
 
     def failed(self, attempt: Attempt, why: str, is_closed: bool) -> None:
