@@ -11,7 +11,7 @@ import torch
 
 from ductile.generator.engine.kv_transfer import RequestKV
 from ductile.generator.server.kv_params import digest_of
-from ductile.generator.server.kv_sharing import KVShelf, pieces_of
+from ductile.generator.server.kv_sharing import KVLeases, pieces_of
 from ductile.messages.control_token import token_of
 from tests.generator.conftest import Family
 from tests.generator.test_serve import metric, server
@@ -114,19 +114,19 @@ def test_the_oldest_makes_room_and_leases_end(tmp_path: Path) -> None:
     cache = RequestKV(torch.arange(2 * 1 * 8 * 1 * 4, dtype=torch.float32).view(2, 1, 8, 1, 4), 3)
 
     async def story() -> None:
-        shelf = KVShelf(2 * cache.content.nbytes, lease_s=1000)
-        kept = [await shelf.keep(cache, range(8), "d", "http://127.0.0.1:1") for _ in range(3)]
+        kept_here = KVLeases(2 * cache.content.nbytes, lease_s=1000)
+        kept = [await kept_here.keep(cache, range(8), "d", "http://127.0.0.1:1") for _ in range(3)]
         leases = [each.url.rpartition("/")[2] for each in kept if each is not None]
-        assert [shelf.find(lease) is not None for lease in leases] == [False, True, True]
-        segment = shelf.find(leases[1])
+        assert [kept_here.find(lease) is not None for lease in leases] == [False, True, True]
+        segment = kept_here.find(leases[1])
         assert segment is not None
         assert b"".join([piece async for piece in pieces_of(segment)]) == cache.content.numpy().tobytes()
         assert kept[1] is not None
         assert (kept[1].version, kept[1].tokens) == (3, digest_of(range(8)))
-        shelf.forget(leases[1])
+        kept_here.forget(leases[1])
         assert [piece async for piece in pieces_of(segment)] == []
-        assert await KVShelf(cache.content.nbytes - 1).keep(cache, range(8), "d", "http://127.0.0.1:1") is None
-        short = KVShelf(cache.content.nbytes, lease_s=0.01)
+        assert await KVLeases(cache.content.nbytes - 1).keep(cache, range(8), "d", "http://127.0.0.1:1") is None
+        short = KVLeases(cache.content.nbytes, lease_s=0.01)
         lease = await short.keep(cache, range(8), "d", "http://127.0.0.1:1")
         assert lease is not None
         for _ in range(1000):
@@ -134,6 +134,6 @@ def test_the_oldest_makes_room_and_leases_end(tmp_path: Path) -> None:
                 break
             await asyncio.sleep(0.01)
         assert short.num_bytes == 0
-        shelf.close()
+        kept_here.close()
 
     asyncio.run(story())

@@ -69,7 +69,7 @@ def real_router(
 def wait_for_all(url: str, number: int) -> None:
     deadline = time.monotonic() + ROUTER_S
     while True:
-        replicas = httpx.get(f"{url}/health", timeout=10).json()["replicas"]
+        replicas = httpx.get(f"{url}/health", timeout=10).json()["servers"]
         if [each["status"] for each in replicas] == ["ready"] * number:
             return
         assert time.monotonic() < deadline, replicas

@@ -16,8 +16,8 @@ from starlette.routing import Route
 from ductile.config.schema.cluster import RouterPolicy
 from ductile.config.schema.fleet import HealthCheckConfig
 from ductile.fleet.registry.registry_server import serve_registry
-from ductile.fleet.router.replicas import Replicas
-from ductile.fleet.router.router import Router
+from ductile.fleet.router.request_router import RequestRouter
+from ductile.fleet.router.routed_servers import RoutedServers
 from ductile.messages.updates import ServerState
 
 WITHIN_S, LOOK_S = 60, 0.01
@@ -95,15 +95,15 @@ def _text(tokens: list[int]) -> str:
 
 
 @asynccontextmanager
-async def routed(*stubs: StubReplica, policy: RouterPolicy = "least_tokens") -> AsyncGenerator[Router]:
+async def routed(*stubs: StubReplica, policy: RouterPolicy = "least_tokens") -> AsyncGenerator[RequestRouter]:
     """A router before these, all of which serve."""
     async with AsyncExitStack() as stack:
-        replicas = Replicas(HEALTH, policy, lambda url: None, lambda said: None)
-        router = Router(replicas)
+        servers = RoutedServers(HEALTH, policy, lambda url: None, lambda said: None)
+        router = RequestRouter(servers)
         stack.push_async_callback(router.close)
         for stub in stubs:
             stub.url = await stack.enter_async_context(serve_registry(stub.app()))
-            replicas.add(stub.url)
+            servers.add(stub.url)
         router.start()
-        await replicas.wait_for_all(20)
+        await servers.wait_for_all(20)
         yield router

@@ -9,21 +9,21 @@ import msgspec
 import pytest
 from starlette.responses import Response, StreamingResponse
 
+from ductile.fleet.router.request_router import RequestRouter
 from ductile.fleet.router.routed_request import COMPLETIONS, read_request
-from ductile.fleet.router.router import Router
 from tests.router.stub_replicas import StubReplica, eventually, routed
 
 DEADLINE_S = 30
 
 
-async def ask(router: Router, session: str = "", **body: Any) -> Response:
+async def ask(router: RequestRouter, session: str = "", **body: Any) -> Response:
     content = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4} | body).encode()
     headers = {"x-session-id": session} if session else {}
     async with asyncio.timeout(DEADLINE_S):
         return await router.respond(read_request(COMPLETIONS, content, headers))
 
 
-async def who(router: Router, session: str = "") -> str:
+async def who(router: RequestRouter, session: str = "") -> str:
     response = await ask(router, session)
     assert response.status_code == 200, response.body
     return json.loads(response.body)["id"]
@@ -57,9 +57,9 @@ def test_the_server_with_the_fewest_tokens_left_is_next() -> None:
     async def story() -> None:
         slow, quick = StubReplica("slow", is_mute=False), StubReplica("quick")
         async with routed(slow, quick) as router:
-            replicas = router.replicas
+            servers = router.servers
             busy = read_request(COMPLETIONS, b'{"prompt": [1], "max_tokens": 90}', {})
-            with replicas.attempt(replicas.all[slow.url], busy):
+            with servers.attempt(servers.all[slow.url], busy):
                 assert {await who(router) for _ in range(4)} == {"quick"}
                 metrics = router.metrics.render().decode()
             assert f'ductile_router_attempts_total{{outcome="done",replica="{quick.url}"}} 4.0' in metrics
@@ -132,9 +132,9 @@ def test_requests_of_a_server_that_falls_silent_are_asked_of_another(stream: boo
                 else:
                     assert json.loads(response.body)["id"] == "good"
             assert silent.bodies
-            assert router.replicas.all[silent.url].status in ("dead", "suspect")
+            assert router.servers.all[silent.url].status in ("dead", "suspect")
             silent.is_mute = False
-            await eventually(lambda: router.replicas.all[silent.url].is_serving)
+            await eventually(lambda: router.servers.all[silent.url].is_serving)
             for _ in range(500):  # it is tried, and is well again
                 if {await who(router) for _ in range(4)} == {"silent", "good"}:
                     return
@@ -149,7 +149,7 @@ def test_a_server_that_is_leaving_gets_nothing_new() -> None:
         leaving, good = StubReplica("leaving"), StubReplica("good")
         async with routed(leaving, good) as router:
             leaving.state = msgspec.structs.replace(leaving.state, leaving=True)
-            await eventually(lambda: router.replicas.all[leaving.url].status == "draining")
+            await eventually(lambda: router.servers.all[leaving.url].status == "draining")
             assert {await who(router) for _ in range(4)} == {"good"}
             assert not leaving.bodies
 
@@ -160,11 +160,11 @@ def test_requests_wait_for_a_server_that_comes_back() -> None:
     async def story() -> None:
         only = StubReplica("only")
         async with routed(only) as router:
-            router.replicas.remove(only.url, "it has ended")
+            router.servers.remove(only.url, "it has ended")
             waiting = asyncio.create_task(ask(router))
             await asyncio.sleep(0.05)
             assert not waiting.done()
-            router.replicas.add(only.url)
+            router.servers.add(only.url)
             assert (await waiting).status_code == 200
 
     run(story)

@@ -219,7 +219,7 @@ class RouterRunConfig(HealthCheckConfig):
     policy: RouterPolicy = "consistent_hash"
     """Which server gets a request: see `deployment.router.policy` of `ductile inference`."""
     server: HttpServerConfig = HttpServerConfig()
-    """Where the router listens. Its API key is that of the servers, too."""
+    """The router's own address and limits. Its API key is that of the servers, too."""
     output_dir: FilePath = "runs/router"
     log: LogConfig = LogConfig()
     dry_run: bool = False

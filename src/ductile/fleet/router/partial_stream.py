@@ -17,7 +17,7 @@ SAMPLING_FIELDS = (
 )
 """Fields of a chat that mean the same for a completion."""
 
-Event = dict[str, Any]
+StreamEvent = dict[str, Any]
 
 
 class StreamFailed(Exception):
@@ -34,7 +34,7 @@ class PartialStream:
         self._token_ids: list[int] = []
         self._num_chars = self._num_chars_before = 0
         """Characters of the text that have come, and those of them that were there when the latest server was asked."""
-        self._head: Event = {}
+        self._head: StreamEvent = {}
         """Fields of the first chunk that are the same in all others."""
         self._goes_on = False
         """True once another server than the first one has been asked."""
@@ -74,7 +74,7 @@ class PartialStream:
         }
         return COMPLETIONS, json.dumps({**body, **going_on, **fields}).encode()
 
-    def take(self, event: Event) -> Event:
+    def take(self, event: StreamEvent) -> StreamEvent:
         """Take a chunk, and return it as the client is to see it. Raises StreamFailed."""
         if "error" in event:
             said = event["error"]
@@ -99,19 +99,19 @@ class PartialStream:
         prompt, completion = len(self._prompt_ids or ()), len(self._token_ids)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def last_chunks(self) -> list[Event]:
+    def last_chunks(self) -> list[StreamEvent]:
         """Return what a server that was lost after its last token would have sent."""
-        chunks: list[Event] = []
+        chunks: list[StreamEvent] = []
         if self.finish_reason is None:
             self.finish_reason = "length"
-            said: Event = {"delta": {}} if self._request.route == CHAT else {"text": ""}
+            said: StreamEvent = {"delta": {}} if self._request.route == CHAT else {"text": ""}
             chunks.append(self._head | {"choices": [{"index": 0, **said, "logprobs": None, "finish_reason": "length"}]})
         options = self._request.body.get("stream_options")
-        if isinstance(options, dict) and cast("Event", options).get("include_usage"):
+        if isinstance(options, dict) and cast("StreamEvent", options).get("include_usage"):
             chunks.append(self._head | {"choices": [], "usage": self.usage()})
         return chunks
 
-    def _choice(self, choice: Event) -> Event:
+    def _choice(self, choice: StreamEvent) -> StreamEvent:
         self._token_ids += cast("list[int]", choice.get("token_ids") or [])
         if choice.get("finish_reason") == "abort":
             self.is_aborted = True

@@ -20,8 +20,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ductile.config.schema.http_server import HttpServerConfig
+from ductile.fleet.router.request_router import NoServer, RequestRouter
 from ductile.fleet.router.routed_request import CHAT, COMPLETIONS, TOKENS, read_request
-from ductile.fleet.router.router import NoReplica, Router
 from ductile.transport.http_server.client_gone import ClientGone, unless_gone
 from ductile.transport.http_server.middleware import RequestGuard
 from ductile.transport.http_server.openai_error import error
@@ -32,7 +32,7 @@ READ_ASIDE_BYTES = 64 << 10
 """A body of more bytes is read in a thread."""
 
 
-def create_router_app(router: Router, config: HttpServerConfig) -> Starlette:
+def create_router_app(router: RequestRouter, config: HttpServerConfig) -> Starlette:
     async def generate(http: Request) -> Response:
         body = bytes(http.scope["state"].pop("body"))
         path, headers = http.scope["path"], http.headers
@@ -48,18 +48,18 @@ def create_router_app(router: Router, config: HttpServerConfig) -> Starlette:
             return await unless_gone(http, router.respond(request))
         except ClientGone:
             return Response(status_code=499)
-        except NoReplica as none:
+        except NoServer as none:
             return _unavailable(none)
 
     async def models(http: Request) -> Response:
         try:
             return await router.get(http.scope["path"])
-        except NoReplica as none:
+        except NoServer as none:
             return _unavailable(none)
 
     async def health(http: Request) -> Response:
-        is_well = bool(router.replicas.serving)
-        return JSONResponse({"status": "ok" if is_well else "no server", "replicas": _shown(router)}, _status(is_well))
+        is_well = bool(router.servers.serving)
+        return JSONResponse({"status": "ok" if is_well else "no server", "servers": _shown(router)}, _status(is_well))
 
     async def liveness(http: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -96,13 +96,13 @@ def create_router_app(router: Router, config: HttpServerConfig) -> Starlette:
     return app
 
 
-def _shown(router: Router) -> list[dict[str, Any]]:
-    sets = {"prefill": router.prefill, "decode" if router.prefill else "any": router.replicas}
+def _shown(router: RequestRouter) -> list[dict[str, Any]]:
+    sets = {"prefill": router.prefill, "decode" if router.prefill else "any": router.servers}
     return [
         {"url": each.url, "role": role, "status": each.status, "reason": each.reason}
-        for role, replicas in sets.items()
-        if replicas is not None
-        for each in replicas.all.values()
+        for role, servers in sets.items()
+        if servers is not None
+        for each in servers.all.values()
     ]
 
 
@@ -110,5 +110,5 @@ def _status(is_well: bool) -> int:
     return 200 if is_well else 503
 
 
-def _unavailable(none: NoReplica) -> Response:
+def _unavailable(none: NoServer) -> Response:
     return JSONResponse(error(str(none), "server_error"), 503, {"Retry-After": "1"})

@@ -6,15 +6,15 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ductile.fleet.router.replicas import Replica
+from ductile.fleet.router.routed_servers import RoutedServer
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class RouterMetrics:
-    def __init__(self, replicas: Callable[[], Iterable[Replica]]) -> None:
+    def __init__(self, servers: Callable[[], Iterable[RoutedServer]]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_ReplicaCollector(replicas))
+        self._registry.register(_ServerCollector(servers))
         self.attempts = Counter(
             "ductile_router_attempts",
             "Requests that a server was asked, by what became of them: done, refused, failed, gone (the client was).",
@@ -47,11 +47,11 @@ class RouterMetrics:
         return generate_latest(self._registry)
 
 
-class _ReplicaCollector(Collector):
+class _ServerCollector(Collector):
     """Asks the books when Prometheus asks us."""
 
-    def __init__(self, replicas: Callable[[], Iterable[Replica]]) -> None:
-        self._replicas = replicas
+    def __init__(self, servers: Callable[[], Iterable[RoutedServer]]) -> None:
+        self._servers = servers
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("ductile_router_replica_up", "1 for a server that gets requests.", labels=["replica"])
@@ -61,7 +61,7 @@ class _ReplicaCollector(Collector):
             "Predicted tokens that a server still has to sample.",
             labels=["replica"],
         )
-        for each in self._replicas():
+        for each in self._servers():
             up.add_metric([each.url], float(each.is_serving))
             running.add_metric([each.url], each.num_sequences)
             tokens.add_metric([each.url], each.remaining_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from ductile.config.schema.http_server import HttpServerConfig
-from ductile.fleet.router.router import Router
+from ductile.fleet.router.request_router import RequestRouter
 from ductile.fleet.router.router_app import create_router_app
 from ductile.transport.http_server.listener import uvicorn_settings
 
@@ -44,7 +44,7 @@ class StopSignals:
 
 
 async def serve_router(
-    router: Router,
+    router: RequestRouter,
     config: HttpServerConfig,
     listener: socket.socket,
     stop: StopSignals,

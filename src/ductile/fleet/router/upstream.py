@@ -6,11 +6,11 @@ from contextlib import AsyncExitStack
 
 import httpx
 
-from ductile.fleet.router.replicas import Attempt
+from ductile.fleet.router.routed_servers import Attempt
 from ductile.transport.http_client import MOST_BYTES, HttpClient, HttpReply, NoReply, classify, read_all
 
 ABORTED = b'"finish_reason": "abort"'
-"""In a body of JSON these bytes are no part of a text, whose quotes have backslashes."""
+"""Bytes of a choice that was ended before its time. In JSON they are part of no text, whose quotes have backslashes."""
 _NUM_TOKENS = re.compile(rb'"completion_tokens": (\d+)')
 
 

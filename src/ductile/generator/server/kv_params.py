@@ -25,7 +25,7 @@ class RemoteKV(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     url: Annotated[str, Field(max_length=1024)]
-    """Where they are fetched."""
+    """Address at which they are fetched."""
     host: Annotated[str, Field(max_length=256)]
     """Identity of the server's machine, as `ductile.fabric.process.host` has it."""
     location: Annotated[str, Field(max_length=256)]

@@ -29,7 +29,7 @@ FETCH_S = 30.0
 """Longest time that fetching them may take; after it they are computed again."""
 
 
-class KVShelf:
+class KVLeases:
     """Keys and values that others may fetch. Made in the loop that serves."""
 
     def __init__(self, most_bytes: int, lease_s: float = LEASE_S) -> None:

@@ -202,7 +202,7 @@ async def generate(service: SharedService, http: Request) -> Response:
 
 @_routes.get("/kv/{lease}")
 async def give_kv(lease: str, service: SharedService) -> Response:
-    if (segment := service.shelf.find(lease)) is None:
+    if (segment := service.kv_leases.find(lease)) is None:
         return JSONResponse(error("there is no such lease, or it is over"), 404)
     headers = {"Content-Length": str(segment.num_bytes)}
     return StreamingResponse(pieces_of(segment), headers=headers, media_type="application/octet-stream")
@@ -210,7 +210,7 @@ async def give_kv(lease: str, service: SharedService) -> Response:
 
 @_routes.delete("/kv/{lease}")
 async def forget_kv(lease: str, service: SharedService) -> Json:
-    service.shelf.forget(lease)
+    service.kv_leases.forget(lease)
     return {}
 
 

@@ -21,7 +21,7 @@ from ductile.generator.engine.limits import Overloaded, RequestRefused
 from ductile.generator.server.choice import Asked, Choice
 from ductile.generator.server.fleet_control import FleetControl
 from ductile.generator.server.kv_params import RemoteKV
-from ductile.generator.server.kv_sharing import KVFetcher, KVShelf
+from ductile.generator.server.kv_sharing import KVFetcher, KVLeases
 from ductile.generator.server.metrics import ServerMetrics
 from ductile.generator.server.openai_api import ChatRequest, SamplingFields, TextRequest, TokenRequest
 from ductile.generator.server.prompt_text import PromptEncoder
@@ -83,7 +83,7 @@ class Service:
         self.chat_max_tokens = None if "max_new_tokens" not in defaults else int(defaults["max_new_tokens"])
         """Most tokens of a chat's response that says none; None: as many as there is room for."""
         self._prompts = PromptEncoder(tokenizer, engine.limits, max_waiting_chars)
-        self.shelf = KVShelf(engine.cache_bytes)
+        self.kv_leases = KVLeases(engine.cache_bytes)
         self._fetcher = KVFetcher(engine)
 
     def call_streams(self, body: ChatRequest, prompt: str) -> Callable[[], CallStream] | None:
@@ -235,7 +235,7 @@ class Service:
                 self._num_sequences -= 1
             if cache is not None and cache.version == self.runner.engine.version:
                 self.metrics.prompt_tokens.inc(len(prompt))
-                remote = await self.shelf.keep(cache, prompt, self.runner.digest, base_url)
+                remote = await self.kv_leases.keep(cache, prompt, self.runner.digest, base_url)
         if remote is not None:
             self.metrics.kv_transfers.labels("kept").inc()
         params = None if remote is None else {"do_remote_prefill": True, "remote": remote.model_dump()}
@@ -259,7 +259,7 @@ class Service:
         """End what is in flight with what it has."""
         self.control.close()
         await self.runner.stop()
-        self.shelf.close()
+        self.kv_leases.close()
         await self._fetcher.close()
 
     async def _deltas(

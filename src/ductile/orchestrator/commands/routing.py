@@ -14,11 +14,11 @@ from ductile.config.schema.http_server import HttpServerConfig
 from ductile.config.schema.run import InferenceRunConfig, RouterRunConfig
 from ductile.config.schema.secrets import secret_of
 from ductile.config.server_address import root_of
-from ductile.fleet.router.replicas import Replicas
-from ductile.fleet.router.router import Router
+from ductile.fleet.router.request_router import RequestRouter
+from ductile.fleet.router.routed_servers import RoutedServers
 from ductile.fleet.router.router_server import StopSignals, serve_router
 from ductile.messages.control_token import token_of
-from ductile.orchestrator.commands.server_processes import ServerProcess, StartFailed
+from ductile.orchestrator.commands.server_processes import ServerNotStarted, ServerProcess
 from ductile.transport.http_server.listener import listen, url_of
 from ductile.transport.http_server.log_limit import log_to_stderr
 
@@ -38,14 +38,14 @@ def route_between(config: RouterRunConfig) -> int:
 
     async def serve(listener: socket.socket) -> int:
         key_of = _key_of(config.server)
-        replicas = Replicas(config, config.policy, key_of, LOG.info)
-        prefill = Replicas(config, config.policy, key_of, LOG.info) if config.prefill_urls else None
+        servers = RoutedServers(config, config.policy, key_of, LOG.info)
+        prefill = RoutedServers(config, config.policy, key_of, LOG.info) if config.prefill_urls else None
         for url in config.urls:
-            replicas.add(root_of(url))
+            servers.add(root_of(url))
         for url in config.prefill_urls:
             assert prefill is not None
             prefill.add(root_of(url))
-        router = Router(replicas, prefill)
+        router = RequestRouter(servers, prefill)
         with StopSignals() as stop:
             print(f"routing to {', '.join(config.urls)} on {url_of(listener)}", flush=True)
             await serve_router(router, config.server, listener, stop, _never)
@@ -54,19 +54,19 @@ def route_between(config: RouterRunConfig) -> int:
     return _run("router", config.server, serve)
 
 
-def serve_replicas(config: InferenceRunConfig) -> int:
+def serve_several(config: InferenceRunConfig) -> int:
     """Start the servers that the config asks for, and route between them. Returns the exit code."""
     asked = router_of(config)
     assert asked is not None
     server = config.server.model_copy(update={"port": router_port(config, asked)})
 
     async def serve(listener: socket.socket) -> int:
-        replicas = Replicas(config, _policy(asked), _key_of(server), LOG.info)
+        servers = RoutedServers(config, _policy(asked), _key_of(server), LOG.info)
         is_apart = config.deployment.type == "disaggregated"
-        prefill = Replicas(config, _policy(asked), _key_of(server), LOG.info) if is_apart else None
-        router = Router(replicas, prefill, asked.non_cached_tokens if isinstance(asked, LlmdRouter) else 0)
+        prefill = RoutedServers(config, _policy(asked), _key_of(server), LOG.info) if is_apart else None
+        router = RequestRouter(servers, prefill, asked.non_cached_tokens if isinstance(asked, LlmdRouter) else 0)
         processes = [
-            ServerProcess(config, planned, prefill if prefill and planned.role == "prefill" else replicas, LOG.info)
+            ServerProcess(config, planned, prefill if prefill and planned.role == "prefill" else servers, LOG.info)
             for planned in planned_servers(config)
         ]
         with StopSignals() as stop:
@@ -79,7 +79,9 @@ def serve_replicas(config: InferenceRunConfig) -> int:
                 for process in processes:
                     process.leave()
                 ended = await asyncio.gather(*tasks, announcing, return_exceptions=True)
-            return FAILED if any(isinstance(each, StartFailed) for each in ended) or not stop.first.is_set() else DONE
+            return (
+                FAILED if any(isinstance(each, ServerNotStarted) for each in ended) or not stop.first.is_set() else DONE
+            )
 
     return _run("inference", server, serve)
 

@@ -52,7 +52,7 @@ from ductile.messages.message import RoleName
 from ductile.orchestrator.commands.bench import Bench
 from ductile.orchestrator.commands.compose import Prepared, canaries_of, prepare, run_loop
 from ductile.orchestrator.commands.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
-from ductile.orchestrator.commands.routing import route_between, serve_replicas, with_key
+from ductile.orchestrator.commands.routing import route_between, serve_several, with_key
 from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.commands.scheduling import Scheduling, limits_of
 from ductile.orchestrator.commands.servers import Servers, has_servers
@@ -93,7 +93,7 @@ def run_inference(config: InferenceRunConfig) -> int:
     config = config.model_copy(update={"server": with_key(config.server)})
     if config.bench is not None:
         return bench_server(config, config.bench)
-    return become_server(config) if router_of(config) is None else serve_replicas(config)
+    return become_server(config) if router_of(config) is None else serve_several(config)
 
 
 def run_router(config: RouterRunConfig) -> int:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from ductile.config.checks.serving_plan import PlannedServer
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.deaths import ending
-from ductile.fleet.router.replicas import Replicas
+from ductile.fleet.router.routed_servers import RoutedServers
 from ductile.orchestrator.commands.serving import START_S, in_memory, server_command
 
 LEAVE_S = 40.0
@@ -23,7 +23,7 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 
 
-class StartFailed(Exception):
+class ServerNotStarted(Exception):
     """A server could not be started at all; it has said why on stderr."""
 
 
@@ -31,13 +31,13 @@ class ServerProcess:
     """Made in the loop that routes. `keep` runs until `leave`, or until the server is given up."""
 
     def __init__(
-        self, config: InferenceRunConfig, planned: PlannedServer, replicas: Replicas, tell: Callable[[str], None]
+        self, config: InferenceRunConfig, planned: PlannedServer, servers: RoutedServers, tell: Callable[[str], None]
     ) -> None:
-        """replicas: are told where the server is, and when it has ended."""
+        """servers: are told where the server is, and when it has ended."""
         self.url = ""
         self.has_served = asyncio.Event()
         """Set once the server has said where it listens."""
-        self._planned, self._replicas, self._tell = planned, replicas, tell
+        self._planned, self._servers, self._tell = planned, servers, tell
         self._settings = server_settings(config, planned)
         self._environment = server_environment(planned, config.cluster.device, os.environ)
         self._max_restarts = config.cluster.max_restarts
@@ -47,7 +47,7 @@ class ServerProcess:
         self._leaving.set()
 
     async def keep(self) -> None:
-        """Start the server, and start it again when it ends. Raises StartFailed."""
+        """Start the server, and start it again when it ends. Raises ServerNotStarted."""
         num_restarts = 0
         while not self._leaving.is_set():
             began_at = time.monotonic()
@@ -55,7 +55,7 @@ class ServerProcess:
             if self._leaving.is_set():
                 return
             if not self.has_served.is_set():
-                raise StartFailed(how)
+                raise ServerNotStarted(how)
             if time.monotonic() - began_at >= WELL_AFTER_S:
                 num_restarts = 0
             if num_restarts >= self._max_restarts:
@@ -87,7 +87,7 @@ class ServerProcess:
         try:
             await asyncio.wait([reading, ended, leaving], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
             if reading.done() and (url := reading.result()):
-                self._replicas.add(url)
+                self._servers.add(url)
                 self.url = url
                 self.has_served.set()
                 draining = asyncio.create_task(self._drain(process))
@@ -95,7 +95,7 @@ class ServerProcess:
                 draining.cancel()
         finally:
             if url and ended.done():
-                self._replicas.remove(url, f"the server at {url} {ending(ended.result())}")
+                self._servers.remove(url, f"the server at {url} {ending(ended.result())}")
             await self._end(process, ended)
             for task in (leaving, reading):
                 task.cancel()

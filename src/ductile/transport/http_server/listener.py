@@ -1,4 +1,4 @@
-"""Where an HTTP server listens, and uvicorn's settings for connections that may be anybody's."""
+"""The socket of an HTTP server, and uvicorn's settings for connections that may be anybody's."""
 
 import os
 import resource

@@ -37,10 +37,10 @@ SMOOTHING = 0.05
 """Share that the latest completion has in the mean length of completions."""
 
 
-PACE_DECAY = 0.9
-"""Share of its weight that what is known of a server's pace keeps with each completion."""
-PACE_HOLDS_S = 30.0
-"""Seconds for which a pace is known after the latest completion; a server of no known pace is taken for a fast one."""
+SPEED_DECAY = 0.9
+"""Share of its weight that what is known of a server's speed keeps with each completion."""
+SPEED_HOLDS_S = 30.0
+"""Seconds for which a speed is known after the latest completion; a server of unknown speed is taken for a fast one."""
 MOST_SLOWNESS = 16.0
 
 
@@ -85,7 +85,7 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Replica:
+class RoutedServer:
     """A server's address, and what is known of who is there."""
 
     url: str
@@ -102,12 +102,12 @@ class Replica:
     seconds: float = 0.0
     tokens: float = 0.0
     """Times of its latest completions, and their tokens; both decay."""
-    paced_at: float = float("-inf")
+    completed_at: float = float("-inf")
     """Time of its latest completion."""
 
-    def pace(self, now: float) -> float | None:
+    def seconds_per_token(self, now: float) -> float | None:
         """Return the seconds that a completion takes there for each token; None where that is not known."""
-        is_known = self.tokens > 0 and now - self.paced_at <= PACE_HOLDS_S
+        is_known = self.tokens > 0 and now - self.completed_at <= SPEED_HOLDS_S
         return self.seconds / self.tokens if is_known else None
 
     @property
@@ -146,7 +146,7 @@ class Replica:
         )
 
 
-class Replicas:
+class RoutedServers:
     """Made in the loop that routes; `start` before the first request, `stop` after the last."""
 
     def __init__(
@@ -158,7 +158,7 @@ class Replicas:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """key_of: bearer token for the server at an address. tell: hears sentences about servers that come and go."""
-        self.all: dict[str, Replica] = {}
+        self.all: dict[str, RoutedServer] = {}
         self.max_model_len = 0
         """Tokens of the longest sequence that every server takes; 0 until one has said it."""
         self._policy: RouterPolicy = policy
@@ -183,20 +183,20 @@ class Replicas:
 
     def add(self, url: str) -> None:
         """Look for a server at this address."""
-        self.all[url] = Replica(url, key=self._key_of(url))
+        self.all[url] = RoutedServer(url, key=self._key_of(url))
         self._monitor.look()
 
     def remove(self, url: str, why: str) -> None:
         """Look for none at this address any more, as its process has ended."""
-        if (replica := self.all.pop(url, None)) is not None:
-            for attempt in [*replica.attempts]:
+        if (server := self.all.pop(url, None)) is not None:
+            for attempt in [*server.attempts]:
                 attempt.cut(why)
             self._tell(why)
             self._changed.notify_all()
 
     @property
-    def serving(self) -> list[Replica]:
-        return [replica for replica in self.all.values() if replica.is_serving]
+    def serving(self) -> list[RoutedServer]:
+        return [server for server in self.all.values() if server.is_serving]
 
     async def wait_for_any(self, timeout_s: float) -> None:
         """Return when a server serves. Raises TimeoutError."""
@@ -208,15 +208,15 @@ class Replicas:
 
     # -- Where a request goes ---------------------------------------------------------------------------------------
 
-    def choose(self, request: RoutedRequest, without: Collection[str] = ()) -> Replica | None:
+    def choose(self, request: RoutedRequest, without: Collection[str] = ()) -> RoutedServer | None:
         """Return the server for a request; None where there is none beside those that have had it."""
         session = request.session
         recent = self._recent.of(session) if session else None
         now, more, able = self._clock(), self._predicted(request), self.serving
-        paces = {each.url: pace for each in able if (pace := each.pace(now))}
-        fastest = min(paces.values(), default=1.0)
+        speeds = {each.url: seconds_per_token for each in able if (seconds_per_token := each.seconds_per_token(now))}
+        fastest = min(speeds.values(), default=1.0)
         loads = [
-            each.load(session, recent == each.url, min(paces.get(each.url, fastest) / fastest, MOST_SLOWNESS), more)
+            each.load(session, recent == each.url, min(speeds.get(each.url, fastest) / fastest, MOST_SLOWNESS), more)
             for each in able
             if each.url not in without
         ]
@@ -239,14 +239,14 @@ class Replicas:
         return route(request.session, loads, request.num_prompt_tokens, BLOCK_TOKENS).instance
 
     @contextmanager
-    def attempt(self, replica: Replica, request: RoutedRequest) -> Generator[Attempt]:
+    def attempt(self, server: RoutedServer, request: RoutedRequest) -> Generator[Attempt]:
         """Count a request as the server's, as long as the block lasts."""
-        attempt = Attempt(replica.url, request.num_sequences, self._predicted(request), self._clock())
-        replica.attempts.add(attempt)
+        attempt = Attempt(server.url, request.num_sequences, self._predicted(request), self._clock())
+        server.attempts.add(attempt)
         try:
             yield attempt
         finally:
-            replica.attempts.discard(attempt)
+            server.attempts.discard(attempt)
 
     def _predicted(self, request: RoutedRequest, generated: int = 0) -> float:
         most = request.max_tokens or self.max_model_len - request.num_prompt_tokens
@@ -257,8 +257,8 @@ class Replicas:
     def heard(self, attempt: Attempt, request: RoutedRequest, generated: int) -> None:
         """Note that a part of a response has come, with so many tokens of the one sequence until now."""
         attempt.remaining_tokens = self._predicted(request, generated)
-        if replica := self.all.get(attempt.url):
-            replica.heard_at = self._clock()
+        if server := self.all.get(attempt.url):
+            server.heard_at = self._clock()
 
     def ended(self, attempt: Attempt, num_tokens: int | None = None) -> None:
         """Note that a server has done a request, with so many tokens, where that is known."""
@@ -266,79 +266,79 @@ class Replicas:
             each = num_tokens / max(1, attempt.num_sequences)
             mean = self._mean_length
             self._mean_length = each if mean is None else mean + SMOOTHING * (each - mean)
-        if replica := self._of(attempt):
-            replica.heard_at = replica.paced_at = self._clock()
-            replica.seconds *= PACE_DECAY
-            replica.tokens *= PACE_DECAY
+        if server := self._of(attempt):
+            server.heard_at = server.completed_at = self._clock()
+            server.seconds *= SPEED_DECAY
+            server.tokens *= SPEED_DECAY
             if num_tokens:
-                replica.seconds += self._clock() - attempt.began_at
-                replica.tokens += num_tokens / max(1, attempt.num_sequences)
-            self._put(replica, replica.health and replica.health.generated(self._clock(), self._rules))
+                server.seconds += self._clock() - attempt.began_at
+                server.tokens += num_tokens / max(1, attempt.num_sequences)
+            self._put(server, server.health and server.health.generated(self._clock(), self._rules))
 
     def failed(self, attempt: Attempt, why: str, is_closed: bool) -> None:
         """Note that a server has failed at a request. is_closed: nobody listens at its address."""
-        if (replica := self._of(attempt)) is None or replica.health is None or not replica.health.is_living:
+        if (server := self._of(attempt)) is None or server.health is None or not server.health.is_living:
             return
         now = self._clock()
         if is_closed:
-            self._put(replica, replica.health.moved("die", why, now), cuts=False)
+            self._put(server, server.health.moved("die", why, now), cuts=False)
             return
-        self._put(replica, replica.health.request_failed(why, now, self._rules, attempt.began_at))
-        self._monitor.hurry(replica.url)
+        self._put(server, server.health.request_failed(why, now, self._rules, attempt.began_at))
+        self._monitor.hurry(server.url)
 
-    def _of(self, attempt: Attempt) -> Replica | None:
+    def _of(self, attempt: Attempt) -> RoutedServer | None:
         return None if attempt.why_cut else self.all.get(attempt.url)
 
     # -- What probes tell of a server -------------------------------------------------------------------------------
 
     def probed(self, url: str, outcome: ProbeOutcome) -> None:
         """Note what a probe of the address has found."""
-        if (replica := self.all.get(url)) is None:
+        if (server := self.all.get(url)) is None:
             return
-        now, health = self._clock(), replica.health
+        now, health = self._clock(), server.health
         is_living = health is not None and health.is_living
         if outcome.kind == "answered" and outcome.state is not None:
-            self._answered(replica, outcome.state, outcome.asked_at, now)
+            self._answered(server, outcome.state, outcome.asked_at, now)
         elif not is_living:
-            if outcome.reason and replica.why_absent != outcome.reason:
-                replica.why_absent = outcome.reason
+            if outcome.reason and server.why_absent != outcome.reason:
+                server.why_absent = outcome.reason
         elif outcome.kind in ("closed", "denied"):
             assert health is not None
-            self._put(replica, health.moved("die", outcome.reason, now), cuts=False)
+            self._put(server, health.moved("die", outcome.reason, now), cuts=False)
         elif outcome.kind in ("silent", "odd"):
             assert health is not None
-            others = [each for each in self.all.values() if each is not replica and each.is_serving]
+            others = [each for each in self.all.values() if each is not server and each.is_serving]
             others_at = max((max(_heard_at(each), each.heard_at) for each in others), default=float("-inf"))
             replied = outcome.kind == "odd"
             after = health.unanswered(
-                outcome.reason, now, outcome.asked_at, others_at, replied, token_at=replica.heard_at
+                outcome.reason, now, outcome.asked_at, others_at, replied, token_at=server.heard_at
             )
-            self._put(replica, after)
+            self._put(server, after)
             self._condemn(now)
 
-    def _answered(self, replica: Replica, state: ServerState, asked_at: float, now: float) -> None:
-        health = replica.health
+    def _answered(self, server: RoutedServer, state: ServerState, asked_at: float, now: float) -> None:
+        health = server.health
         if health is not None and health.is_living and health.incarnation != state.incarnation:
             if asked_at < health.asked_at:
                 return  # said late, by the process before
-            self._put(replica, health.moved("die", "its process has ended, and another one has its address", now))
-        replica.state, health = state, replica.health
+            self._put(server, health.moved("die", "its process has ended, and another one has its address", now))
+        server.state, health = state, server.health
         self.max_model_len = min(each.state.max_model_len for each in self.all.values() if each.state is not None)
         if state.leaving:
             if health is not None and health.is_living and health.status != "draining":
-                self._put(replica, health.moved("drain", "it says that it is leaving", now))
+                self._put(server, health.moved("drain", "it says that it is leaving", now))
         elif health is None or not health.is_living or health.incarnation != state.incarnation:
-            self._join(replica, state, asked_at, now)
+            self._join(server, state, asked_at, now)
         else:
-            self._put(replica, health.answered(reply_of(state, asked_at), now, self._rules, replica.heard_at))
+            self._put(server, health.answered(reply_of(state, asked_at), now, self._rules, server.heard_at))
 
-    def _join(self, replica: Replica, state: ServerState, asked_at: float, now: float) -> None:
+    def _join(self, server: RoutedServer, state: ServerState, asked_at: float, now: float) -> None:
         """Take a process in. One that was here before, and was lost, is tried with one request at a time first."""
-        before = replica.health
-        replica.key = self._key_of(replica.url)
+        before = server.health
+        server.key = self._key_of(server.url)
         health = ServerHealth(
-            InstanceId(replica.url),
-            replica.url,
+            InstanceId(server.url),
+            server.url,
             state.incarnation,
             since=now,
             status="ready",
@@ -351,8 +351,8 @@ class Replicas:
         if before is not None and before.incarnation == state.incarnation:
             health = replace(health, request_failures=1, failed_at=now).moved("doubt", before.reason, now)
             health = replace(health, on_trial=True)
-        self._put(replica, health)
-        self._tell(f"{replica.url} serves {state.model_name or 'its model'}")
+        self._put(server, health)
+        self._tell(f"{server.url} serves {state.model_name or 'its model'}")
 
     def _condemn(self, now: float) -> None:
         living = [each.health for each in self.all.values() if each.health is not None and each.health.is_living]
@@ -361,21 +361,21 @@ class Replicas:
             if health := self.all[instance].health:
                 self._put(self.all[instance], health.moved("die", verdict.reason, now))
 
-    def _put(self, replica: Replica, health: ServerHealth | None, cuts: bool = True) -> None:
+    def _put(self, server: RoutedServer, health: ServerHealth | None, cuts: bool = True) -> None:
         """cuts: a server that is lost by this has its requests cut off; else their connections say what becomes of
         them."""
-        before, replica.health = replica.health, health
+        before, server.health = server.health, health
         if health is None or before is None or health.status == before.status:
             self._changed.notify_all()
             return
         if health.status == "dead":
-            self._tell(f"{replica.url} is lost: {health.reason}")
-            for attempt in [*replica.attempts] if cuts else ():
-                attempt.cut(f"{replica.url} is lost: {health.reason}")
+            self._tell(f"{server.url} is lost: {health.reason}")
+            for attempt in [*server.attempts] if cuts else ():
+                attempt.cut(f"{server.url} is lost: {health.reason}")
         elif health.status != "ready" or before.status != "suspect":
-            self._tell(f"{replica.url} is {health.status}: {health.reason}")
+            self._tell(f"{server.url} is {health.status}: {health.reason}")
         self._changed.notify_all()
 
 
-def _heard_at(replica: Replica) -> float:
-    return replica.health.heard_at if replica.health is not None else float("-inf")
+def _heard_at(server: RoutedServer) -> float:
+    return server.health.heard_at if server.health is not None else float("-inf")

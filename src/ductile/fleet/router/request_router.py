@@ -1,6 +1,6 @@
 """Finds a server for each request, and another one where that fails.
 
-1. A request goes to a server that is well, by the policy (`Replicas.choose`).
+1. A request goes to a server that is well, by the policy (`RoutedServers.choose`).
 2. Where the server fails before anything is with the client, the request is asked again of another one: it has not
    happened. A stream with one choice goes on from the tokens that have come (`PartialStream`); any other ends with an
    error in it.
@@ -24,8 +24,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ductile.fleet.router.partial_stream import PartialStream, StreamFailed, can_be_carried
-from ductile.fleet.router.replicas import Attempt, CutOff, Replica, Replicas
 from ductile.fleet.router.routed_request import CHAT, COMPLETIONS, RoutedRequest
+from ductile.fleet.router.routed_servers import Attempt, CutOff, RoutedServer, RoutedServers
 from ductile.fleet.router.router_metrics import RouterMetrics
 from ductile.fleet.router.upstream import ABORTED, Upstream, num_tokens_of
 from ductile.transport.http_client import HttpClient, HttpReply, NoReply, bearer
@@ -46,7 +46,7 @@ DONE = b"data: [DONE]\n\n"
 Fields = dict[str, Any]
 
 
-class NoReplica(Exception):
+class NoServer(Exception):
     """There is no server for a request. The text is for the client."""
 
 
@@ -88,27 +88,27 @@ class _Streamed(StreamingResponse):
             await self._begun.close()  # a client may have gone before the first event was asked for
 
 
-class Router:
+class RequestRouter:
     """Made in the loop that routes; `close` there."""
 
     def __init__(
         self,
-        replicas: Replicas,
-        prefill: Replicas | None = None,
+        servers: RoutedServers,
+        prefill: RoutedServers | None = None,
         least_prefill_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """prefill: servers that compute prompts for those of `replicas`. least_prefill_tokens: of a prompt that is
+        """prefill: servers that compute prompts for those of `servers`. least_prefill_tokens: of a prompt that is
         worth that."""
-        self.replicas, self.prefill = replicas, prefill
+        self.servers, self.prefill = servers, prefill
         self.metrics = RouterMetrics(lambda: [each for one in self._all for each in one.all.values()])
         self._least_prefill_tokens, self._clock = least_prefill_tokens, clock
         self._client = HttpClient()
         self._releases: set[asyncio.Task[None]] = set()
 
     @property
-    def _all(self) -> list[Replicas]:
-        return [self.replicas] if self.prefill is None else [self.replicas, self.prefill]
+    def _all(self) -> list[RoutedServers]:
+        return [self.servers] if self.prefill is None else [self.servers, self.prefill]
 
     def start(self) -> None:
         for each in self._all:
@@ -119,7 +119,7 @@ class Router:
         await self._client.close()
 
     async def respond(self, request: RoutedRequest) -> Response:
-        """Return the response of a server. Raises NoReplica."""
+        """Return the response of a server. Raises NoServer."""
         began_at = self._clock()
         fields = await self._prefilled(request)
         if not request.is_stream:
@@ -128,7 +128,7 @@ class Router:
             finally:
                 self._release(fields)
                 self.metrics.request_s.observe(self._clock() - began_at)
-        partial = PartialStream(request, lambda: self.replicas.max_model_len) if can_be_carried(request) else None
+        partial = PartialStream(request, lambda: self.servers.max_model_len) if can_be_carried(request) else None
         search = self._search(request)
         try:
             begun = await self._begin(search, partial, fields)
@@ -141,7 +141,7 @@ class Router:
         return _Streamed(self._stream(search, begun, partial, began_at), begun)
 
     async def get(self, path: str) -> Response:
-        """Return what one of the servers says of itself. Raises NoReplica."""
+        """Return what one of the servers says of itself. Raises NoServer."""
         search = self._search(RoutedRequest(path, b""))
         while (chosen := await self._next(search)) is not None:
             try:
@@ -150,14 +150,14 @@ class Router:
                 search.tried.add(chosen.url)
             else:
                 return _response(reply)
-        raise NoReplica(self._why_none())
+        raise NoServer(self._why_none())
 
     # -- Whole responses --------------------------------------------------------------------------------------------
 
     async def _whole(self, request: RoutedRequest, fields: Fields) -> Response:
         search, content = self._search(request), request.with_fields(**fields) if fields else request.content
         while (chosen := await self._next(search)) is not None:
-            with self.replicas.attempt(chosen, request) as attempt:
+            with self.servers.attempt(chosen, request) as attempt:
                 try:
                     async with attempt.watched():
                         reply = await self._client.ask(
@@ -186,7 +186,7 @@ class Router:
             elif fields:
                 content = request.with_fields(**fields)
             books, upstream = ExitStack(), None
-            attempt = books.enter_context(self.replicas.attempt(chosen, request))
+            attempt = books.enter_context(self.servers.attempt(chosen, request))
             try:
                 upstream = await Upstream.open(
                     self._client, attempt, chosen.url + route, RESPONSE_S, _headers(chosen), content
@@ -212,7 +212,7 @@ class Router:
         if search.last is not None:
             return search.last
         self.metrics.unserved.inc()
-        raise NoReplica(self._why_none())
+        raise NoServer(self._why_none())
 
     async def _stream(
         self, search: _Search, begun: _Begun, partial: PartialStream | None, began_at: float
@@ -230,7 +230,7 @@ class Router:
                         break
                     num_events += 1
                     yield data_event(data) if partial is None else _rewritten(partial, data)
-                    self.replicas.heard(attempt, search.request, partial.num_tokens if partial else num_events)
+                    self.servers.heard(attempt, search.request, partial.num_tokens if partial else num_events)
                     if partial is not None and partial.is_aborted:
                         raise StreamFailed(f"{attempt.url} ended the response before its time")
                     data = await begun.upstream.next()
@@ -254,7 +254,7 @@ class Router:
         finally:
             attempt = begun.upstream.attempt
             if outcome == "done":
-                self.replicas.ended(attempt, partial.num_tokens if partial else None)
+                self.servers.ended(attempt, partial.num_tokens if partial else None)
             if outcome:
                 self._count(attempt, outcome)
             self.metrics.request_s.observe(self._clock() - began_at)
@@ -270,7 +270,7 @@ class Router:
         self.metrics.carried.labels(attempt.url).inc()
         try:
             following = await self._begin(search, partial, {})
-        except NoReplica as none:
+        except NoServer as none:
             return str(none)
         if isinstance(following, _Begun):
             return following
@@ -326,27 +326,27 @@ class Router:
     def _search(self, request: RoutedRequest) -> _Search:
         return _Search(request, self._clock() + PATIENCE_S)
 
-    async def _next(self, search: _Search) -> Replica | None:
+    async def _next(self, search: _Search) -> RoutedServer | None:
         """Return the next server for a request; None where none takes it, or there is none in time."""
         while True:
             if search.num_failures >= MOST_FAILURES:
                 return None
-            if (chosen := self.replicas.choose(search.request, search.tried)) is not None:
+            if (chosen := self.servers.choose(search.request, search.tried)) is not None:
                 return chosen
             left_s = search.until - self._clock()
             if search.last is not None or left_s <= 0:
                 return None
-            if self.replicas.serving:  # all of them have failed at it: each may have been chance
+            if self.servers.serving:  # all of them have failed at it: each may have been chance
                 await asyncio.sleep(min(AGAIN_S, left_s))
             else:
                 with suppress(TimeoutError):
-                    await self.replicas.wait_for_any(left_s)
+                    await self.servers.wait_for_any(left_s)
             search.tried.clear()
 
     def _is_taken(self, search: _Search, attempt: Attempt, reply: HttpReply) -> bool:
         """Note a whole reply. False where another server is to be asked."""
         if reply.status == 200 and ABORTED not in reply.content:
-            self.replicas.ended(attempt, num_tokens_of(reply.content))
+            self.servers.ended(attempt, num_tokens_of(reply.content))
             self._count(attempt, "done")
             return True
         if reply.status == 200 or reply.status >= 500 or reply.status == 429:
@@ -360,9 +360,9 @@ class Router:
     def _failed(self, attempt: Attempt, why: NoReply | CutOff | StreamFailed) -> None:
         self._count(attempt, "failed")
         if isinstance(why, NoReply) and why.kind != "unasked":
-            self.replicas.failed(attempt, str(why), is_closed=why.kind == "closed")
+            self.servers.failed(attempt, str(why), is_closed=why.kind == "closed")
 
-    def _turn_away(self, search: _Search, chosen: Replica) -> None:
+    def _turn_away(self, search: _Search, chosen: RoutedServer) -> None:
         search.tried.add(chosen.url)
         self.metrics.carried.labels(chosen.url).inc()
 
@@ -370,10 +370,10 @@ class Router:
         if search.last is not None:
             return _response(search.last)
         self.metrics.unserved.inc()
-        raise NoReplica(self._why_none())
+        raise NoServer(self._why_none())
 
     def _why_none(self) -> str:
-        shown = [f"{each.url} is {each.status}: {each.reason}" for each in self.replicas.all.values()][:4]
+        shown = [f"{each.url} is {each.status}: {each.reason}" for each in self.servers.all.values()][:4]
         return f"no server takes this request now; try again later ({'; '.join(shown) or 'there is none'})"
 
     def _count(self, attempt: Attempt, outcome: str) -> None:
@@ -403,8 +403,8 @@ def _params(content: bytes) -> Fields | None:
         return None
 
 
-def _headers(replica: Replica) -> Mapping[str, str]:
-    return {"Content-Type": "application/json"} | bearer(replica.key)
+def _headers(server: RoutedServer) -> Mapping[str, str]:
+    return {"Content-Type": "application/json"} | bearer(server.key)
 
 
 def _response(reply: HttpReply) -> Response:
