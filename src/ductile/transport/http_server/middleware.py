@@ -150,15 +150,15 @@ def check_access(
                 f"own machine's names: ask for {config.host}, or set server.api_key",
                 "permission_error",
             )
-    if config.api_key is None and control is not None and is_control(path):
-        check_control(headers, config, control)
-    wanted, where = config.api_key, "its API key: Authorization: Bearer <server.api_key>"
     knows_lease = (method == "GET" and path.startswith(BUCKETS)) or (
         method in ("GET", "DELETE") and path.startswith(KV)
     )
-    if wanted is None or is_probe or knows_lease:
+    if is_probe or knows_lease:
         return
-    _check_key(headers, wanted, where)
+    if config.api_key is not None:
+        _check_key(headers, config.api_key, "its API key: Authorization: Bearer <server.api_key>")
+    elif control is not None and is_control(path):
+        check_control(headers, config, control)
 
 
 def check_control(headers: Headers, config: HttpServerConfig, control: ControlToken) -> None:
