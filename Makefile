@@ -61,8 +61,8 @@ gpu:
 # What fails is told at the end, and does not keep the others from running.
 NIGHTLY = parity:20m resize-parity:20m knobs-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
 	properties:20m nightly-tests:25m \
-	cold-starts:10m fleet-test:10m fleet-mutations:30m fleet-chaos:30m fleet-run:20m provenance:10m lm-eval-test:10m lora:15m \
-	cluster-test:15m
+	cold-starts:10m fleet-test:10m fleet-mutations:30m fleet-chaos:30m fleet-run:20m router-trials:15m provenance:10m \
+	lm-eval-test:10m lora:15m cluster-test:15m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
 
 .PHONY: nightly $(PARTS)
@@ -97,7 +97,7 @@ cold-starts: setup
 
 nightly-tests: setup
 	$(PYTEST) -m nightly --timeout 600 $(foreach path,$(EQUIVALENCES) $(PERTURBED) $(FLOODS) \
-		tests/end_to_end/test_layouts.py,--ignore=$(path))
+		tests/end_to_end/test_layouts.py tests/router,--ignore=$(path))
 
 # Every mesh of tests/parity/meshes.py against one device, and pairs of them: resized in the middle of a batch, saved on one
 # and loaded on the other. A table each, of which the suite has a part; `make parity ONLY="qwen3 tp=2"` takes the rows that
@@ -151,6 +151,11 @@ fleet-chaos: setup
 # log-prob beside the trainer's.
 fleet-run: setup
 	$(BIN)/python -m pytest tests/end_to_end/fleet_run.py -q -s
+
+# Four servers of unequal speed behind a router, one killed and one stopped, beside round robin; and prefill apart from decode:
+# some five minutes on two cores. It caps processes, which takes root or a delegated control group.
+router-trials: setup
+	$(BIN)/python -m pytest tests/router/test_trials.py -m '' -rs
 
 # Adapters learn what full training learns, by GRPO and by fine-tuning, three seeds each; one run is resized meanwhile: under ten
 # minutes on two cores.

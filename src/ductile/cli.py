@@ -17,10 +17,11 @@ from ductile.config.reading.command_line import as_sentence, pasteable
 from ductile.config.reading.errors import ConfigError, did_you_mean
 from ductile.config.reading.parse import Parsed, parse
 from ductile.config.schema.run import (
+    CommandConfig,
     InferenceRunConfig,
     OrchestratorRunConfig,
     RLConfig,
-    RunConfig,
+    RouterRunConfig,
     SFTConfig,
     TrainerRunConfig,
 )
@@ -35,7 +36,7 @@ BAD_CONFIG = 2
 class CommandEntry:
     name: str
     summary: str
-    root: type[RunConfig]
+    root: type[CommandConfig]
 
 
 COMMANDS = {
@@ -45,7 +46,10 @@ COMMANDS = {
         CommandEntry("sft", "supervised fine-tuning, with the same trainer", SFTConfig),
         CommandEntry("trainer", "the trainer alone, on fake data", TrainerRunConfig),
         CommandEntry("orchestrator", "rollouts and rewards against a running server", OrchestratorRunConfig),
-        CommandEntry("inference", "an OpenAI-compatible server", InferenceRunConfig),
+        CommandEntry("inference", "an OpenAI-compatible server, or several behind a router", InferenceRunConfig),
+        CommandEntry(
+            "router", "one address before servers that are there: --urls http://10.0.0.7:8000", RouterRunConfig
+        ),
     )
 }
 TOOLS = {
@@ -151,6 +155,9 @@ def _check(words: list[str]) -> int:
     from ductile.orchestrator.commands.rehearse import rehearse
     from ductile.orchestrator.ending.supervise import UNFIT
 
+    if isinstance(parsed.config, RouterRunConfig):
+        print(summary(parsed, command.name))
+        return 0
     try:
         found = rehearse(parsed.config)
     except UNFIT as error:
@@ -196,7 +203,7 @@ def _wants_help(command: CommandEntry, words: list[str]) -> bool:
     return True
 
 
-def _parse(command: CommandEntry, words: list[str], who: str) -> Parsed[RunConfig] | None:
+def _parse(command: CommandEntry, words: list[str], who: str) -> Parsed[CommandConfig] | None:
     try:
         parsed = parse(command.root, words)
     except ConfigError as error:
@@ -236,7 +243,7 @@ def _num_unknown(error: ConfigError) -> int:
     return sum(problem.is_unknown_key for problem in error.problems)
 
 
-def _dry_run(command: CommandEntry, parsed: Parsed[RunConfig]) -> int:
+def _dry_run(command: CommandEntry, parsed: Parsed[CommandConfig]) -> int:
     from ductile.config.checks.written import DRY_RUN, of_a_run
     from ductile.config.reading.dump import write_resolved
 

@@ -15,7 +15,14 @@ from ductile.config.reading.parse import parse
 from ductile.config.reading.provenance import COMMAND_LINE, Draft, leaves
 from ductile.config.reading.unread import UNREAD
 from ductile.config.schema.orchestrator import SamplingConfig
-from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.run import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    RouterRunConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
 from ductile.config.schema.section import Section
 from ductile.config.schema.trainer import SGDConfig
 from tests.config.reading import attributes_read
@@ -38,6 +45,7 @@ MEANS_ONE_THING = {
     "loss_impl": "there is one",
     "pack_function": "there is one",
     "dp": "must be what the placement says",
+    "gpus_per_node": "only a check compares it",
     "dry_run": "the command line's own",
     "nodes_per_fsdp_group": "trainer.model.dp_replicate follows from it",
 }
@@ -182,6 +190,7 @@ GOOD_FLAGS = {
         *("--task.type", "builtin", "--task.name", "addition"),
     ],
     InferenceRunConfig: ["--model.name", "model"],
+    RouterRunConfig: ["--urls", "http://127.0.0.1:8001"],
 }
 
 
@@ -213,11 +222,6 @@ def test_two_numbers_of_steps_that_differ_are_a_contradiction(here: Path) -> Non
     task = ["--orchestrator.task.type", "builtin", "--orchestrator.task.name", "addition", "--model.name", "model"]
     with pytest.raises(ConfigError, match=r"contradicts orchestrator.max_steps \(3\): write max_steps"):
         parse(RLConfig, [*task, "--trainer.max-steps", "2", "--orchestrator.max-steps", "3"])
-
-
-def test_a_server_holds_one_copy(here: Path) -> None:
-    with pytest.raises(ConfigError, match="must be 1: a server holds one copy of the model"):
-        parse(InferenceRunConfig, [*GOOD_FLAGS[InferenceRunConfig], "--parallel.dp", "2"])
 
 
 @pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
@@ -287,6 +291,10 @@ NAMED: list[tuple[type[Section], str]] = [
     (TrainerRunConfig, "data.fake"), (TrainerRunConfig, "bench"),
     (InferenceRunConfig, "deployment.num_nodes"), (InferenceRunConfig, "slurm.job_name"),
     (InferenceRunConfig, "bench"), (InferenceRunConfig, "bench.output_json"),
+    *((InferenceRunConfig, f"deployment.{name}") for name in (
+        "type", "backend_port", "router", "router.type", "router.port", "router.policy", "num_prefill_replicas",
+        "num_decode_replicas", "prefill_port", "decode_port", "prefill_env_overrides", "decode_vllm_overrides",
+    )),
 ]  # fmt: skip
 
 

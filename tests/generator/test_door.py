@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ductile.config.schema.inference import ServerConfig
-from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
 from ductile.generator.server.server import create_app
 from ductile.messages.control_token import ControlToken, UnsafeFolder, control_token, token_of
+from ductile.transport.http_server.middleware import BODIES_AT_ONCE, RequestGuard
 from tests.generator.conftest import Family
 from tests.generator.test_server import Client, local
 

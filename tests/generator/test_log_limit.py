@@ -2,7 +2,7 @@
 
 import logging
 
-from ductile.generator.server.serve import LOG_WINDOW_S, MOST_LOG_LINES, LogLimit
+from ductile.transport.http_server.log_limit import LOG_WINDOW_S, MOST_LOG_LINES, LogLimit
 
 
 def test_a_flood_of_lines_is_a_few_lines_and_a_number() -> None:

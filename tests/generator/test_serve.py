@@ -24,9 +24,10 @@ from tests.nightly import mostly_nightly
 
 @contextmanager
 def server(
-    folder: Path, tmp_path: Path, *, fault: str = "", **settings: Any
+    folder: Path, tmp_path: Path, *, fault: str = "", token_folder: Path | None = None, **settings: Any
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A process and its URL. It is killed at the end, if it still runs. Its control token is in a file below tmp_path.
+    """A process and its URL. It is killed at the end, if it still runs. Its control token is in a file below
+    tmp_path, or token_folder.
     fault: `tests.generator.faulty_server`'s."""
     model = {"name": str(folder), "max_model_len": 20_000}
     config = {"model": model, "server": {"port": 0, **settings.pop("server", {})}, "block_size": 64} | settings
@@ -38,7 +39,7 @@ def server(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(token_folder or tmp_path)},
     )
     try:
         assert process.stdout is not None

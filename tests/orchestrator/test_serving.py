@@ -17,7 +17,7 @@ def test_a_server_that_cannot_start_says_why_itself(tmp_path, capfd):
 
 def test_a_server_that_was_killed_cannot_say_so_itself(tmp_path, capfd, monkeypatch):
     killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    monkeypatch.setattr("ductile.orchestrator.commands.serving._command", lambda fd: killed)
+    monkeypatch.setattr("ductile.orchestrator.commands.serving.server_command", lambda fd: killed)
     settings = {"model": {"name": str(tmp_path)}, "cluster": {"device": "cpu"}, "bench": {}}
     assert run_inference(InferenceRunConfig.model_validate(settings)) == 1
     assert capfd.readouterr().err == "ductile inference: the server was killed by SIGKILL\n"

@@ -136,6 +136,13 @@ class Segment:
         with self._reading:
             return os.pread(self._fd, num_bytes, offset) if self._fd >= 0 else b""
 
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return so many of its bytes from `start` on, fewer at its end. Raises SegmentUnavailable."""
+        try:
+            return os.pread(self._fd, num_bytes, start)
+        except OSError as error:
+            raise SegmentUnavailable("is gone: its owner withdrew it") from error
+
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""
         OPEN.pop(self._id, None)

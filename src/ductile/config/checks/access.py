@@ -4,7 +4,7 @@ import ipaddress
 from collections.abc import Iterator
 
 from ductile.config.finding import Finding
-from ductile.config.schema.inference import MIN_KEY_CHARS, ServerConfig
+from ductile.config.schema.http_server import MIN_KEY_CHARS, HttpServerConfig
 from ductile.config.schema.orchestrator import ClientConfig
 from ductile.config.schema.secrets import has_userinfo, secret_of
 
@@ -24,7 +24,7 @@ def client_findings(config: ClientConfig, at: str) -> Iterator[Finding]:
         yield Finding((f"{at}.base_url",), what)
 
 
-def server_findings(config: ServerConfig, at: str) -> Iterator[Finding]:
+def server_findings(config: HttpServerConfig, at: str) -> Iterator[Finding]:
     yield from _key(config, at)
     long_enough = f"a key of at least {MIN_KEY_CHARS} characters"
     if config.api_key is not None and len(config.api_key) < MIN_KEY_CHARS:
@@ -39,7 +39,7 @@ def server_findings(config: ServerConfig, at: str) -> Iterator[Finding]:
         )
 
 
-def _key(config: ClientConfig | ServerConfig, at: str) -> Iterator[Finding]:
+def _key(config: ClientConfig | HttpServerConfig, at: str) -> Iterator[Finding]:
     variable = config.api_key_var
     if variable is not None and config.api_key is not None:
         yield Finding((f"{at}.api_key_var", f"{at}.api_key"), f"contradicts {at}.api_key. Leave one of them out")

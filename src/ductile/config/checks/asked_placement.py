@@ -38,7 +38,7 @@ def placement_of(config: Section) -> Placement:
         num_train, _ = _counted(config)
         return place(_entries(config), num_train=num_train, num_generate=0, needs=("train",), num_all=_num_all(config))
     if isinstance(config, InferenceRunConfig):
-        return Placement((), (0,), (), "a server is one process on one device")
+        return Placement((), (0,), (), "each server is one process on one device")
     return Placement((), (), (), "this command has no slots of its own")
 
 

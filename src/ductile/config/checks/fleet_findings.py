@@ -6,7 +6,14 @@ from urllib.parse import urlsplit
 from ductile.config.checks.access import is_loopback
 from ductile.config.checks.on_disk import import_findings
 from ductile.config.finding import Finding
-from ductile.config.schema.fleet import CustomRegistry, FleetConfig, HttpRegistry, RegistryConfig, StaticRegistry
+from ductile.config.schema.fleet import (
+    CustomRegistry,
+    FleetConfig,
+    HealthCheckConfig,
+    HttpRegistry,
+    RegistryConfig,
+    StaticRegistry,
+)
 from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.orchestrator import ClientConfig
 from ductile.config.schema.secrets import has_userinfo, secret_of
@@ -15,13 +22,7 @@ from ductile.config.server_address import is_address
 
 def fleet_findings(config: FleetConfig, at: str) -> Iterator[Finding]:
     """`at` stands before the keys: "inference."."""
-    interval_s = config.health_check_interval_seconds
-    if config.probe_timeout_seconds >= interval_s:
-        yield Finding(
-            (f"{at}probe_timeout_seconds", f"{at}health_check_interval_seconds"),
-            f"must be less than health_check_interval_seconds ({interval_s:g}), or a hung server is found later than "
-            f"its keys say. Write {0.8 * interval_s:.3g} or less, or a longer interval",
-        )
+    yield from health_findings(config, at)
     if config.update_bucket_timeout_seconds > config.update_total_timeout_seconds:
         yield Finding(
             (f"{at}update_bucket_timeout_seconds", f"{at}update_total_timeout_seconds"),
@@ -36,15 +37,25 @@ def fleet_findings(config: FleetConfig, at: str) -> Iterator[Finding]:
     yield from registry_findings(config.registry, f"{at}registry")
 
 
+def health_findings(config: HealthCheckConfig, at: str) -> Iterator[Finding]:
+    interval_s = config.health_check_interval_seconds
+    if config.probe_timeout_seconds >= interval_s:
+        yield Finding(
+            (f"{at}probe_timeout_seconds", f"{at}health_check_interval_seconds"),
+            f"must be less than health_check_interval_seconds ({interval_s:g}), or a hung server is found later than "
+            f"its keys say. Write {0.8 * interval_s:.3g} or less, or a longer interval",
+        )
+
+
 def registry_findings(config: RegistryConfig | None, at: str) -> Iterator[Finding]:
     """`at` names the table: "inference.registry"."""
     if isinstance(config, StaticRegistry):
         for url in config.urls:
-            yield from _url_findings(url, f"{at}.urls")
+            yield from url_findings(url, f"{at}.urls")
         if len({*config.urls}) < len(config.urls):
             yield Finding((f"{at}.urls",), "names a server twice. Name each once")
     elif isinstance(config, HttpRegistry):
-        yield from _url_findings(config.url, f"{at}.url")
+        yield from url_findings(config.url, f"{at}.url")
         if config.token_var is None and not is_loopback(urlsplit(config.url).hostname or ""):
             what = "can be reached from other machines, so token_var must name an environment variable with its token"
             yield Finding((f"{at}.url", f"{at}.token_var"), what)
@@ -67,7 +78,7 @@ def registry_key_findings(
         )
 
 
-def _url_findings(url: str, key: str) -> Iterator[Finding]:
+def url_findings(url: str, key: str) -> Iterator[Finding]:
     if has_userinfo(url):
         yield Finding((key,), "holds a user or a password, which would be written into files. Leave them out")
     elif not is_address(url):

@@ -37,6 +37,7 @@ from ductile.config.checks.on_disk import (
 )
 from ductile.config.checks.placement_findings import deadline_warnings, placement_findings
 from ductile.config.checks.scorer_findings import scorer_warnings
+from ductile.config.checks.serving_plan import router_findings, serving_findings, serving_notes
 from ductile.config.checks.trainer_layout import layout_warnings, room_warnings
 from ductile.config.checks.written import output_findings
 from ductile.config.finding import Finding
@@ -48,6 +49,7 @@ from ductile.config.schema.run import (
     InferenceRunConfig,
     OrchestratorRunConfig,
     RLConfig,
+    RouterRunConfig,
     RunConfig,
     SFTConfig,
     TrainerRunConfig,
@@ -85,6 +87,8 @@ def _of_command(config: Section) -> Iterator[Finding]:
         yield from _orchestrator_alone(config)
     elif isinstance(config, InferenceRunConfig):
         yield from _inference_alone(config)
+    elif isinstance(config, RouterRunConfig):
+        yield from router_findings(config)
     if isinstance(config, RunConfig):
         yield from warmup_findings(config.bench)
     if isinstance(config, RLConfig | SFTConfig | TrainerRunConfig):
@@ -105,7 +109,7 @@ def warnings(config: Section) -> list[str]:
         said += server_warnings("sampling", config.sampling)
         said += generation_config_notes(config.sampling, config.model.name)
     if isinstance(config, InferenceRunConfig):
-        said += generation_config_notes(config, config.model.name)
+        said += [*generation_config_notes(config, config.model.name), *serving_notes(config)]
     if not isinstance(config, RLConfig):
         return said
     said += scorer_warnings(config, placement_of(config))
@@ -242,9 +246,7 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
     yield from model_findings("model.name", config.model.name)
     yield from _generation_config(config)
     yield from generator_findings(config, "", read_spec(config.model.name), config.cluster.device)
-    if config.parallel.dp not in (None, 1):
-        what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
-        yield Finding(("parallel.dp",), what)
+    yield from serving_findings(config)
     yield from server_findings(config.server, "server")
     yield from registry_findings(config.registry, "registry")
     yield from registry_key_findings(config.registry, "registry", config.server, "server")

@@ -12,6 +12,7 @@ from ductile.config.checks.asked_servers import servers_in_words
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.checks.preflight import num_examples
 from ductile.config.checks.scorer_findings import scorers_in_words
+from ductile.config.checks.serving_plan import PlannedServer, planned_servers, router_of, router_port
 from ductile.config.checks.trainer_layout import (
     TrainingConfig,
     layout_rules,
@@ -25,9 +26,11 @@ from ductile.config.schema.bench import BenchConfig, load_of
 from ductile.config.schema.model import AdaptedModelConfig
 from ductile.config.schema.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.schema.run import (
+    CommandConfig,
     InferenceRunConfig,
     OrchestratorRunConfig,
     RLConfig,
+    RouterRunConfig,
     RunConfig,
     SFTConfig,
     TrainerRunConfig,
@@ -48,11 +51,13 @@ Row = tuple[str, str]
 
 
 def summary(
-    parsed: Parsed[RunConfig], command: str, resumes: Sequence[str] = (), data: str = "", first: str = ""
+    parsed: Parsed[CommandConfig], command: str, resumes: Sequence[str] = (), data: str = "", first: str = ""
 ) -> str:
     """Some lines for a person. The config has been found good. resumes: what from, when that is asked for, and what is
     other than it was. data: a sentence about it. first: the first example, as the model sees it."""
     config = parsed.config
+    if isinstance(config, RouterRunConfig):
+        return _router_summary(config)
     rows = [
         ("files", " < ".join(parsed.files) or "none: flags and defaults"),
         ("model", _model(config)),
@@ -71,6 +76,18 @@ def summary(
         lines += ["", f"  The first example, as the model sees it{TRAINED if '[[' in first else ''}:", ""]
         lines += [f"    {line}" for line in _middle_out(first).splitlines()]
     return "\n".join([f"ductile {command}: the config is good.", "", *lines])
+
+
+def _router_summary(config: RouterRunConfig) -> str:
+    """Return some lines for a person, of a router whose config has been found good."""
+    rows = [
+        ("serves", _address(config.server.host, config.server.port)),
+        *_column("servers", config.urls),
+        *_column("prefill", config.prefill_urls),
+        ("policy", config.policy),
+    ]
+    lines = [f"  {name:<10}{text}" for name, text in rows]
+    return "\n".join(["ductile router: the config is good.", "", *lines])
 
 
 TRAINED = ", what is trained in [[ ]]"
@@ -142,8 +159,21 @@ def _work(config: RunConfig) -> Iterator[Row]:
         sizes = f"{load.prompt_tokens} tokens, completed with {load.max_tokens}"
         yield "load", f"{many(load.num_requests, 'request')} at once: {sizes}"
     else:
-        host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
-        yield "serves", f"http://{host}:{config.server.port or '<a free port>'}/v1"
+        router = router_of(config)
+        port = config.server.port if router is None else router_port(config, router)
+        yield "serves", _address(config.server.host, port)
+        if router is not None:
+            yield from _column("servers", [_server(config.server.host, each) for each in planned_servers(config)])
+
+
+def _server(host: str, server: PlannedServer) -> str:
+    does = {"any": "", "prefill": ", computes prompts", "decode": ", goes on with them"}[server.role]
+    return f"{_address(host, server.port).removesuffix('/v1')}, on device {server.number}{does}"
+
+
+def _address(host: str, port: int) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port or '<a free port>'}/v1"
 
 
 def _steps(given: int | None, bench: BenchConfig | None, otherwise: str) -> str:

@@ -13,7 +13,14 @@ from ductile.config.reading.key_tree import REQUIRED, walk
 from ductile.config.reading.rename import renames
 from ductile.config.reading.share import SHARED, Shared
 from ductile.config.reading.unread import UNREAD
-from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.run import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    RouterRunConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
 from ductile.config.schema.section import NotBuilt, Section
 
 ROOTS: tuple[tuple[str, type[Section], str], ...] = (
@@ -22,6 +29,7 @@ ROOTS: tuple[tuple[str, type[Section], str], ...] = (
     ("trainer", TrainerRunConfig, "trainer"),
     ("orchestrator", OrchestratorRunConfig, "orchestrator"),
     ("inference", InferenceRunConfig, "inference"),
+    ("router", RouterRunConfig, ""),
 )
 """Command, tree, and the branch of `rl` that is most of it."""
 

@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from ductile.config.finding import Finding
 from ductile.config.reading.errors import listed
 from ductile.config.reading.key_tree import find, value_at
-from ductile.config.schema.fleet import FleetConfig
+from ductile.config.schema.fleet import FleetConfig, HealthCheckConfig
 from ductile.config.schema.inference import ServerConfig
-from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.run import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    RouterRunConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
 from ductile.config.schema.section import Section
 
 
@@ -34,12 +41,12 @@ class Unread:
         return [key for key in self.keys if _differs(config, key)]
 
 
-def _unscheduled(command: str) -> Unread:
+def _unscheduled(command: str, *read: str) -> Unread:
     keys = ("auto_scheduler", "policy", "use_pre_process_policy", "use_wait_before_last_iter_policy", "share_devices",
             "enable_offload", "max_restarts", "progress_timeout_s", "group_timeout_s",
             "patience_timeout_s")  # fmt: skip
     why = f"it is for `ductile rl`, and the slots of `ductile {command}` have one role"
-    return Unread(tuple(f"cluster.{key}" for key in keys), why)
+    return Unread(tuple(f"cluster.{key}" for key in keys if key not in read), why)
 
 
 _ONE_PROCESS = Unread(
@@ -47,7 +54,7 @@ _ONE_PROCESS = Unread(
      "cluster.device_memory_gib", "cluster.heartbeat_timeout_s", "cluster.command_timeout_s",
      "cluster.start_timeout_s", "cluster.num_nodes", "cluster.max_nodes", "cluster.head_is_node", "cluster.interface",
      "cluster.port", "cluster.node_groups"),
-    "`ductile inference` is one process on one device, without slots",
+    "each server of `ductile inference` is one process on one device, without slots",
 )  # fmt: skip
 
 UNREAD: dict[type[Section], tuple[Unread, ...]] = {
@@ -92,10 +99,12 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
         Unread(("num_samples_kept",), "`ductile orchestrator` keeps every rollout, in rollouts.jsonl", noted=True),
     ),
     InferenceRunConfig: (
-        _unscheduled("inference"),
+        _unscheduled("inference", "max_restarts"),
         _ONE_PROCESS,
         Unread(
-            tuple(name for name in FleetConfig.model_fields if name != "registry"),
+            tuple(
+                name for name in FleetConfig.model_fields if name not in {"registry", *HealthCheckConfig.model_fields}
+            ),
             "it is for `ductile rl`, which rules the fleet that this server is in",
             noted=True,
         ),
@@ -105,11 +114,14 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
             noted=True,
         ),
         Unread(
-            ("output_dir", "deployment.gpus_per_node"),
-            "`ductile inference` is one process on one device, and writes nothing but what --dry-run writes",
+            ("output_dir",),
+            "`ductile inference` writes nothing but what --dry-run writes",
             noted=True,
             but_in_jobs=True,
         ),
+    ),
+    RouterRunConfig: (
+        Unread(("output_dir",), "`ductile router` writes nothing but what --dry-run writes", noted=True),
     ),
 }
 

@@ -155,20 +155,37 @@ class MultiNodeTrainDeployment(Section):
 TrainDeploymentConfig = Annotated[TrainDeployment | MultiNodeTrainDeployment, Field(discriminator="type")]
 
 
+RouterPolicy = Literal["consistent_hash", "least_tokens", "round_robin"]
+"""How a router chooses: see `VllmRouter.policy`."""
+
+
 class VllmRouter(Section):
+    """Our own router, by the keys of vLLM's."""
+
     type: Literal["vllm-router"] = "vllm-router"
-    port: int = Field(default=8000, ge=0, le=65535)
-    policy: str = "consistent_hash"
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Default: `server.port`."""
+    policy: RouterPolicy = "consistent_hash"
+    """Which server gets a request. consistent_hash: a session stays at one, and what has no session goes where the
+    fewest tokens are left to sample; least_tokens: so do sessions, unless the server that has theirs has little more
+    to do; round_robin: in turn. A session is `X-Session-ID`, `prompt_cache_key` or `user` of a request."""
+
+
+_SCORERS = NotBuilt("llm-d's scorers", instead="It routes by the fewest tokens that are left to sample.")
 
 
 class LlmdRouter(Section):
+    """Our own router, by the keys of llm-d's. It routes as `vllm-router` does with `policy = "least_tokens"`."""
+
     type: Literal["llm-d"] = "llm-d"
-    port: int = Field(default=8000, ge=0, le=65535)
-    scorers: dict[str, float] = {}
-    prefill_scorer_overrides: dict[str, float] = {}
-    decode_scorer_overrides: dict[str, float] = {}
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Default: `server.port`."""
+    scorers: Annotated[dict[str, float], _SCORERS] = {}
+    prefill_scorer_overrides: Annotated[dict[str, float], _SCORERS] = {}
+    decode_scorer_overrides: Annotated[dict[str, float], _SCORERS] = {}
     non_cached_tokens: int = Field(default=16, ge=0)
-    decode_sidecar_port: int = Field(default=8300, ge=0, le=65535)
+    """A prompt of fewer tokens, estimated by its length, is not computed apart."""
+    decode_sidecar_port: Annotated[int, NotBuilt("llm-d's sidecars")] = Field(default=8300, ge=0, le=65535)
 
 
 RouterConfig = Annotated[VllmRouter | LlmdRouter, Field(discriminator="type")]
@@ -177,8 +194,10 @@ RouterConfig = Annotated[VllmRouter | LlmdRouter, Field(discriminator="type")]
 class SingleNodeServing(Section):
     type: Literal["single_node"] = "single_node"
     gpus_per_node: int = Field(default=8, ge=1)
-    backend_port: Annotated[int, NotBuilt("a router before several servers")] = Field(default=8100, ge=0, le=65535)
-    router: Annotated[RouterConfig | None, NotBuilt("a router before several servers")] = None
+    backend_port: int = Field(default=8100, ge=0, le=65535)
+    """Port of the first server behind the router; the others have those after it. 0: free ports."""
+    router: RouterConfig | None = None
+    """A router at `server.port`, before `parallel.dp` servers. With several servers there is one in any case."""
 
 
 class MultiNodeServing(Section):
@@ -191,20 +210,35 @@ class MultiNodeServing(Section):
     router: Annotated[RouterConfig | None, NotBuilt("a router before several servers")] = None
 
 
+_MANY = NotBuilt("servers on several nodes", instead="All servers of `ductile inference` are on this machine.")
+
+
 class DisaggregatedServing(Section):
-    type: Annotated[Literal["disaggregated"], NotBuilt("prefill and decode apart", instead='Write "single_node".')]
+    """Prefill and decode apart: some servers compute prompts, others take their keys and values over and go on."""
+
+    type: Literal["disaggregated"]
     gpus_per_node: int = Field(default=8, ge=1)
-    num_prefill_nodes: int = Field(default=1, ge=1)
-    num_decode_nodes: int = Field(default=1, ge=1)
+    num_prefill_nodes: Annotated[int, _MANY] = Field(default=1, ge=1)
+    num_decode_nodes: Annotated[int, _MANY] = Field(default=1, ge=1)
     num_prefill_replicas: int = Field(default=1, ge=1)
+    """Servers that compute prompts, each on a device of its own."""
     num_decode_replicas: int = Field(default=1, ge=1)
+    """Servers that go on with them, each on a device of its own."""
     prefill_port: int = Field(default=8100, ge=0, le=65535)
+    """Port of the first server that computes prompts; the others have those after it. 0: free ports."""
     decode_port: int = Field(default=8200, ge=0, le=65535)
+    """Port of the first server that goes on with them; the others have those after it. 0: free ports."""
     prefill_env_overrides: dict[str, str] = {}
+    """Variables of the environment of servers that compute prompts."""
     decode_env_overrides: dict[str, str] = {}
+    """Variables of the environment of servers that go on with them."""
     prefill_vllm_overrides: dict[str, object] = {}
+    """Keys of `inference` that servers which compute prompts have otherwise, such as
+    `{max_num_batched_tokens = 4096}`."""
     decode_vllm_overrides: dict[str, object] = {}
+    """Keys of `inference` that servers which go on with them have otherwise."""
     router: RouterConfig | None = None
+    """The router at `server.port`; there is one in any case."""
 
 
 ServingDeploymentConfig = Annotated[

@@ -48,14 +48,9 @@ class CustomRegistry(Section):
 RegistryConfig = Annotated[StaticRegistry | FileRegistry | HttpRegistry | CustomRegistry, Field(discriminator="type")]
 
 
-class FleetConfig(Section):
-    registry: RegistryConfig | None = None
-    """Place where servers are found. `ductile inference` announces itself there, and `ductile rl` looks there for
-    generators besides its slots."""
-    enable_health_monitor: bool = True
-    """Probe every server in the background and take out those that do not answer. Without it only those are probed that
-    are about to join or have failed, and a server is lost when a request finds its port closed, or runs into its
-    deadline."""
+class HealthCheckConfig(Section):
+    """How servers are watched: by a run that has them as generators, and by a router."""
+
     health_check_interval_seconds: float = Field(default=5.0, gt=0)
     """Seconds from the beginning of a server's probe to that of its next one; all servers are probed side by side. One
     that falls silent is found after at most `health_check_failure_threshold` times this, plus `probe_timeout_seconds`;
@@ -68,6 +63,21 @@ class FleetConfig(Section):
     completion ends a row of failed requests."""
     progress_timeout_seconds: float = Field(default=120.0, gt=0)
     """A server that answers probes, has requests and samples no token for so long is taken out."""
+
+    @property
+    def detection_bound_s(self) -> float:
+        """Longest time, in seconds, until a server that falls silent is taken out."""
+        return self.health_check_failure_threshold * self.health_check_interval_seconds + self.probe_timeout_seconds
+
+
+class FleetConfig(HealthCheckConfig):
+    registry: RegistryConfig | None = None
+    """Place where servers are found. `ductile inference` announces itself there, and `ductile rl` looks there for
+    generators besides its slots."""
+    enable_health_monitor: bool = True
+    """Probe every server in the background and take out those that do not answer. Without it only those are probed that
+    are about to join or have failed, and a server is lost when a request finds its port closed, or runs into its
+    deadline."""
     enable_topology_discovery: bool = True
     """Join the servers that `registry` finds while the run goes on. Otherwise those that it lists at the start are all,
     and later ones join only when they are named (`ductile fleet join`)."""
@@ -106,8 +116,3 @@ class FleetConfig(Section):
     pause_mode: Literal["abort", "keep", "drain"] = "keep"
     """Treatment of running requests while a server changes over: they end, stay where they are, or finish first. Those
     that have not finished after `update_bucket_timeout_seconds` and three probes stay where they are."""
-
-    @property
-    def detection_bound_s(self) -> float:
-        """Longest time, in seconds, until a server that falls silent is taken out."""
-        return self.health_check_failure_threshold * self.health_check_interval_seconds + self.probe_timeout_seconds

@@ -5,47 +5,31 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ductile.config.schema.fleet import FleetConfig
+from ductile.config.schema.http_server import HttpServerConfig
 from ductile.config.schema.model import AdaptedModelConfig, ChatModelConfig
 from ductile.config.schema.section import NotBuilt, Section
 
-MIN_KEY_CHARS = 8
-"""Least length of an API key; a shorter one can be guessed."""
 
-
-class ServerConfig(Section):
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
-    """0 takes a free port and prints it."""
-    api_key: str | None = None
-    """Key of the server, at least 8 characters: requests need `Authorization: Bearer <api_key>`. Required for a host
-    that is not loopback."""
-    api_key_var: str | None = None
-    """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
+class ServerConfig(HttpServerConfig):
     served_model_name: str | None = Field(default=None, min_length=1)
     """What clients call the model; default: `model.name`."""
     generation_config: Literal["auto", "ignore"] = "auto"
     """Sampling of requests that say nothing of it. auto: by `temperature`, `top_p`, `top_k`, `min_p` and
     `max_new_tokens` of the model's generation_config.json, as vLLM does; ignore: from all tokens at temperature 1."""
-    max_connections: int = Field(default=1024, ge=1)
-    """Connections that are open at a time. One more takes the place of the connection that has waited longest without a
-    whole request."""
     max_sequences: int = Field(default=4096, ge=1)
     """Sequences (prompts times `n`) in the server at a time. A request that alone has more is refused; one that finds
     no room gets 503, to be tried again."""
-    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
-    """Largest body of a request, in bytes."""
     stage_weights: bool = True
     """True: new weights are staged beside the live ones, so that requests go on and an update can be taken back.
     false takes half the memory: weights are overwritten as they come, and nothing is generated until the commit."""
-    timeout_s: float = Field(default=30.0, gt=0)
-    """A client has this long to send a request's headers, again for its body, and to take what was sent to it."""
 
 
 class ParallelConfig(Section):
     tp: Annotated[int, NotBuilt("tensor-parallel generation")] = Field(default=1, ge=1)
     """Slots that hold one copy of the model."""
     dp: int | None = Field(default=None, ge=1)
-    """Copies of the model. In `ductile rl` it must equal the generate slots divided by `tp`, or be left out."""
+    """Copies of the model. In `ductile rl` it must equal the generate slots divided by `tp`, or be left out. In
+    `ductile inference`: servers on this machine, each on a device of its own, with a router before them; default 1."""
 
 
 class InferenceModelConfig(ChatModelConfig, AdaptedModelConfig):

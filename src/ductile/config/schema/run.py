@@ -8,6 +8,7 @@ from ductile.config.schema.bench import BenchConfig, InferenceBenchConfig
 from ductile.config.schema.cluster import (
     ClusterConfig,
     DeploymentConfig,
+    RouterPolicy,
     ServingDeploymentConfig,
     SingleNodeDeployment,
     SingleNodeServing,
@@ -15,6 +16,8 @@ from ductile.config.schema.cluster import (
     TrainDeployment,
     TrainDeploymentConfig,
 )
+from ductile.config.schema.fleet import HealthCheckConfig
+from ductile.config.schema.http_server import HttpServerConfig
 from ductile.config.schema.inference import InferenceConfig
 from ductile.config.schema.model import ChatModelConfig, SFTModelConfig
 from ductile.config.schema.orchestrator import OrchestratorConfig
@@ -195,7 +198,7 @@ class OrchestratorRunConfig(OrchestratorConfig):
 
 
 class InferenceRunConfig(InferenceConfig):
-    """`ductile inference`: an OpenAI-compatible server."""
+    """`ductile inference`: an OpenAI-compatible server, or several behind a router."""
 
     output_dir: FilePath = "runs/inference"
     cluster: ClusterConfig = ClusterConfig()
@@ -206,4 +209,22 @@ class InferenceRunConfig(InferenceConfig):
     dry_run: bool = False
 
 
+class RouterRunConfig(HealthCheckConfig):
+    """`ductile router`: one address before servers that are there already."""
+
+    urls: list[str] = []
+    """The servers, such as "http://10.0.0.7:8000"; `ductile inference` prints its own."""
+    prefill_urls: list[str] = []
+    """Servers that compute prompts, whose keys and values those of `urls` take over."""
+    policy: RouterPolicy = "consistent_hash"
+    """Which server gets a request: see `deployment.router.policy` of `ductile inference`."""
+    server: HttpServerConfig = HttpServerConfig()
+    """The router's own address and limits. Its API key is that of the servers, too."""
+    output_dir: FilePath = "runs/router"
+    log: LogConfig = LogConfig()
+    dry_run: bool = False
+
+
 RunConfig = RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig | InferenceRunConfig
+"""Configs of the commands that have a model."""
+CommandConfig = RunConfig | RouterRunConfig

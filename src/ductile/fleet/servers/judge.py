@@ -13,11 +13,11 @@ from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.topology import TopologyMember, blame, wedged_receivers
 from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.fleet.registry.discovery import Discovery
-from ductile.fleet.servers.monitor import ProbeOutcome
+from ductile.fleet.servers.monitor import ProbeOutcome, reply_of
 from ductile.fleet.servers.requirements import Requirements
 from ductile.fleet.servers.server_pool import ServerPool
 from ductile.fleet.servers.shared_state import SharedFleetState
-from ductile.messages.updates import Digest, ServerState
+from ductile.messages.updates import Digest
 from ductile.roles import Failure, Interrupted, Late, NotTaken, Refused, SlotLost
 
 
@@ -65,7 +65,7 @@ class Judge:
         if outcome.kind == "answered" and outcome.state is not None:
             unmet = self._requirements.unmet(address, outcome.state)
             if server is not None or not outcome.state.leaving:
-                self._answered(address, _reply_of(outcome.state, outcome.asked_at), unmet, now)
+                self._answered(address, reply_of(outcome.state, outcome.asked_at), unmet, now)
             if outcome.state.leaving:
                 self._leaves(address, outcome.state.incarnation, now)
         elif outcome.kind == "unasked":
@@ -210,20 +210,3 @@ class Judge:
         why = f"the version that it was sent was aborted: {why}"
         for each in receivers:
             self._state.apply(each, lambda server: server.update_failed(why, self._state.clock(), keeps_old=True))
-
-
-def _reply_of(state: ServerState, asked_at: float) -> ProbeReply:
-    update = state.update
-    is_receiving = update is not None and update.phase in ("prepared", "receiving")
-    return ProbeReply(
-        incarnation=state.incarnation,
-        version=state.version,
-        asked_at=asked_at,
-        digest=state.digest,
-        epoch=state.epoch,
-        num_requests=state.num_running + state.num_waiting,
-        is_paused=state.paused or not state.serving,
-        num_sampled=state.num_sampled,
-        update_id=update.update_id if update is not None and is_receiving else "",
-        num_buckets=update.num_buckets if update is not None else 0,
-    )

@@ -17,7 +17,8 @@ import msgspec
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.deadline import said
-from ductile.config.schema.fleet import FleetConfig
+from ductile.config.schema.fleet import HealthCheckConfig
+from ductile.core.instances.health import ProbeReply
 from ductile.error_text import error_text
 from ductile.messages.updates import ServerState
 from ductile.transport.http_client import HttpClient, HttpReply, NoReply, bearer
@@ -78,7 +79,7 @@ class Monitor:
         probe: Probe,
         watched: Callable[[], Collection[str]],
         tell: Callable[[str, ProbeOutcome], None],
-        config: FleetConfig,
+        config: HealthCheckConfig,
         on_error: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -203,3 +204,21 @@ def _outcome(url: str, reply: HttpReply, has_key: bool) -> ProbeOutcome:
         return ProbeOutcome("answered", state=msgspec.json.decode(reply.content, type=ServerState))
     except (msgspec.DecodeError, ValueError) as error:
         return ProbeOutcome("odd", f"{url} sent no state of a server: {error}")
+
+
+def reply_of(state: ServerState, asked_at: float) -> ProbeReply:
+    """Return what a state says of the server's health."""
+    update = state.update
+    is_receiving = update is not None and update.phase in ("prepared", "receiving")
+    return ProbeReply(
+        incarnation=state.incarnation,
+        version=state.version,
+        asked_at=asked_at,
+        digest=state.digest,
+        epoch=state.epoch,
+        num_requests=state.num_running + state.num_waiting,
+        is_paused=state.paused or not state.serving,
+        num_sampled=state.num_sampled,
+        update_id=update.update_id if update is not None and is_receiving else "",
+        num_buckets=update.num_buckets if update is not None else 0,
+    )

@@ -19,7 +19,7 @@ from ductile.fabric import heap
 from ductile.generator.engine.cuda_graphs import CudaGraphs
 from ductile.generator.engine.decode_runner import DecodeRunner, StepRecorder
 from ductile.generator.engine.kv_cache import BlockPool
-from ductile.generator.engine.kv_transfer import KVUnavailable, RequestKV, fetch
+from ductile.generator.engine.kv_transfer import KVUnavailable, RequestKV, fetch, received
 from ductile.generator.engine.limits import RequestRefused, SequenceLimits
 from ductile.generator.engine.logprob_report import LogprobReport, take_likeliest
 from ductile.generator.engine.paged_attention import KVCache, PagedAttention, order_for_attention, without_cudnn
@@ -91,15 +91,24 @@ class Engine:
                 raise RequestRefused(request.id, reason)
             ids.add(request.id)
 
-    def fetch(self, handle: KVHandle, request: GenerateRequest) -> RequestKV:
-        """What another engine computed of a request's context. Raises `KVUnavailable`, whose text says why it must
-        be computed again."""
+    def fetch(self, handle: KVHandle, request: GenerateRequest, content: bytes | None = None) -> RequestKV:
+        """What another engine computed of a request's context. content: the bytes, where that engine's memory is not
+        this host's. Raises `KVUnavailable`, whose text says why it must be computed again."""
         if handle.version != self.version:
             raise KVUnavailable(f"was computed under version {handle.version}, and {self.version} is live here")
         num_known = len(request.prompt) + len(request.generated)
         if handle.num_tokens > num_known:
             raise KVUnavailable(f"has {handle.num_tokens} tokens, and the request {num_known}")
-        return fetch(handle, self._cache.shape_outside(handle.num_tokens), self._cache.dtype)
+        shape = self._cache.shape_outside(handle.num_tokens)
+        if content is not None:
+            return received(handle, content, shape, self._cache.dtype)
+        return fetch(handle, shape, self._cache.dtype)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the keys and values of all blocks."""
+        num_tokens = self.pool.num_blocks * self.pool.block_size
+        return math.prod(self._cache.shape_outside(num_tokens)) * self._cache.dtype.itemsize
 
     def add(
         self, request: GenerateRequest, cache: RequestKV | None = None, report: LogprobReport | None = None

@@ -21,9 +21,9 @@ from fastapi.responses import JSONResponse
 
 from ductile.generator.server.fleet_control import FleetControl
 from ductile.generator.server.request_body import BadBody
-from ductile.generator.server.responses import error
 from ductile.generator.server.update_machine import Fenced, Unusable
 from ductile.messages.updates import EndUpdate, EndVersionLease, LeaseVersion, PauseServer, PrepareUpdate, ResumeServer
+from ductile.transport.http_server.openai_error import error
 from ductile.weights.carriers.carrier import checksum_of
 
 M = TypeVar("M", bound=msgspec.Struct)

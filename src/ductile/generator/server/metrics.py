@@ -19,6 +19,12 @@ class ServerMetrics:
         self.finished = Counter(
             "ductile_requests_finished", "Sequences that ended, by reason.", ["reason"], registry=self._registry
         )
+        self.kv_transfers = Counter(
+            "ductile_kv_transfers",
+            "Prompts whose keys and values were kept for another server, taken over from one, or computed again.",
+            ["outcome"],
+            registry=self._registry,
+        )
         self.first_token_s = Histogram(
             "ductile_time_to_first_token_seconds",
             "From a streamed request's arrival to its first token.",

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from ductile.config.checks.generation import RESERVED_VARIABLES
 from ductile.config.reading.errors import did_you_mean, show
 from ductile.core.rollouts.sampling_limits import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from ductile.generator.server.kv_params import KVTransferParams
 from ductile.records import Sampling
 from ductile.tasks.messages import BadMessage, TemplateMessage, for_template
 
@@ -208,6 +209,8 @@ class TextRequest(SamplingFields):
     """Spell the tokens of `logprobs` "token_id:123"."""
     priority: Int | None = None
     """Priority as in vLLM: requests with a lower number go first."""
+    kv_transfer_params: KVTransferParams | None = None
+    """Who computes the prompt, where that is not the server that goes on with it. A router says it."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """Salt of the prefix cache, as in vLLM: requests of different salts share no keys and values."""
 

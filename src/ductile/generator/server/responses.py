@@ -140,7 +140,3 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
     prompt = sum(map(len, prompts))
     completion = sum(len(choice.token_ids) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def error(message: str, type: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> Json:
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from ductile.columns import TokenIds
 from ductile.error_text import error_text
 from ductile.generator.engine.engine import Engine
+from ductile.generator.engine.kv_transfer import RequestKV
 from ductile.generator.engine.limits import RequestRefused
 from ductile.generator.engine.logprob_report import LogprobReport
 from ductile.messages.updates import Digest
@@ -67,19 +68,23 @@ class _Listener:
     """Receiver of a request's deltas."""
 
     index: int
-    mailbox: "asyncio.Queue[Delta | Exception]"
+    mailbox: "asyncio.Queue[Any]"
     each_step: bool
     num_sent: int = 0
+    takes_cache: bool = False
+    """True where the request leaves after its first token, and its keys and values are what is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A call of `generate` that has not reached the engine."""
+class _Call:
+    """A call of `generate` or `prefill` on its way to the engine."""
 
     requests: Sequence[GenerateRequest]
-    mailbox: "asyncio.Queue[Delta | Exception]"
-    each_step: bool
-    reports: Sequence[LogprobReport | None]
+    mailbox: "asyncio.Queue[Any]"
+    each_step: bool = False
+    reports: Sequence[LogprobReport | None] = ()
+    caches: Sequence[RequestKV | None] = ()
+    takes_cache: bool = False
 
 
 class EngineRunner:
@@ -100,7 +105,7 @@ class EngineRunner:
         self._probes: list[asyncio.Queue[Delta | Exception]] = []
         self._paused = self._draining = False
         """True, first, when no step is made; second, when none will be once all that is in the engine has ended."""
-        self._held: list[_Held] = []
+        self._held: list[_Call] = []
         """Calls of `generate` that wait for the draining to end."""
         self._drained: list[asyncio.Queue[Exception | None]] = []
         self._stopping = False
@@ -122,16 +127,20 @@ class EngineRunner:
         requests: Sequence[GenerateRequest],
         each_step: bool,
         reports: Sequence[LogprobReport | None] | None = None,
+        caches: Sequence[RequestKV | None] = (),
     ) -> AsyncGenerator[Delta]:
         """Yields until all requests ended: their tokens after each step, or all at the end. `reports`, one for each
-        request, know at least as much as the deltas that have come.
+        request, know at least as much as the deltas that have come. caches: what other engines computed of each one's
+        context; one of other weights than those that are live by then is left out.
 
         A caller that stops iterating aborts what has not ended. Raises `RequestRefused` before the first delta,
         `RequestFailed` and `EngineFailed` at any time.
         """
         mailbox: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         unfinished = {index: request.id for index, request in enumerate(requests)}
-        self._calls.put(lambda: self._add(requests, mailbox, each_step, reports or [None] * len(requests)))
+        none = [None] * len(requests)
+        call = _Call(requests, mailbox, each_step, reports or none, caches or none)
+        self._calls.put(lambda: self._add(call))
         try:
             while unfinished:
                 item = await self._next(mailbox)
@@ -143,6 +152,23 @@ class EngineRunner:
         finally:
             if unfinished:
                 self._calls.put(lambda: self._forget(list(unfinished.values())))
+
+    async def prefill(self, request: GenerateRequest) -> RequestKV | None:
+        """Compute a request's prompt, and return its keys and values; None where it ended before they could be taken.
+        The request must have room for two tokens. Raises as `generate` does; a caller that is cancelled aborts it."""
+        mailbox: asyncio.Queue[Delta | Exception | tuple[RequestKV | None]] = asyncio.Queue()
+        call = _Call([request], mailbox, reports=[None], caches=[None], takes_cache=True)
+        self._calls.put(lambda: self._add(call))
+        has_ended = False
+        try:
+            item = await self._next(mailbox)
+            has_ended = True
+        finally:
+            if not has_ended:
+                self._calls.put(lambda: self._forget([request.id]))
+        if isinstance(item, Exception):
+            raise item
+        return item[0] if isinstance(item, tuple) else None
 
     async def between_steps(self, call: Callable[[], T], fatal: bool = False) -> T:
         """Make a call of the engine in its thread. fatal: where it raises, the engine is dead (fail-stop)."""
@@ -253,13 +279,18 @@ class EngineRunner:
     def _step(self) -> None:
         ended = {generation.id: generation for generation in self.engine.step()}
         failed = {id: RequestFailed(error_text(error)) for id, error in self.engine.failed.items()}
-        post: list[tuple[asyncio.Queue[Any], Delta | Exception]] = []
+        post: list[tuple[asyncio.Queue[Any], Any]] = []
         for id in (*ended, *failed):
             if listener := self._listeners.pop(id, None):
                 post.append((listener.mailbox, failed.get(id) or self._ending(ended[id], listener)))
         for id in self.engine.running():  # a request that waits, and there may be thousands, has no news
             listener = self._listeners.get(id)
-            if listener and listener.each_step and (new := self.engine.peek(id, listener.num_sent)) and new[0]:
+            if listener and listener.takes_cache:
+                if (begun := self.engine.peek(id)) and begun[0]:
+                    _, caches = self.engine.migrate_out([id], [id])
+                    del self._listeners[id]
+                    post.append((listener.mailbox, (caches.get(id),)))
+            elif listener and listener.each_step and (new := self.engine.peek(id, listener.num_sent)) and new[0]:
                 listener.num_sent += len(new[0])
                 tokens, logprobs, versions = new
                 post.append((listener.mailbox, Delta(listener.index, tokens, logprobs, self._spans(versions), None)))
@@ -288,25 +319,24 @@ class EngineRunner:
         with suppress(RuntimeError):  # a loop that is closed waits for nothing
             self._loop.call_soon_threadsafe(callback)
 
-    def _add(
-        self,
-        requests: Sequence[GenerateRequest],
-        mailbox: "asyncio.Queue[Delta | Exception]",
-        each_step: bool,
-        reports: Sequence[LogprobReport | None],
-    ) -> None:
+    def _add(self, call: _Call) -> None:
         if self._draining:
-            self._held.append(_Held(requests, mailbox, each_step, reports))
+            self._held.append(call)
             return
         try:
-            self.engine.check(*requests)
-            for index, (request, report) in enumerate(zip(requests, reports, strict=True)):
-                self.engine.add(request, report=report)
-                self._listeners[request.id] = _Listener(index, mailbox, each_step, len(request.generated))
+            self.engine.check(*call.requests)
+            for index, (request, report, cache) in enumerate(
+                zip(call.requests, call.reports, call.caches, strict=True)
+            ):
+                is_live = cache is not None and cache.version == self.engine.version
+                self.engine.add(request, cache if is_live else None, report)
+                self._listeners[request.id] = _Listener(
+                    index, call.mailbox, call.each_step, len(request.generated), call.takes_cache
+                )
         except RequestRefused as refusal:
-            self._post([(mailbox, refusal)])
+            self._post([(call.mailbox, refusal)])
         except Exception as error:  # the caller then aborts those that were added
-            self._post([(mailbox, RequestFailed(error_text(error)))])
+            self._post([(call.mailbox, RequestFailed(error_text(error)))])
 
     def _pause(self, mode: str, mailbox: "asyncio.Queue[Exception | None]") -> None:
         self._drained.append(mailbox)
@@ -333,7 +363,7 @@ class EngineRunner:
     def _take_held(self) -> None:
         held, self._held = self._held, []
         for one in held:
-            self._add(one.requests, one.mailbox, one.each_step, one.reports)
+            self._add(one)
 
     def _forget(self, ids: Sequence[str]) -> None:
         self._held = [one for one in self._held if one.requests[0].id not in ids]

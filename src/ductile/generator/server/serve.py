@@ -7,12 +7,10 @@ process id behind that, the server ends when that process does.
 import asyncio
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -23,17 +21,12 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from ductile.config.checks.access import server_findings
 from ductile.config.checks.generation_config import GenerationDefaults, generation_defaults
 from ductile.config.checks.weight_headers import ModelFolderError
-from ductile.config.reading.errors import dotted, show
-from ductile.config.reading.key_tree import value_at
 from ductile.config.schema.fleet import FileRegistry
 from ductile.config.schema.inference import ServerConfig
 from ductile.config.schema.run import InferenceRunConfig
 from ductile.generator.generate_role import load_engine
-from ductile.generator.server.connection import Crowd, crowded
-from ductile.generator.server.middleware import REFUSALS
 from ductile.generator.server.registrar import Registrar
 from ductile.generator.server.runner import EngineFailed
 from ductile.generator.server.server import create_app, most_bucket_bytes
@@ -42,25 +35,20 @@ from ductile.lifeline import signal_on_parent_death
 from ductile.messages.control_token import ControlToken, control_token
 from ductile.messages.server_lease import ServerLease
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
+from ductile.transport.http_server.listener import BACKLOG, DRAIN_S, listen, url_of, uvicorn_settings
+from ductile.transport.http_server.log_limit import log_to_stderr
 
 LOG = logging.getLogger("ductile.generator.server.serve")  # this file's __name__ is "__main__" in the process
 
-DRAIN_S = 30
-"""Seconds that responses have to end after the first signal; a second signal ends them at once."""
 LOOK_S = 0.1
 """Seconds between two looks for whether a server that leaves may end."""
-BACKLOG = 128
-"""Connections that the kernel holds until they are accepted."""
-LOG_WINDOW_S = 10.0
-MOST_LOG_LINES = 5
-"""Most lines that a logger writes in a window: what strangers can cause must not fill a disk."""
 
 
 def serve(config: InferenceRunConfig) -> int:
     """Returns the exit code: 0 after SIGINT or SIGTERM, 1 when it could not start or its engine is dead (stderr says
     why)."""
     try:
-        name, listener = _model_name(config), _listen(config.server)
+        name, listener = _model_name(config), listen(config.server)
     except ValueError as error:
         return _print_error(error)
     with ExitStack() as stack:
@@ -79,7 +67,7 @@ def serve(config: InferenceRunConfig) -> int:
             server.should_exit = True
 
         app = create_app(engine, tokenizer, name, config.server, end, defaults=defaults, control=control)
-        server = _server(app, config.server)
+        server = _Server(uvicorn_settings(app, config.server, partial(most_bucket_bytes, app)), app)
 
         def leave(signum: int, frame: FrameType | None) -> None:
             server.should_exit = True
@@ -93,34 +81,17 @@ def serve(config: InferenceRunConfig) -> int:
             state = app.state.service.control.state()
             file = str(control.file) if control and control.file else ""
             return ServerLease(
-                _url(listener), state.incarnation, state.model, file, os.getpid(), state.host, version=state.version
+                url_of(listener), state.incarnation, state.model, file, os.getpid(), state.host, version=state.version
             )
 
         registrar = Registrar(config.registry, lease, lambda said: print(said, file=sys.stderr, flush=True))
         server.while_serving(registrar)
-        print(f"serving {name} on {_url(listener)}", flush=True)
+        print(f"serving {name} on {url_of(listener)}", flush=True)
         if isinstance(config.registry, FileRegistry):
             folder = Path(config.registry.folder).expanduser().absolute()
             print(f"announced in {folder} (registry.folder)", flush=True)
         server.run(sockets=[listener])
     return _print_error(failures[0]) if failures else 0
-
-
-def _server(app: FastAPI, config: ServerConfig) -> "_Server":
-    num_connections = _room_for(config.max_connections)
-    settings = uvicorn.Config(
-        app,
-        http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes, partial(most_bucket_bytes, app))),
-        ws="none",
-        log_level="error",
-        access_log=False,
-        # Few at once: a connection whose request follows right away must not be the one that makes room.
-        backlog=max(1, min(BACKLOG, num_connections // 4)),
-        timeout_graceful_shutdown=DRAIN_S,
-    )
-    for name in ("uvicorn.error", "asyncio", REFUSALS):
-        logging.getLogger(name).addFilter(LogLimit())
-    return _Server(settings, app)
 
 
 class _Server(uvicorn.Server):
@@ -141,7 +112,7 @@ class _Server(uvicorn.Server):
             state = self._service.control.state()
             LOG.info(
                 "listening at %s: model %s, version %d of the weights (digest %s), %d sequences at a time",
-                *(_url(sockets[0]), state.model_name, state.version, state.digest, state.max_num_seqs),
+                *(url_of(sockets[0]), state.model_name, state.version, state.digest, state.max_num_seqs),
             )
         if self._registrar is not None and self.started:
             self._registrar.__enter__()
@@ -180,40 +151,6 @@ class _Server(uvicorn.Server):
         self.config.timeout_graceful_shutdown = max(1, round(ends_at - time.monotonic()))
 
 
-class LogLimit(logging.Filter):
-    """Filter of a logger. The first line after a time of too many says how many were left out."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._clock = clock
-        self._window_began_s = -LOG_WINDOW_S
-        self._num_lines = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        now = self._clock()
-        if now - self._window_began_s >= LOG_WINDOW_S:
-            left_out = self._num_lines - MOST_LOG_LINES
-            if left_out > 0:
-                record.msg = f"{record.getMessage()} ({left_out} more lines were left out before this one)"
-                record.args = ()
-            self._window_began_s, self._num_lines = now, 0
-        self._num_lines += 1
-        return self._num_lines <= MOST_LOG_LINES
-
-
-def _room_for(num_connections: int) -> int:
-    """Return `num_connections`, or a third of what the process may have open beside its other files: those that make
-    room for new ones are closed a moment after these have come."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    num_others = len(os.listdir("/proc/self/fd")) + 16
-    wanted = num_others + 3 * num_connections
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return max(1, min(num_connections, (wanted - num_others) // 3))
-
-
 def _model_name(config: InferenceRunConfig) -> str:
     if config.model.name is None:
         raise ValueError("model.name is not set; it must be a Hugging Face model folder (--model.name FOLDER)")
@@ -228,19 +165,6 @@ def _defaults(config: InferenceRunConfig, name: str) -> GenerationDefaults:
     return generation_defaults(Path(name)) if config.server.generation_config == "auto" else GenerationDefaults()
 
 
-def _listen(server: ServerConfig) -> socket.socket:
-    for finding in server_findings(server, "server"):  # for those who start it without the command
-        path = tuple(finding.keys[0].split("."))
-        raise ValueError(f"{dotted(path)} = {show(value_at(server, path[1:]), path)} {finding.what}")
-    try:
-        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        return socket.create_server((server.host, server.port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ValueError(
-            f"cannot listen on {server.host}:{server.port}: {error.strerror}; server.port = 0 takes a free port"
-        ) from error
-
-
 def _control(server: ServerConfig, listener: socket.socket, stack: ExitStack) -> ControlToken | None:
     """Return the token of the control routes, which is in a file; None where there is an API key, which opens them,
     too. Raises `UnsafeFolder`."""
@@ -248,11 +172,6 @@ def _control(server: ServerConfig, listener: socket.socket, stack: ExitStack) ->
         return None
     host, port = listener.getsockname()[:2]
     return stack.enter_context(control_token(host, port))
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _device(config: InferenceRunConfig) -> str:
@@ -267,19 +186,9 @@ def _print_error(error: Exception) -> int:
     return 1
 
 
-def _log_to_stderr() -> None:
-    """Have what the server does told at level info, a line each."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("ductile")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
 def main() -> int:
     torch.set_num_threads(1)  # more threads only wait for each other on shared cores
-    _log_to_stderr()
+    log_to_stderr()
     if len(sys.argv) > 2:
         signal_on_parent_death(int(sys.argv[2]), signal.SIGKILL)
     return serve(InferenceRunConfig.model_validate_json(Path(sys.argv[1]).read_text("utf-8")))

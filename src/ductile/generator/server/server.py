@@ -8,10 +8,11 @@
 | GET /health | 200 after the engine has done a step, 503 when it cannot |
 | GET /liveness | 200 while the engine's thread lives |
 | GET /metrics | Prometheus |
+| GET, DELETE /kv/{lease} | keys and values of a prompt, for another server (`ductile.generator.server.kv_sharing`) |
 | /fleet/state, /weights/..., /pause, /resume | see `ductile.generator.server.fleet_routes` |
 
 A client that goes away aborts its sequences. Errors have OpenAI's form. Who may come in, and with how much, is asked by
-the middleware (`ductile.generator.server.middleware`), before a body is read.
+the middleware (`ductile.transport.http_server.middleware`), before a body is read.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ductile.config.reading.errors import show
@@ -31,14 +32,17 @@ from ductile.generator.engine.limits import Overloaded, RequestRefused
 from ductile.generator.server.chat_prompt import render_prompt
 from ductile.generator.server.choice import Asked
 from ductile.generator.server.fleet_routes import fleet_routes, translate_fleet_errors
-from ductile.generator.server.middleware import BODIES_AT_ONCE, RequestGuard
-from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TokenRequest
+from ductile.generator.server.kv_sharing import pieces_of
+from ductile.generator.server.openai_api import ChatRequest, CompletionRequest, TextRequest, TokenRequest
 from ductile.generator.server.request_body import BadBody, read_body
-from ductile.generator.server.responses import Chat, Json, TextCompletion, error
+from ductile.generator.server.responses import Chat, Json, TextCompletion
 from ductile.generator.server.runner import EngineFailed, RequestFailed
-from ductile.generator.server.service import TOKEN_MAX_TOKENS, ClientGone, Service, UnknownModel
+from ductile.generator.server.service import TOKEN_MAX_TOKENS, Service, UnknownModel
 from ductile.messages.control_token import ControlToken
 from ductile.tasks.tokenizer import ChatRefused, Tokenizer, TokenizerError
+from ductile.transport.http_server.client_gone import ClientGone
+from ductile.transport.http_server.middleware import BODIES_AT_ONCE, Refusal, RequestGuard, check_control
+from ductile.transport.http_server.openai_error import error
 
 
 def create_app(
@@ -74,14 +78,22 @@ def create_app(
         app.state.health_deadline_s = health_deadline_s
         app.state.service.runner.start()
         yield
-        app.state.service.control.close()
-        await app.state.service.runner.stop()
+        await app.state.service.close()
+
+    control = control or ControlToken()
+
+    def check_router(http: Request, body: TextRequest) -> None:
+        """Raise `Refusal` where somebody says who computes a prompt and may not control the server, which would fetch
+        from any address."""
+        if body.kv_transfer_params is not None:
+            check_control(http.headers, config, control)
 
     app = FastAPI(title="ductile inference", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.include_router(_routes)
     app.include_router(fleet_routes)
+    app.state.check_router = check_router
     most_bytes = partial(most_bucket_bytes, app)
-    app.add_middleware(RequestGuard, config=config, control=control or ControlToken(), bucket_bytes=most_bytes)
+    app.add_middleware(RequestGuard, config=config, control=control, bucket_bytes=most_bytes)
     _translate_errors(app)
     translate_fleet_errors(app)
     return app
@@ -148,10 +160,13 @@ def _model(service: Service) -> Json:
 @_routes.post("/v1/completions")
 async def completions(service: SharedService, http: Request) -> Response:
     body = read_body(CompletionRequest, _take_body(http)).with_defaults(service.sampling_defaults)
+    http.app.state.check_router(http, body)
     service.admit(len(body.prompt), body.n)
     texts = [one for one in body.prompt if isinstance(one, str)]
     encoded = iter(await service.encode(texts, body.add_special_tokens is not False, http))
     prompts = [next(encoded) if isinstance(one, str) else one for one in body.prompt]
+    if _is_prefill(body):
+        return await service.prefill(body, prompts, _root(http), http)
     # A response may take minutes: what is not needed any more goes.
     body, texts = body.model_copy(update={"prompt": []}), []
     form = TextCompletion(body, service.tokenizer)
@@ -162,6 +177,7 @@ async def completions(service: SharedService, http: Request) -> Response:
 @_routes.post("/v1/chat/completions")
 async def chat(service: SharedService, http: Request) -> Response:
     body = read_body(ChatRequest, _take_body(http)).with_defaults(service.sampling_defaults)
+    http.app.state.check_router(http, body)
     service.admit(1, body.n)
     if len(body.messages) > service.limits.max_model_len:  # each has a token at least, and rendering takes its time
         raise RequestRefused("", service.limits.too_long(f"at least {len(body.messages)}"))
@@ -169,6 +185,8 @@ async def chat(service: SharedService, http: Request) -> Response:
     calls = service.call_streams(body, text) if body.tools else None
     # The template writes the special tokens, so none are added.
     prompts = await service.encode([text], add_special_tokens=False, http=http)
+    if _is_prefill(body):
+        return await service.prefill(body, prompts, _root(http), http)
     # A response may take minutes: what is not needed any more goes.
     body, text = body.model_copy(update={"messages": [], "tools": None, "chat_template_kwargs": None}), ""
     num_likeliest = (body.top_logprobs or 0) if body.logprobs else None
@@ -182,6 +200,28 @@ async def generate(service: SharedService, http: Request) -> Response:
     return await service.complete_tokens(read_body(TokenRequest, _take_body(http)), http)
 
 
+@_routes.get("/kv/{lease}")
+async def give_kv(lease: str, service: SharedService) -> Response:
+    if (segment := service.kv_leases.find(lease)) is None:
+        return JSONResponse(error("there is no such lease, or it is over"), 404)
+    headers = {"Content-Length": str(segment.num_bytes)}
+    return StreamingResponse(pieces_of(segment), headers=headers, media_type="application/octet-stream")
+
+
+@_routes.delete("/kv/{lease}")
+async def forget_kv(lease: str, service: SharedService) -> Json:
+    service.kv_leases.forget(lease)
+    return {}
+
+
+def _is_prefill(body: TextRequest) -> bool:
+    return body.kv_transfer_params is not None and body.kv_transfer_params.do_remote_decode
+
+
+def _root(http: Request) -> str:
+    return str(http.base_url).rstrip("/")
+
+
 def _take_body(http: Request) -> bytearray:
     """Return the body that the middleware has read; no other code keeps it."""
     return http.scope["state"].pop("body")
@@ -189,6 +229,10 @@ def _take_body(http: Request) -> bytearray:
 
 def _translate_errors(app: FastAPI) -> None:
     """Have whatever goes wrong said in OpenAI's form."""
+
+    @app.exception_handler(Refusal)
+    async def _(http: Request, problem: Refusal) -> Response:
+        return problem.response
 
     @app.exception_handler(BadBody)
     async def _(http: Request, problem: BadBody) -> JSONResponse:

@@ -5,34 +5,41 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from ductile.columns import Floats, TokenIds, Versions
 from ductile.config.reading.errors import show
 from ductile.generator.engine.engine import Engine
+from ductile.generator.engine.kv_transfer import KVUnavailable, RequestKV
 from ductile.generator.engine.limits import Overloaded, RequestRefused
 from ductile.generator.server.choice import Asked, Choice
 from ductile.generator.server.fleet_control import FleetControl
+from ductile.generator.server.kv_params import RemoteKV
+from ductile.generator.server.kv_sharing import KVFetcher, KVLeases
 from ductile.generator.server.metrics import ServerMetrics
 from ductile.generator.server.openai_api import ChatRequest, SamplingFields, TextRequest, TokenRequest
 from ductile.generator.server.prompt_text import PromptEncoder
-from ductile.generator.server.responses import Format, Json, error, usage
+from ductile.generator.server.responses import Format, Json, usage
 from ductile.generator.server.runner import Delta, EngineFailed, EngineRunner, RequestFailed
 from ductile.kernels.device import peak_memory
-from ductile.records import GenerateRequest
+from ductile.records import GenerateRequest, Sampling
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.tasks.tool_calls import FORMS, THINK, CallStream, ToolForm, form_of
+from ductile.transport.http_server.client_gone import unless_gone
+from ductile.transport.http_server.openai_error import error
 from ductile.weights.live_weights import LiveWeights
 
-T = TypeVar("T")
 LOG = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 2
+"""Completion tokens of a prompt that is computed for another server: the first one is sampled, and room for the second
+keeps the sequence until its keys and values have been taken."""
 
 TOKEN_MAX_TOKENS = 16
 """The default of OpenAI's completions and of vLLM's `SamplingParams`."""
@@ -40,10 +47,6 @@ TOKEN_MAX_TOKENS = 16
 
 MAX_REPORTED = 2**21
 """Most likeliest tokens in a response, over all places of its sequences: each takes some two hundred bytes."""
-
-
-class ClientGone(Exception):
-    """The client went away, so its response is not needed any more."""
 
 
 class UnknownModel(Exception):
@@ -80,6 +83,8 @@ class Service:
         self.chat_max_tokens = None if "max_new_tokens" not in defaults else int(defaults["max_new_tokens"])
         """Most tokens of a chat's response that says none; None: as many as there is room for."""
         self._prompts = PromptEncoder(tokenizer, engine.limits, max_waiting_chars)
+        self.kv_leases = KVLeases(engine.cache_bytes)
+        self._fetcher = KVFetcher(engine)
 
     def call_streams(self, body: ChatRequest, prompt: str) -> Callable[[], CallStream] | None:
         """Return what tells calls from text, in the form of the chat template; None where nothing is to be called."""
@@ -132,17 +137,18 @@ class Service:
         if num_generated := asked.num_generated:
             requests = [_going_on(requests[0], num_generated, self.runner.engine.version)]
         _refuse_long_report(requests, asked)
+        caches = await unless_gone(http, self._take_over(body, requests))
         choices = [Choice(index, request, self.tokenizer, asked) for index, request in enumerate(requests)]
         ids: Json = {"prompt_token_ids": list(prompts[0])} if body.return_token_ids and len(prompts) == 1 else {}
         if body.stream:
-            deltas = self._deltas(requests, choices, each_step=True)
+            deltas = self._deltas(requests, choices, each_step=True, caches=caches)
             # The first token comes before the status line, so that a refusal can still be a 400.
             first = await unless_gone(http, anext(deltas))
             chunks = _chunks(head | {"object": form.chunk_object}, ids, form, choices, first, deltas)
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             last_chunk = head | {"object": form.chunk_object, "choices": []} if with_usage else None
             return StreamingResponse(_events(chunks, last_chunk, prompts, choices), media_type="text/event-stream")
-        await unless_gone(http, self._collect(requests, choices))
+        await unless_gone(http, self._collect(requests, choices, caches))
         around = head | {"object": form.whole_object} | ids | {"usage": usage(prompts, choices)}
         return await asyncio.to_thread(_whole, around, form.whole, choices)
 
@@ -210,8 +216,58 @@ class Service:
                 requests.append(GenerateRequest(f"{group}-{choice}", shared, seeded, group, priority=-(priority or 0)))
         return requests
 
+    async def prefill(
+        self, body: TextRequest, prompts: Sequence[Sequence[int]], base_url: str, http: Request
+    ) -> Response:
+        """Compute a prompt, and keep its keys and values for the server that goes on with it. base_url: root of this
+        server's routes, as the other one reaches it."""
+        head, prompt = self.head(body.model, "kv"), prompts[0]
+        remote: RemoteKV | None = None
+        if len(prompts) == 1 and self.limits.room(len(prompt)) >= PREFILL_TOKENS:
+            request = self.make_requests(head["id"], body, prompts, PREFILL_TOKENS, None)[0]
+            request = replace(request, sampling=Sampling(0.0, max_tokens=PREFILL_TOKENS, ignore_eos=True))
+            request = replace(request, priority=-(body.priority or 0), cache_salt=body.cache_salt or "")
+            self._refuse_overload(1)
+            self._num_sequences += 1
+            try:
+                cache = await unless_gone(http, self.runner.prefill(request))
+            finally:
+                self._num_sequences -= 1
+            if cache is not None and cache.version == self.runner.engine.version:
+                self.metrics.prompt_tokens.inc(len(prompt))
+                remote = await self.kv_leases.keep(cache, prompt, self.runner.digest, base_url)
+        if remote is not None:
+            self.metrics.kv_transfers.labels("kept").inc()
+        params = None if remote is None else {"do_remote_prefill": True, "remote": remote.model_dump()}
+        return JSONResponse(head | {"object": "kv_transfer", "kv_transfer_params": params})
+
+    async def _take_over(self, body: TextRequest, requests: Sequence[GenerateRequest]) -> list[RequestKV | None]:
+        """Return what another server has computed of each request's prompt, which is the same."""
+        params = body.kv_transfer_params
+        if params is None or params.remote is None or len({request.group for request in requests}) > 1:
+            return [None] * len(requests)
+        try:
+            cache = await self._fetcher.fetch(params.remote, requests[0], self.runner.digest)
+        except KVUnavailable as why:
+            LOG.warning("the prompt of request %s is computed again: the cache %s", requests[0].id, why)
+            self.metrics.kv_transfers.labels("computed again").inc()
+            return [None] * len(requests)
+        self.metrics.kv_transfers.labels("taken").inc()
+        return [cache] * len(requests)
+
+    async def close(self) -> None:
+        """End what is in flight with what it has."""
+        self.control.close()
+        await self.runner.stop()
+        self.kv_leases.close()
+        await self._fetcher.close()
+
     async def _deltas(
-        self, requests: Sequence[GenerateRequest], choices: Sequence[Choice], each_step: bool
+        self,
+        requests: Sequence[GenerateRequest],
+        choices: Sequence[Choice],
+        each_step: bool,
+        caches: Sequence[RequestKV | None] = (),
     ) -> AsyncGenerator[Delta]:
         """Yield as `EngineRunner.generate` does, counted and limited."""
         self._refuse_overload(len(requests))
@@ -219,7 +275,7 @@ class Service:
         started, first = time.monotonic(), True
         try:
             async with aclosing(
-                self.runner.generate(requests, each_step, [choice.report for choice in choices])
+                self.runner.generate(requests, each_step, [choice.report for choice in choices], caches)
             ) as deltas:
                 async for delta in deltas:
                     if first:
@@ -241,8 +297,13 @@ class Service:
                 f"{self._max_sequences}: there is no room for {num_sequences} more now; try again later"
             )
 
-    async def _collect(self, requests: Sequence[GenerateRequest], choices: Sequence[Choice]) -> None:
-        async with aclosing(self._deltas(requests, choices, each_step=False)) as deltas:
+    async def _collect(
+        self,
+        requests: Sequence[GenerateRequest],
+        choices: Sequence[Choice],
+        caches: Sequence[RequestKV | None] = (),
+    ) -> None:
+        async with aclosing(self._deltas(requests, choices, each_step=False, caches=caches)) as deltas:
             async for delta in deltas:
                 choices[delta.index].push(delta)
                 await asyncio.sleep(0)  # a step may end a thousand of them, and others are waiting
@@ -277,25 +338,6 @@ def _whole(around: Json, entry: Callable[[Choice], Json], choices: Sequence[Choi
     may hold the interpreter for long."""
     entries = ", ".join(json.dumps(entry(choice)) for choice in choices)
     return Response(f'{json.dumps(around)[:-1]}, "choices": [{entries}]}}', media_type="application/json")
-
-
-async def unless_gone(http: Request, work: "Coroutine[Any, Any, T]") -> T:
-    """Do the work, or cancel it and raise `ClientGone` when the client goes away."""
-
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _chunks(

@@ -17,9 +17,17 @@ from ductile.cluster.make_cluster import make_cluster
 from ductile.concurrency.deadline import Deadline
 from ductile.config.checks.asked_placement import SlotsConfig, most_slots, placement_of, slots_per_node_of
 from ductile.config.checks.asked_policy import policy_name, replaced_roles
+from ductile.config.checks.serving_plan import router_of
 from ductile.config.checks.trainer_layout import layout_rules
 from ductile.config.schema.inference import shared_block_tokens
-from ductile.config.schema.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.run import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    RouterRunConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
 from ductile.config.schema.secrets import secret_of
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.instances.instances import Serving
@@ -45,6 +53,7 @@ from ductile.messages.message import RoleName
 from ductile.orchestrator.commands.bench import Bench
 from ductile.orchestrator.commands.compose import Prepared, canaries_of, prepare, run_loop
 from ductile.orchestrator.commands.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
+from ductile.orchestrator.commands.routing import route_between, serve_several, with_key
 from ductile.orchestrator.commands.run_context import RunContext
 from ductile.orchestrator.commands.scheduling import Scheduling, limits_of
 from ductile.orchestrator.commands.servers import Servers, has_servers
@@ -80,10 +89,14 @@ def run_orchestrator(config: OrchestratorRunConfig) -> int:
 
 
 def run_inference(config: InferenceRunConfig) -> int:
-    server = config.server
-    key = {"api_key": secret_of(server.api_key, server.api_key_var), "api_key_var": None}
-    config = config.model_copy(update={"server": server.model_copy(update=key)})
-    return become_server(config) if config.bench is None else bench_server(config, config.bench)
+    config = config.model_copy(update={"server": with_key(config.server)})
+    if config.bench is not None:
+        return bench_server(config, config.bench)
+    return become_server(config) if router_of(config) is None else serve_several(config)
+
+
+def run_router(config: RouterRunConfig) -> int:
+    return route_between(config.model_copy(update={"server": with_key(config.server)}))
 
 
 def _began(prepared: Prepared | PreparedBatches) -> Beginning:

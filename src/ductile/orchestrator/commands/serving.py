@@ -28,7 +28,7 @@ DONE, FAILED = 0, 1
 
 def become_server(config: InferenceRunConfig) -> int:
     """Replace this process by the server, so that signals and the exit code are the server's own."""
-    os.execv(sys.executable, _command(_in_memory(config)))
+    os.execv(sys.executable, server_command(in_memory(config.model_dump_json())))
 
 
 def bench_server(config: InferenceRunConfig, bench: InferenceBenchConfig) -> int:
@@ -63,8 +63,8 @@ def _server(config: InferenceRunConfig) -> Iterator[str]:
 
     Raises SlotLost, without words where the server has said why it cannot start, and Late.
     """
-    fd = _in_memory(config)
-    words = [*_command(fd), str(os.getpid())]
+    fd = in_memory(config.model_dump_json())
+    words = [*server_command(fd), str(os.getpid())]
     try:
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, pass_fds=(fd,))
     finally:
@@ -91,12 +91,14 @@ def _server(config: InferenceRunConfig) -> Iterator[str]:
             process.wait()
 
 
-def _command(fd: int) -> list[str]:
+def server_command(fd: int) -> list[str]:
+    """Return the command of a server whose config is in this file."""
     return [sys.executable, "-P", "-m", "ductile.generator.server.serve", f"/proc/self/fd/{fd}"]
 
 
-def _in_memory(config: InferenceRunConfig) -> int:
-    """The config, which may hold a key, as a file that is in memory only."""
+def in_memory(config: str) -> int:
+    """Return a config in JSON, which may hold a key, as a file that is in memory only."""
     fd = os.memfd_create("ductile-inference-config", 0)
-    os.write(fd, config.model_dump_json().encode())
+    with open(os.dup(fd), "w", encoding="utf-8") as file:
+        file.write(config)
     return fd

@@ -8,8 +8,9 @@
 | of a POST: JSON, of an announced length within `server.max_body_bytes`, framed in one way | 415, 413, 400 |
 | its body, within `server.max_body_bytes` and `server.timeout_s` | 413, 408 |
 
-Whoever asks for a bucket of a lease knows the lease's name, and needs nothing else. A bucket that comes is bytes, as
-many as one of the update that is under way may have; what else comes to a control route, at most `MAX_CONTROL_BYTES`.
+Whoever asks for a bucket of a lease, or for a prompt's keys and values, knows the lease's name, and needs nothing else.
+A bucket that comes is bytes, as many as one of the update that is under way may have; what else comes to a control
+route, at most `MAX_CONTROL_BYTES`.
 
 Bodies that are on their way share `BODIES_AT_ONCE` times the largest; when that is full, the one that holds most of it
 goes (503), so that a client who asks little is always served. Buckets are as many as the trainer has ranks, and none
@@ -27,9 +28,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ductile.config.checks.access import is_loopback
-from ductile.config.schema.inference import ServerConfig
-from ductile.generator.server.responses import error
+from ductile.config.schema.http_server import HttpServerConfig
 from ductile.messages.control_token import ControlToken
+from ductile.transport.http_server.openai_error import error
 
 REFUSALS = __name__
 """Name of the logger that tells of refused keys and tokens: strangers cause its lines, so it needs a limit."""
@@ -40,6 +41,8 @@ PROBES = frozenset({"/health", "/liveness"})
 CONTROL = frozenset({"/pause", "/resume"})
 """Control routes, beside all below `WEIGHTS`."""
 WEIGHTS, BUCKETS = "/weights/", "/weights/buckets/"
+KV = "/kv/"
+"""Keys and values of a prompt, for the server that goes on with it: below it, the name of a lease."""
 
 MAX_CONTROL_BYTES = 64 * 2**20
 """Most bytes of a message to a control route: one that names all boxes of a large model has some megabytes."""
@@ -67,8 +70,9 @@ class RequestGuard:
     """ASGI middleware. The body of a POST that comes in is `scope["state"]["body"]`, all of it."""
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, control: ControlToken, bucket_bytes: Callable[[], int]
+        self, app: ASGIApp, config: HttpServerConfig, control: ControlToken | None, bucket_bytes: Callable[[], int]
     ) -> None:
+        """control: None for an app without control routes."""
         self._app, self._config, self._control, self._bucket_bytes = app, config, control, bucket_bytes
         self._bodies, self._control_bodies = Bodies(config.timeout_s), Bodies(config.timeout_s)
         self._buckets = asyncio.Semaphore(BODIES_AT_ONCE)
@@ -87,7 +91,7 @@ class RequestGuard:
                 if path.startswith(BUCKETS):
                     async with self._turn():
                         return await self._serve(scope, receive, send, Bodies(self._config.timeout_s), most_bytes)
-                bodies = self._control_bodies if is_control(path) else self._bodies
+                bodies = self._control_bodies if self._is_control(path) else self._bodies
                 return await self._serve(scope, receive, send, bodies, most_bytes)
         except Refusal as refusal:
             if refusal.response.status_code == 401:
@@ -121,15 +125,21 @@ class RequestGuard:
         """Return the type and the most bytes of a body."""
         if path.startswith(BUCKETS):
             return "application/octet-stream", self._bucket_bytes() or MAX_CONTROL_BYTES
-        return "application/json", MAX_CONTROL_BYTES if is_control(path) else self._config.max_body_bytes
+        return "application/json", MAX_CONTROL_BYTES if self._is_control(path) else self._config.max_body_bytes
+
+    def _is_control(self, path: str) -> bool:
+        return self._control is not None and is_control(path)
 
 
 def is_control(path: str) -> bool:
     return path.startswith(WEIGHTS) or path in CONTROL
 
 
-def check_access(path: str, method: str, headers: Headers, config: ServerConfig, control: ControlToken) -> None:
-    """Raise `Refusal` for a request of somebody who may not ask for this."""
+def check_access(
+    path: str, method: str, headers: Headers, config: HttpServerConfig, control: ControlToken | None
+) -> None:
+    """Raise `Refusal` for a request of somebody who may not ask for this. control: None for an app without control
+    routes."""
     is_probe = method in ("GET", "HEAD") and path in PROBES  # of a POST the body would be read
     if config.api_key is None:
         host = headers.get("host")
@@ -140,12 +150,28 @@ def check_access(path: str, method: str, headers: Headers, config: ServerConfig,
                 f"own machine's names: ask for {config.host}, or set server.api_key",
                 "permission_error",
             )
-    wanted, where = config.api_key, "its API key: Authorization: Bearer <server.api_key>"
-    if wanted is None and is_control(path):
-        kept = f", which is in {control.file}" if control.file else ""
-        wanted, where = control.text, f"its control token for this: Authorization: Bearer <token>{kept}"
-    if wanted is None or is_probe or (method == "GET" and path.startswith(BUCKETS)):
+    knows_lease = (method == "GET" and path.startswith(BUCKETS)) or (
+        method in ("GET", "DELETE") and path.startswith(KV)
+    )
+    if is_probe or knows_lease:
         return
+    if config.api_key is not None:
+        _check_key(headers, config.api_key, "its API key: Authorization: Bearer <server.api_key>")
+    elif control is not None and is_control(path):
+        check_control(headers, config, control)
+
+
+def check_control(headers: Headers, config: HttpServerConfig, control: ControlToken) -> None:
+    """Raise `Refusal` for a request of somebody who may not control the server: without its API key, or, where there is
+    none, without its control token."""
+    if config.api_key is not None:
+        _check_key(headers, config.api_key, "its API key: Authorization: Bearer <server.api_key>")
+        return
+    kept = f", which is in {control.file}" if control.file else ""
+    _check_key(headers, control.text, f"its control token for this: Authorization: Bearer <token>{kept}")
+
+
+def _check_key(headers: Headers, wanted: str, where: str) -> None:
     if not _has_key(headers.get("authorization", ""), wanted):
         raise Refusal(401, f"this server needs {where}", "authentication_error", {"WWW-Authenticate": "Bearer"})
 

@@ -12,7 +12,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ductile.generator.server.middleware import MAX_CONTROL_BYTES, WEIGHTS
+from ductile.transport.http_server.middleware import MAX_CONTROL_BYTES, WEIGHTS
 
 LINGER_S = 2.0
 """A response that came before the end of the body ("too slow") has this long to be read before the connection ends."""
@@ -88,7 +88,8 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = BoundedHTTP(self.conn._max_incomplete_event_size, self.crowd)
+        most_bytes = self.conn._max_incomplete_event_size  # pyright: ignore[reportPrivateUsage]
+        self.conn = BoundedHTTP(most_bytes, self.crowd)
         self._receiving: asyncio.TimerHandle | None = None
         self._receives: Any = None
         """State that the timer is for: headers (`h11.IDLE`), a body (`h11.SEND_BODY`), or nothing."""
@@ -136,7 +137,8 @@ class Connection(H11Protocol):
         if self not in self.crowd.connections:
             return
         receives = self.conn.their_state if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) else None
-        responded = self.cycle is None or self.cycle.response_complete
+        cycle: Any = self.cycle  # None before the first request, whatever uvicorn's types say
+        responded = cycle is None or cycle.response_complete
         if receives or responded:
             self.crowd.waiting.setdefault(self)
         else:

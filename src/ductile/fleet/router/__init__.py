@@ -1,0 +1,1 @@
+"""A router: one address before several servers."""
