@@ -1,10 +1,10 @@
 """Runs whose slots are taken away and come back, in virtual time; schedules as files; and the spot planner."""
 
+import itertools
 import json
 
 import pytest
 
-from ductile.core.instances.placement import place
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
@@ -14,6 +14,7 @@ from ductile.sim.preemptions import BadSchedule, Preemption, read_preemptions
 from ductile.sim.recording import read_recording
 from ductile.sim.run import simulate
 from ductile.sim.spot import SpotPlanner, best_case, spot_verdict
+from tests.nightly import mostly_nightly
 from tests.sim.recorded import record_run
 from tests.sim.scenarios import scenario
 
@@ -27,24 +28,27 @@ def away(at_s, slots, back_s=None, notice_s=5.0):
     return taken if back_s is None else [*taken, Preemption(back_s, "return", slots)]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+APART = {"actor": "0-2", "rollout": "3-5"}
+PLACES = {
+    "a generator": (APART, away(1, (4,), 6)),
+    "all train slots": (APART, away(1, (0, 1, 2), 6)),
+    "two": (APART, [*away(1, (3, 4), 9), *away(5, (0,))]),
+    "the only train slot": ({"actor": 0, "rollout": "1-5"}, away(1, (0,), 6)),
+    "the scorer": (SCORED, away(2, (5,), 8)),
+    "all generators": (SCORED, away(2, (2, 3, 4), 8)),
+}
+
+
 @pytest.mark.parametrize(
-    ("placement", "schedule"),
-    [
-        ({"actor": "0-2", "rollout": "3-5"}, away(3, (4,), 12)),
-        ({"actor": "0-2", "rollout": "3-5"}, away(3, (0, 1, 2), 12)),
-        ({"actor": "0-2", "rollout": "3-5"}, [*away(2, (3, 4), 20), *away(9, (0,))]),
-        ({"actor": 0, "rollout": "1-5"}, away(3, (0,), 12)),
-        (SCORED, away(4, (5,), 14)),
-        (SCORED, away(4, (2, 3, 4), 14)),
-    ],
-    ids=["generator", "all train slots", "one after the other", "the trainer", "the scorer", "all generators"],
+    ("place", "policy"),
+    mostly_nightly(itertools.product(PLACES, POLICIES), *((place, Static()) for place in PLACES), ("two", Model())),
 )
-def test_every_rollout_is_trained_once_whoever_is_taken_away(policy, placement, schedule):
+def test_every_rollout_is_trained_once_whoever_is_taken_away(place, policy):
     """The real loop refuses to train a rollout twice, and waits for ever for one that is lost."""
+    placement, schedule = PLACES[place]
     score = "inference" in placement
-    made = scenario(placement, score=score, num_steps=3)
-    alone = simulate(made, policy)
+    made = scenario(placement, score=score, num_steps=3, groups_per_step=4)
+    alone = simulate(made, Static())
     result = simulate(made, policy, preemptions=schedule)
     assert len(result.step_s) == 3
     assert result.num_tokens == alone.num_tokens
@@ -122,21 +126,21 @@ def test_a_schedule_that_cannot_be_is_refused_with_its_place(tmp_path, name, tex
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    record_run(folder, scenario({"actor": 0, "rollout": "1-3"}, groups_per_step=6, num_steps=4), "static")
+    record_run(folder, scenario({"actor": 0, "rollout": "1-2"}, groups_per_step=3, num_steps=2), "static")
     return folder
 
 
 def test_the_planner_predicts_the_whole_run_and_what_it_costs(run):
     recording = read_recording(run)
-    planner = SpotPlanner(recording, away(2, (3,), 8), price=3.6, num_steps=6)
-    own, quiet = planner.own_case(), SpotPlanner(recording, away(1e6, (3,)), price=3.6, num_steps=6).own_case()
+    planner = SpotPlanner(recording, away(1, (2,), 6), price=3.6, num_steps=2)
+    own, quiet = planner.own_case(), SpotPlanner(recording, away(1e6, (2,)), price=3.6, num_steps=2).own_case()
     assert own.wall_s > quiet.wall_s, "a generator is missing"
     assert own.cost == pytest.approx(own.slot_hours * 3.6)
-    assert quiet.slot_hours == pytest.approx(4 * quiet.wall_s / 3600)
-    assert own.slot_hours < 4 * own.wall_s / 3600
+    assert quiet.slot_hours == pytest.approx(3 * quiet.wall_s / 3600)
+    assert own.slot_hours < 3 * own.wall_s / 3600
     others = list(planner.other_cases())
     assert {each.is_without for each in others} == {False, True}
-    assert all(each.case.placement.slots == ((0, 1, 2) if each.is_without else (0, 1, 2, 3)) for each in others)
+    assert all(each.case.placement.slots == ((0, 1) if each.is_without else (0, 1, 2)) for each in others)
     best = best_case([own, *others])
     assert best is not None
     assert best.cost == min(each.cost for each in (own, *others) if not each.cut)
@@ -144,23 +148,22 @@ def test_the_planner_predicts_the_whole_run_and_what_it_costs(run):
 
 
 def test_a_way_that_would_be_cut_is_no_best_way(run):
-    planner = SpotPlanner(read_recording(run), away(2, (0, 1, 2, 3)), price=1.0, num_steps=4)
+    planner = SpotPlanner(read_recording(run), away(2, (0, 1, 2)), price=1.0, num_steps=2)
     own = planner.own_case()
-    assert own.cut.startswith("at 2 s slots 0-3 cannot be emptied")
+    assert own.cut.startswith("at 2 s slots 0-2 cannot be emptied")
     assert spot_verdict(own, []) == f"No way survives this schedule: {own.cut}."
 
 
 def test_the_command_prints_a_table_and_writes_it(run, tmp_path, capsys):
-    (tmp_path / "spot.csv").write_text("at_s,event,slots,notice_s\n2,preempt,3,5\n9,return,3,\n")
-    words = [str(run), "--preemptions", str(tmp_path / "spot.csv"), "--price", "2.5", "--steps", "4"]
+    (tmp_path / "spot.csv").write_text("at_s,event,slots,notice_s\n2,preempt,2,5\n9,return,2,\n")
+    words = [str(run), "--preemptions", str(tmp_path / "spot.csv"), "--price", "2.5", "--steps", "1"]
     assert plan_command.main([*words, "--json", str(tmp_path / "plan.json")]) == 0
     said = capsys.readouterr().out
-    assert "Predicted: all 4 steps, with slot 3 taken away by 1 notice, at 2.5 a slot and hour." in said
+    assert "Predicted: 1 step, with slot 2 taken away by 1 notice, at 2.5 a slot and hour." in said
     assert "The best mix is" in said
     table = json.loads((tmp_path / "plan.json").read_text())
-    assert (table["price"], table["num_steps"], len(table["preemptions"])) == (2.5, 4, 2)
+    assert (table["price"], table["num_steps"], len(table["preemptions"])) == (2.5, 1, 2)
     assert table["best"]["cost"] <= table["predicted"]["cost"]
-    assert place({"actor": 0, "rollout": "1-3"}).slots == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,9 @@ class SpotPlanner:
 
     def sentence(self) -> str:
         """Say what is predicted."""
-        taken = [each for each in self.schedule if each.event == "preempt"]
-        times = many(len(taken), "notice")
-        return (
-            f"Predicted: all {many(self.num_steps, 'step')}, with {slots_of(self.preempted)} taken away by {times}, at "
-            f"{self.price:g} a slot and hour."
-        )
+        times = many(sum(each.event == "preempt" for each in self.schedule), "notice")
+        steps, taken = many(self.num_steps, "step"), slots_of(self.preempted)
+        return f"Predicted: {steps}, with {taken} taken away by {times}, at {self.price:g} a slot and hour."
 
 
 def _case(name: str, placement: Placement, result: Simulated, num_steps: int) -> Case:

@@ -11,8 +11,8 @@ Cannot be: none of that is there. Then the reason says what lacks, and the slots
 It knows no clock: how often a step is tried, and until when, is for `ductile.elastic.drains`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ductile.core.instances.instances import NOUNS, InstanceGroups, Serving
@@ -22,6 +22,7 @@ from ductile.core.scheduling.facts.cluster_state import ClusterState
 from ductile.core.scheduling.migration_targets import change
 from ductile.core.scheduling.orders import Decision, sentence, violations
 
+ROLES_IN_ORDER: tuple[Role, ...] = ("train", "generate", "score")
 Roles = Mapping[int, tuple[Role, ...]]
 Verdict = Literal["done", "change", "wait", "cannot"]
 
@@ -139,23 +140,28 @@ class _Slots:
         """Have an instance of the role begin, as its last one ends. Raises CannotDrain."""
         if self.instances(role) or (role == "generate" and self.num_external):
             return
+        group = next(self._may_serve(role), None)
+        if group is None:
+            raise CannotDrain(f"no other slot can {role}")
+        if not self.may_share:
+            self.take(group, "train")
+            self.take(group, "generate")
+        self.give(group, role)
+
+    def _may_serve(self, role: Serving) -> Iterator[tuple[int, ...]]:
+        """Groups of slots on which an instance may begin, the best first."""
         there = list(self._there(role))
-        tries: list[Callable[[tuple[int, ...]], bool]] = [lambda group: not any(self.after[slot] for slot in group)]
+        yield from (group for group in there if not any(self.after[slot] for slot in group))
         if self.may_share:
-            rest = ("train",) if role == "generate" else ("generate",)
-            tries += [lambda group: all(self.after[slot] == rest for slot in group), lambda group: True]
+            best: tuple[Role, ...] = ("train",) if role == "generate" else ("generate",)
+            yield from (group for group in there if all(self.after[slot] == best for slot in group))
+            yield from there
         elif role == "generate":
-            tries.append(self._trainer_spares)
+            yield from filter(self._trainer_spares, there)
         else:
-            tries.append(lambda group: group in self.instances("generate")[1:])
-        for fits in tries:
-            if (group := next(filter(fits, there), None)) is not None:
-                if not self.may_share:
-                    self.take(group, "train")
-                    self.take(group, "generate")
-                self.give(group, role)
-                return
-        raise CannotDrain(f"no other slot can {role}")
+            generators = self.instances("generate")
+            spare = generators if self.num_external else generators[1:]
+            yield from (group for group in there if group in spare)
 
     def _trainer_spares(self, group: tuple[int, ...]) -> bool:
         trainers = self.trainers
@@ -217,9 +223,11 @@ def home_without(state: ClusterState, gone: Collection[int]) -> Placement:
         after = _roles_without(held, gone, state)
     except CannotDrain:  # not by these alone: somebody has found another way
         return home
-    by_role = {role: tuple(slot for slot, roles in sorted(after.items()) if role in roles) for role in SPELLED}
-    named = replace(home, **{role: _in_order(home.of(role), slots) for role, slots in by_role.items()})
-    return replace(named, reason=f"{home.reason}, without {slots_of(gone)}")
+    train, generate, score = (
+        _in_order(home.of(role), [slot for slot, roles in sorted(after.items()) if role in roles])
+        for role in ROLES_IN_ORDER
+    )
+    return Placement(train, generate, score, f"{home.reason}, without {slots_of(gone)}")
 
 
 def _in_order(first: Sequence[int], slots: Sequence[int]) -> tuple[int, ...]:
