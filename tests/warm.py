@@ -39,7 +39,6 @@ from ductile.lifeline import prctl
 WARM = frozenset(
     {
         "ductile",
-        "ductile.cluster.agent",
         "ductile.generator.server.serve",
         "ductile.slot.forkserver",
         "tests.cluster.orchestrate",
@@ -55,7 +54,8 @@ WARM = frozenset(
 
 IMPORTED = (
     "ductile.cli",
-    "ductile.cluster.agents",
+    "ductile.cluster.agent",
+    "ductile.cluster.joined",
     "ductile.generator.generate_role",
     "ductile.generator.server.server",
     "ductile.orchestrator.commands.bench",

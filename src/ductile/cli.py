@@ -48,6 +48,7 @@ COMMANDS = {
     )
 }
 TOOLS = {
+    "join": "ductile.cluster.join:main",
     "compare": "ductile.orchestrator.commands.compare:main",
     "resize": "ductile.orchestrator.control.run_commands:resize",
     "drain": "ductile.orchestrator.control.run_commands:drain",
@@ -59,8 +60,8 @@ TOOLS = {
     "replay": "ductile.sim.replay_command:main",
     "report": "ductile.dashboard.report_command:main",
 }
-"""Commands that start no slots: they ask a run which is at work, read what one has written down, or reckon; `compare`
-loads both models into a process of its own."""
+"""Commands without a config of their own: they join a run or ask one which is at work, read what one has written down,
+or reckon; `compare` loads both models into a process of its own."""
 
 OVERVIEW = f"""ductile {__version__}: elastic RL post-training
 
@@ -69,6 +70,7 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
 {chr(10).join(f"  {command.name:14}{command.summary}" for command in COMMANDS.values())}
   check         is a config good? says what it would do: ductile check [rl] @ run.toml
   compare       do generator and trainer say the same? ductile compare @ run.toml --prompts prompts.jsonl
+  join          make this machine a node of a run: ductile join runs/x
   resize        change the slots that a live run trains on: ductile resize runs/x --train 0-3
   drain         empty slots that will be gone, without a loss: ductile drain runs/x --slot 3 --deadline-s 120
   status        what a live run does, slot by slot: ductile status runs/x

@@ -11,19 +11,21 @@ import signal
 import sys
 from pathlib import Path
 
-from ductile.cluster.agents import AgentCluster
 from ductile.cluster.local import LocalCluster
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.workers import AssignRole, OptimStep
+from tests.cluster.joining import join, joined_cluster
 from tests.slot.echo import ECHO
 
 
 async def main(folder: str, fraction: str = "") -> None:
     behind_agent = fraction == "agents"
     config = ClusterConfig(device="cpu", cpu_slot_fraction=None if behind_agent or not fraction else float(fraction))
+    if behind_agent:
+        agent = join(Path(folder), 0)
     async with (
-        AgentCluster([0, 1, 2], config, Path(folder), [()], 3, ECHO)
+        joined_cluster(Path(folder), [0, 1, 2], 3, 1, head_is_node=False)
         if behind_agent
         else LocalCluster([0, 1, 2], config, Path(folder), ECHO)
     ) as cluster:
@@ -32,7 +34,7 @@ async def main(folder: str, fraction: str = "") -> None:
         server = cluster._home._server._server.pid
         pids = {"slots": [process.pid for process in cluster.processes.values()], "server": server}
         if behind_agent:
-            pids["agent"] = cluster._nodes[0]._agent.pid
+            pids["agent"] = agent.pid
         print(json.dumps(pids), flush=True)
         await busy
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ductile.cluster.agents import AgentCluster
 from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import LocalCluster
 from ductile.cluster.nodes import NodesCluster
@@ -18,6 +17,7 @@ from ductile.config.schema.cluster import ClusterConfig
 from ductile.messages.workers import Done, Ping
 from ductile.roles import SlotLost
 from ductile.transport.mailbox import Died, Mailbox
+from tests.cluster.joining import join, joined_cluster, stderr_of
 from tests.cluster.memory_cluster import MemoryCluster
 from tests.cluster.processes import is_running
 from tests.nightly import mostly_nightly
@@ -39,8 +39,11 @@ async def local(folder: Path) -> AsyncIterator[Harness]:
 @asynccontextmanager
 async def agents(folder: Path) -> AsyncIterator[Harness]:
     """Slots 0 and 1 behind one agent, slot 2 behind another one."""
-    async with real(AgentCluster(SLOTS, ClusterConfig(device="cpu"), folder, [(), ()], 2, ECHO)) as harness:
+    agents = [join(folder, 0), join(folder, 1)]
+    async with real(joined_cluster(folder, SLOTS, 2, 2, head_is_node=False)) as harness:
         yield harness
+    for agent in agents:
+        stderr_of(agent)
 
 
 @asynccontextmanager

@@ -270,7 +270,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
             ((1, 1), 1, "a layout has each of its slots once, and 1 several times"),
             ((0, 1, 2), 2, "dp_replicate = 2 must divide the number of train slots, 3: write 1 or 3"),
             ((0, -1), 1, "slot -1 does not exist"),
-            ((0, 8), 1, "slot 8 does not exist: this machine has slots 0 to 7, as deployment.gpus_per_node says"),
+            ((0, 8), 1, "slot 8 does not exist: the run may have slots 0 to 7, as deployment.gpus_per_node says"),
             (range(12), 1, "slots 8-11 do not exist"),
         ]:
             with pytest.raises(CannotResize, match=sentence):

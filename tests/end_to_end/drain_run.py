@@ -74,6 +74,7 @@ def give_notice(run: Run, slot: int, by_signal: bool) -> None:
     if by_signal:
         os.kill(pid_of(run, slot), signal.SIGTERM)
         run.until(lambda: len(run.events("slot_gone")) > num_gone or run.events("slot_not_emptied"))
+        assert not run.events("slot_not_emptied"), run.said()
         return
     try:
         LiveRun(run.folder).drain([slot], deadline_s=DEADLINE_S)

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from ductile import cli
-from ductile.cluster import local
+from ductile.cluster import local, make_cluster
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.generator.engine import sampler
 from ductile.generator.generate_role import GenerateRole
 from ductile.messages.resizes import Commit, Freeze
 from ductile.messages.workers import ForwardBackward, Receive
 from ductile.observe import read_jsonl
-from ductile.orchestrator.commands import run
 from ductile.records import RolloutGroup
 from ductile.roles import RoleAssignment
 from ductile.trainer.loss import LossInputs, LossOutputs
@@ -185,5 +184,5 @@ if __name__ == "__main__":
     if FAULT in os.environ:
         local.ROLES["generate"] = "tests.end_to_end.watched:FailsOnce"
     local.ROLES["train"] = "tests.end_to_end.watched:WritesDown"
-    run.LocalCluster = WatchedCluster
+    make_cluster.LocalCluster = WatchedCluster
     raise SystemExit(cli.main())

@@ -8,6 +8,7 @@ import pytest
 from ductile.config.schema.bench import BenchConfig
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.config.schema.model import TrainerModelConfig
+from ductile.core.instances.node_slots import SlotsPerNode
 from ductile.core.layout.choice.layout_rules import NO_RULES
 from ductile.orchestrator.commands import run
 from ductile.orchestrator.commands.bench import Bench
@@ -41,7 +42,8 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     monkeypatch.setattr(run, "placement_of", lambda config: SimpleNamespace(slots=(0,), train=(0,)))
     monkeypatch.setattr(run, "_roles", lambda config, placement: {})
     monkeypatch.setattr(run, "layout_rules", lambda config: NO_RULES)
-    monkeypatch.setattr(run, "LocalCluster", lambda *arguments: cluster)
+    monkeypatch.setattr(run, "slots_per_node_of", lambda config, placement: SlotsPerNode(1, 1))
+    monkeypatch.setattr(run, "make_cluster", lambda *arguments: cluster)
     monkeypatch.setattr(run, "_start", nothing)
     monkeypatch.setattr(run, "_begin", measure)
     monkeypatch.setattr(run, "_take_roles", take_roles)
@@ -49,7 +51,8 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     config = SimpleNamespace(cluster=ClusterConfig(command_timeout_s=1.0), bench=object())
     prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}, model=TrainerModelConfig()))
     interrupt = SimpleNamespace(graceful=asyncio.Event())
-    session = SimpleNamespace(logs=None, bench=Bench(BenchConfig(), {}), tracing=None, interrupt=interrupt)
+    told = SimpleNamespace(folder=None, record=SimpleNamespace(event=None))
+    session = SimpleNamespace(**vars(told), bench=Bench(BenchConfig(), {}), tracing=None, interrupt=interrupt)
     with pytest.raises(Reached):
         asyncio.run(command(config, prepared, session))
     assert did == ["measure", "take roles"]

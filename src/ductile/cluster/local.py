@@ -31,11 +31,11 @@ class LocalCluster(NodesCluster):
     ) -> None:
         super().__init__(slots, config, logs, roles, LOOPBACK)
 
-    def _open(self) -> tuple[Node, list[SlotNode]]:
+    def _open(self) -> tuple[Node, dict[int, SlotNode]]:
         self._sockets = SocketFolder()
         self._router = Router(self._token, self._sockets.address, self.fail_with)
         home = Node(self._settings(), self._on_exit, self.fail_with, self._sockets.path)
-        return home, [home]
+        return home, {0: home}
 
     def _node_of(self, slot: int) -> int:
         return 0

@@ -11,7 +11,9 @@ from ductile.cluster.cluster import StartFailed
 from ductile.cluster.cpu_cap import CpuCap
 from ductile.cluster.processes import ForkedProcess, ProcessServer
 from ductile.concurrency.deadline import Deadline
+from ductile.fabric.process import NODE_VARIABLE
 from ductile.messages.agents import NodeSettings
+from ductile.transport.network import interface_of
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
@@ -71,6 +73,7 @@ class Node:
         self._devices = Devices(None)
         memory = {name: os.environ.get(name, value) for name, value in FREED_MEMORY_STAYS.items()}
         environment = {**ONE_THREAD, **memory, "TOKENIZERS_PARALLELISM": "false", "DUCTILE_RUN": settings.run}
+        environment |= network_variables(settings.node, settings.host)
         self._server = ProcessServer(self._log, environment, self._on_process_exit, on_error, sockets)
 
     async def start(self) -> Devices:
@@ -95,6 +98,8 @@ class Node:
             "owner": os.getpid(),
             "device": self._devices.of(slot),
             "roles": self._settings.roles,
+            "key": self._settings.key,
+            "host": self._settings.host,
         }
         cgroup = self._cap.group(slot) if self._cap else ""
         log = self._logs / f"slot_{slot}.log"
@@ -126,6 +131,16 @@ class Node:
     def _on_process_exit(self, process: ForkedProcess) -> None:
         if process.name != "devices":
             self._on_exit(process)
+
+
+def network_variables(node: int, host: str) -> dict[str, str]:
+    """Return variables of the environment for the processes of a node that other nodes reach at `host`: torch's
+    sockets are on the interface that has this address, unless the user's own variables say otherwise."""
+    if not host:
+        return {}
+    interface = interface_of(host)
+    torch = {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
+    return {NODE_VARIABLE: str(node), **(torch if interface else {})}
 
 
 def slot_name(slot: int) -> str:

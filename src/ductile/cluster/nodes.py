@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from ductile.cluster.cluster import StartFailed
 from ductile.cluster.cpu_cap import CapNotPermitted
@@ -65,8 +65,9 @@ class NodesCluster(ABC):
     _router: Router
     _home: Node
     """The node of this machine, which has the run's store."""
-    _nodes: list[SlotNode]
-    _devices: list[Devices]
+    _nodes: dict[int, SlotNode]
+    """Nodes that have slots, by number."""
+    _devices: dict[int, Devices]
     """What each of the nodes has."""
     _death: "asyncio.Future[str]"
     # What is declared here begins with `start`: it needs a running event loop, or sockets and processes, which `stop`
@@ -95,12 +96,19 @@ class NodesCluster(ABC):
         self._watching: asyncio.Task[None] | None = None
 
     @abstractmethod
-    def _open(self) -> tuple[Node, list[SlotNode]]:
-        """Make the router, the node of this machine, which has the run's store, and the nodes of the slots."""
+    def _open(self) -> tuple[Node, dict[int, SlotNode]]:
+        """Make the router, the node of this machine, which has the run's store, and the nodes that are known already.
+        Raises StartFailed."""
+
+    async def _gather_nodes(self) -> None:  # noqa: B027
+        """Wait until all nodes are known that the run begins with. Raises StartFailed."""
+
+    async def _started(self) -> None:  # noqa: B027
+        """Called when all slots have said Hello."""
 
     @abstractmethod
     def _node_of(self, slot: int) -> int:
-        """The slot's node, by its place among those of `_open`."""
+        """The number of the slot's node. Raises StartFailed where there is none."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -113,8 +121,10 @@ class NodesCluster(ABC):
         self.mailbox.subscribe(self._on_event)
         self._stopping = False
         try:
+            await self._gather_nodes()
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._start()
+            await self._started()
         except TimeoutError:
             await self.stop()
             raise StartFailed(self._not_started(self.slots)) from None
@@ -226,7 +236,7 @@ class NodesCluster(ABC):
 
     @property
     def _all_nodes(self) -> list[SlotNode]:
-        nodes: list[SlotNode] = [self._home, *self._nodes]
+        nodes: list[SlotNode] = [self._home, *self._nodes.values()]
         return list(dict.fromkeys(nodes))
 
     async def _start(self) -> None:
@@ -236,7 +246,7 @@ class NodesCluster(ABC):
         finally:
             for task in starting.values():
                 task.cancel()
-        self._devices = [starting[node].result() for node in self._nodes]
+        self._devices = {number: starting[node].result() for number, node in self._nodes.items()}
         self.devices = self._devices_of(sorted(self.slots, reverse=True))
         self.rendezvous = await self._home.host_store(self._host)
         with self._greetings(self.slots) as greeted:
@@ -308,7 +318,7 @@ class NodesCluster(ABC):
         limit_s = self._config.start_timeout_s
         return f"slots {missing} did not start within {limit_s:g} s (cluster.start_timeout_s); see {self._logs}"
 
-    async def _or_death(self, future: "asyncio.Future[None]") -> None:
+    async def _or_death(self, future: "asyncio.Future[Any]") -> None:
         await asyncio.wait([future, self._death], return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
             raise StartFailed(f"{self._death.result()}; see {self._logs}")

@@ -51,7 +51,7 @@ class TrainerResizer:
         fleet: RunRoles | None = None,
         rules: LayoutRules = NO_RULES,
     ) -> None:
-        """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else."""
+        """num_slots: how many slots the run may have. fleet: has the trainer; None where there is nothing else."""
         self.rules = rules
         """Which layout the trainer has on how many slots: the run's only rules, which resizes by hand add to."""
         self.num_resized = 0
@@ -181,7 +181,7 @@ class TrainerResizer:
         if beyond:
             verb = "does" if len(beyond) == 1 else "do"
             raise CannotResize(
-                f"{slots_of(beyond)} {verb} not exist: this machine has slots 0 to {self._num_slots - 1}, as "
+                f"{slots_of(beyond)} {verb} not exist: the run may have slots 0 to {self._num_slots - 1}, as "
                 "deployment.gpus_per_node says; use these, or start the run with another number there"
             )
 

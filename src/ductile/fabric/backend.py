@@ -14,8 +14,6 @@ from typing import Literal
 import torch
 from torch._C._distributed_c10d import Store
 
-from ductile.fabric.process import host
-
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -55,7 +53,7 @@ def choose_backend(device_type: str, devices: Sequence[str]) -> Backend:
 def device_id(device: torch.device) -> str:
     """Name of a device, equal for all slots on one GPU, whatever number each of them knows it by.
     `fabric.device.name_of` says its kind."""
-    return f"{host()} {torch.cuda.get_device_properties(device).uuid}"
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def tell_devices(store: Store, prefix: str, slot: int, members: Sequence[int], device: str) -> list[str]:

@@ -4,6 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+NODE_VARIABLE = "DUCTILE_NODE"
+"""Variable of the environment: number of the node that a process belongs to, where a run has several."""
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -21,9 +24,11 @@ class Process:
 
 
 def host() -> str:
-    """Name of the host, equal for processes that see each other under the same process ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    """Name of the host, equal for processes that see each other under the same process ids.
+
+    Nodes of a run count as different hosts, also where they are on one machine: they may be different containers."""
+    boot, node = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.environ.get(NODE_VARIABLE)
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}{f' node {node}' if node else ''}"
 
 
 def start_time(pid: int, zombies: bool = True) -> int | None:

@@ -16,6 +16,9 @@ One whose size is known may be filled by several processes, before its owner sea
 A segment is a memfd. Readers open it through `/proc/<pid>/fd/<n>` and map it, so that any number of them share one
 copy, and nothing can be left behind: when its owner ends, however it ends, the kernel frees the segment as soon as the
 last reader unmaps it. Once sealed, not even its owner can change it.
+
+Where a run has several nodes, a location also says on which host that path is, and where processes of others get the
+bytes (`ductile.fabric.remote_segments`): "/proc/12/fd/7|<host>|tcp://10.0.0.1:4711/<id>".
 """
 
 import ctypes
@@ -23,8 +26,12 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from secrets import token_hex
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -32,6 +39,7 @@ import xxhash
 from torch import Tensor
 
 from ductile.fabric.alignment import aligned
+from ductile.fabric.process import host
 
 READ_BYTES = 1 << 20
 
@@ -40,12 +48,46 @@ class SegmentUnavailable(Exception):
     """A segment cannot be read, or is not what was said of it. The text goes on after its name: "is gone: ..."."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of a segment: its location, taken apart."""
+
+    path: str
+    host: str = ""
+    """The host on which the path is; "" for this one."""
+    url: str = ""
+
+    @classmethod
+    def of(cls, location: str) -> "_Place":
+        return cls(*location.split("|"))
+
+    @property
+    def is_here(self) -> bool:
+        return self.host in ("", host())
+
+
+OPEN: "WeakValueDictionary[str, Segment]" = WeakValueDictionary()
+"""Segments of this process, by id."""
+_url = ""
+_fetch: "Callable[[str, int], Tensor] | None" = None
+
+
+def set_url(url: str, fetch: "Callable[[str, int], Tensor]") -> None:
+    """From now on say in locations that other nodes get segments at `url`, and get those of other nodes by
+    `fetch(url, num_bytes)`."""
+    global _url, _fetch
+    _url, _fetch = url, fetch
+
+
 class Segment:
     def __init__(self, name: str, num_bytes: int = 0) -> None:
         """Make a segment of so many zero bytes. Raises OSError where they cannot be had.
 
         name: /proc shows it; who is to write into the segment knows it by its name."""
         self.name = name
+        self._id = token_hex(16)
+        self._closing = threading.Lock()
+        """Held while the descriptor is closed, and while another thread reads it for another node."""
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.num_bytes = num_bytes
         self.fingerprint = 0
@@ -61,7 +103,8 @@ class Segment:
 
     @property
     def location(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        return f"{path}|{host()}|{_url}/{self._id}" if _url else path
 
     def append(self, tensor: Tensor) -> int:
         """Copy a tensor (any device, dtype and strides) to the end. Returns where it begins, in bytes."""
@@ -81,12 +124,20 @@ class Segment:
                 raise
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_WRITE)  # Linux before 5.1
         self.fingerprint = self._read_fingerprint()
+        OPEN[self._id] = self
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return so many bytes of a sealed segment, from any thread; b"" once it is closed."""
+        with self._closing:
+            return os.pread(self._fd, num_bytes, offset) if self._fd >= 0 else b""
 
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        OPEN.pop(self._id, None)
+        with self._closing:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
 
     def _read_fingerprint(self) -> int:
         """Read all bytes without a mapping, which takes a descriptor: there may be none left."""
@@ -130,18 +181,27 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
-    """All bytes of a segment, which are not copied. Raises `SegmentUnavailable`.
+    """All bytes of a segment, which are not copied; those of a segment of another node are fetched. Raises
+    `SegmentUnavailable`.
 
     The mapping is private: it may be written to, which changes no other reader's. It lives as long as any view of it
     does, also after the segment is closed or its owner dies.
     """
-    content = torch.frombuffer(_map(location, num_bytes), dtype=torch.uint8) if num_bytes else torch.empty(0).byte()
+    content = _content(_Place.of(location), num_bytes) if num_bytes else torch.empty(0).byte()
     found = xxhash.xxh3_64_intdigest(content.numpy().data)
     if found != fingerprint:
         raise SegmentUnavailable(
             f"is damaged: the fingerprint of {location} is {found:016x}, and {fingerprint:016x} was announced"
         )
     return content
+
+
+def _content(place: _Place, num_bytes: int) -> Tensor:
+    if place.is_here:
+        return torch.frombuffer(_map(place.path, num_bytes), dtype=torch.uint8)
+    if _fetch is None:
+        raise SegmentUnavailable(f"is on another host, {place.host}, which this process does not reach")
+    return _fetch(place.url, num_bytes)
 
 
 @contextmanager
@@ -155,6 +215,10 @@ def mapped_for_writing(
     The mapping is gone with the block, whoever still refers to the tensor: nothing that is mapped can be sealed.
 
     spans: where each piece that will be written begins and ends. Their pages are got in one go."""
+    place = _Place.of(location)
+    if not place.is_here:
+        raise SegmentUnavailable(f"cannot be written: it is on another host, {place.host}")
+    location = place.path
     try:
         found = os.readlink(location)
         if found != f"/memfd:{name} (deleted)":  # on another host the path may be any file, which must not be opened

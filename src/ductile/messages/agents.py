@@ -1,6 +1,13 @@
 """Messages that the orchestrator and the agent of a node send to each other (`ductile.cluster.agent`). Slots speak for
 themselves (`ductile.messages.workers`); an agent starts and kills their processes and reports how they end.
 
+    agent           AgentHello                                 who it is
+    orchestrator    Admit, with the node's settings            or Refuse, with a sentence
+    agent           NodeReady                                  slots can be started now
+    ...
+    orchestrator    Leave                                      the run is over
+    agent           NodeLeft                                   nothing of the run is left there
+
 Each side says something several times in `lease_s`: `Renew` if there is nothing else. An agent that hears nothing for
 so long kills its slots and ends; an orchestrator that hears nothing for so long gives up all slots of the node.
 """
@@ -8,6 +15,32 @@ so long kills its slots and ends; an orchestrator that hears nothing for so long
 from typing import Literal
 
 import msgspec
+
+
+class NodeSettings(msgspec.Struct, frozen=True):
+    """Facts of the run that the processes of a node need."""
+
+    run: str
+    """Name of the run, in the environment of all its processes."""
+    address: str
+    """Address at which slots find the orchestrator."""
+    token: str
+    """The run's token, in hex."""
+    logs: str
+    """Folder of the logs."""
+    roles: dict[str, str]
+    """Class of each role by the role's name: "package.module:Class"."""
+    device: Literal["auto", "cpu", "cuda"]
+    slots_per_device: int
+    cpu_slot_fraction: float | None
+    start_timeout_s: float
+    node: int = 0
+    first_slot: int = 0
+    """Slot that has the node's first device."""
+    key: str = ""
+    """The run's secret key, where what is said between processes is encrypted; "" on one machine."""
+    host: str = ""
+    """Address of the node at which other nodes reach its processes; "" where there are no other nodes."""
 
 
 class AgentMessage(msgspec.Struct, tag=True):
@@ -19,6 +52,25 @@ class Renew(AgentMessage):
 
 
 # -- From the orchestrator
+
+
+class Admit(AgentMessage):
+    """The agent's machine is a node of the run."""
+
+    node: NodeSettings
+    lease_s: float
+
+
+class Refuse(AgentMessage):
+    """The run does not take this machine; the agent ends."""
+
+    why: str
+    """A sentence without its full stop."""
+
+
+class Leave(AgentMessage):
+    """The node is not needed any more: the agent kills its slots, says `NodeLeft`, and ends. Reason: the run is over,
+    or it has given the node up."""
 
 
 class StartSlot(AgentMessage):
@@ -44,6 +96,16 @@ class AgentHello(AgentMessage):
     """The first message of an agent."""
 
     pid: int
+    host: str
+    """Name of the machine, for people."""
+    address: str
+    """Address of the machine, at which the other nodes reach it."""
+    num_gpus: int
+    """CUDA devices that the machine seems to have. torch counts them later (`NodeReady`)."""
+    node_rank: int | None = None
+    """Number that the node wants to have; None: the next one."""
+    version: str = ""
+    """Version of ductile."""
 
 
 class NodeReady(AgentMessage):
@@ -53,10 +115,19 @@ class NodeReady(AgentMessage):
     """CUDA devices of the node; None where slots are processes, of which there may be any number."""
 
 
+class NodeNoticed(AgentMessage):
+    """SIGTERM has come to the agent, which works on until its slots have ended: the machine is about to be taken
+    away."""
+
+
 class NodeLost(AgentMessage):
     """There are no slots on the node from now on: the agent kills those that are left, and ends."""
 
     why: str
+
+
+class NodeLeft(AgentMessage):
+    """The reply to `Leave`."""
 
 
 class SlotSpawned(AgentMessage):
@@ -80,37 +151,7 @@ class SlotEnded(AgentMessage):
     """The same in words, with the cause that the node's machine tells."""
 
 
-ToAgent = Renew | StartSlot | SignalSlot
-FromAgent = Renew | AgentHello | NodeReady | NodeLost | SlotSpawned | SlotNotSpawned | SlotEnded
-
-
-class NodeSettings(msgspec.Struct, frozen=True):
-    """Facts of the run that the processes of a node need."""
-
-    run: str
-    """Name of the run, in the environment of all its processes."""
-    address: str
-    """Address at which slots find the orchestrator."""
-    token: str
-    """The run's token, in hex."""
-    logs: str
-    """Folder of the logs."""
-    roles: dict[str, str]
-    """Class of each role by the role's name: "package.module:Class"."""
-    device: Literal["auto", "cpu", "cuda"]
-    slots_per_device: int
-    cpu_slot_fraction: float | None
-    start_timeout_s: float
-    node: int = 0
-    first_slot: int = 0
-    """Slot that has the node's first device."""
-
-
-class AgentSettings(msgspec.Struct, frozen=True):
-    """Line of JSON that an agent reads from its standard input when it starts. Its input stays open as long as the
-    orchestrator wants it."""
-
-    address: str
-    """Address at which the agent finds the orchestrator."""
-    lease_s: float
-    node: NodeSettings
+ToAgent = Renew | Admit | Refuse | Leave | StartSlot | SignalSlot
+FromAgent = (
+    Renew | AgentHello | NodeReady | NodeNoticed | NodeLost | NodeLeft | SlotSpawned | SlotNotSpawned | SlotEnded
+)

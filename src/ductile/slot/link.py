@@ -27,8 +27,9 @@ class Link:
     main thread does.
     """
 
-    def __init__(self, address: str, token: bytes, slot: int, device: str, owner: int) -> None:
-        self._address, self._token, self._slot = address, token, slot
+    def __init__(self, make_dealer: Callable[[], Dealer], device: str, owner: int) -> None:
+        """make_dealer: called by the side thread, which alone uses the socket."""
+        self._make_dealer = make_dealer
         self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         """Commands for the main thread, in the order in which they were sent, without those that begin beside it."""
         self.epoch = 0
@@ -74,7 +75,7 @@ class Link:
 
     def _run(self) -> None:
         try:
-            dealer = Dealer(self._address, self._token, self._slot)
+            dealer = self._make_dealer()
             self._serve(dealer)
             dealer.close()
         except BaseException:

@@ -24,6 +24,7 @@ import torch
 
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.error_text import error_text
+from ductile.fabric.remote_segments import serve_segments
 from ductile.kernels.device import is_out_of_memory, name_of, peak_memory, peak_of
 from ductile.messages.message import RoleName
 from ductile.messages.outgoing_updates import FinishUpdate, LeaveOut
@@ -57,6 +58,8 @@ from ductile.slot.link import Link
 from ductile.slot.trace import SlotTrace
 from ductile.surrogates import ESCAPED, escaped
 from ductile.transport.codec import BadFrame
+from ductile.transport.curve import RunKey
+from ductile.transport.dealer import Dealer
 
 
 class SlotSettings(msgspec.Struct, frozen=True):
@@ -73,6 +76,10 @@ class SlotSettings(msgspec.Struct, frozen=True):
     """"cpu" or "cuda:0"."""
     roles: dict[str, str]
     """Class of each role by the role's name: "package.module:Class"."""
+    key: str = ""
+    """The run's secret key; "" where nothing is encrypted."""
+    host: str = ""
+    """Address at which other nodes reach this process; "" where there are none."""
 
 
 class Worker:
@@ -345,7 +352,11 @@ def main(arguments: dict[str, Any], say: Say) -> None:
         torch.set_num_interop_threads(1)
     else:
         torch.cuda.set_device(settings.device)
-    link = Link(settings.address, bytes.fromhex(settings.token), settings.slot, settings.device, settings.owner)
+    key = RunKey(settings.key) if settings.key else None
+    if key and settings.host:
+        serve_segments(settings.host, key)
+    token = bytes.fromhex(settings.token)
+    link = Link(lambda: Dealer(settings.address, token, settings.slot, key), settings.device, settings.owner)
     tell_of_sigterm(partial(link.send, 0, Terminating()))
     try:
         Worker(settings, link).run()

@@ -64,7 +64,7 @@ class _Part:
 
     def write(self, place: str, num_bytes: int, weights: OwnWeights, table: Sequence[_Row]) -> None:
         """Write this rank's boxes into the segment at `place`, which has so many bytes."""
-        location, name = place.split(" ")
+        location, _, name = place.rpartition(" ")
         spans = [_span(entry, tensor.dtype.itemsize, box) for tensor, entry in table for box in tensor.boxes]
         with mapped_for_writing(location, name, num_bytes, spans) as content:
             for number, (tensor, entry) in enumerate(table):

@@ -1,22 +1,25 @@
 """A slot's socket: the other end of `ductile.transport.router`. One thread makes it, uses it and closes it."""
 
 import hmac
+import secrets
 
 import zmq
 
 from ductile.messages.workers import Envelope
 from ductile.transport.codec import BadFrame, decode
+from ductile.transport.curve import RunKey
 from ductile.transport.frames import connect
 
 
 class Dealer:
-    def __init__(self, address: str, token: bytes, slot: int) -> None:
+    def __init__(self, address: str, token: bytes, slot: int, key: RunKey | None = None) -> None:
         self._token = token
         self._name = str(slot).encode()
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         """The DEALER socket, for a `zmq.Poller`."""
-        connect(self.socket, address)
+        self.socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(16))  # it stays when the connection breaks
+        connect(self.socket, address, key)
 
     def send(self, frame: bytes) -> None:
         """Send an encoded envelope. Does not wait: ZeroMQ's own thread carries it."""

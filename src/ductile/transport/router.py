@@ -15,6 +15,7 @@ from ductile.concurrency.background import start_reported
 from ductile.messages.workers import Envelope, Hello
 from ductile.roles import SlotLost
 from ductile.transport.codec import LONG_FRAME_BYTES, BadFrame, decode
+from ductile.transport.curve import RunKey
 from ductile.transport.frames import FrameRouter
 from ductile.transport.parcel import Parcel
 
@@ -27,10 +28,11 @@ class Router:
         token: bytes,
         address: str,
         on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
+        key: RunKey | None = None,
     ) -> None:
-        """address: as ZeroMQ has it, such as `ductile.transport.sockets` has, or with "*" for a free port. on_error:
-        told with a sentence when the orchestrator does not hear the slots any more."""
-        self._frames = FrameRouter(token, address)
+        """address, key: as `FrameRouter` has them. on_error: told with a sentence when the orchestrator does not hear
+        the slots any more."""
+        self._frames = FrameRouter(token, address, key)
         self.address, self.dropped = self._frames.address, self._frames.dropped
         self._connections: dict[int, bytes] = {}
         self._posting: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -1,8 +1,8 @@
 """The folder of a run's sockets on this machine. Only its owner can enter it, so no other user can reach them.
 
 A TCP port on loopback is open to every user of the machine, and ZeroMQ reads whole messages before the program can look
-whether they carry the run's token. Slots on other machines come by TCP all the same (`ductile.cluster.agents`), with
-the token in clear text: that is for networks in which all are trusted. An address says which it is.
+whether they carry the run's token. Where a run has several nodes all slots come by TCP, encrypted
+(`ductile.transport.curve`). An address says which it is.
 """
 
 import fcntl

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_placement import SlotsConfig, placement_of, slots_per_node_of
 from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.checks.scorer_findings import scorer_findings
 from ductile.config.checks.trainer_layout import layout_findings
@@ -46,13 +46,7 @@ def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Itera
                 (f"deployment.{name}", "cluster.component_placement"),
                 f"contradicts cluster.component_placement, which has {numbers[name]}. Leave one of them out",
             )
-    each = config.cluster.slots_per_device
-    slots = "the slots" if each == 1 else f"for the {placement.num_slots} slots"
-    if placement.num_slots > deployment.gpus_per_node * each:
-        yield Finding(
-            ("deployment.gpus_per_node", *keys),
-            f"must be at least {-(-placement.num_slots // each)}, {slots} that the placement uses",
-        )
+    yield from _nodes(config, placement, keys)
     if isinstance(config, RLConfig):
         parallel, num_slots = config.inference.parallel, len(placement.generate)
         if num_slots and parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
@@ -63,6 +57,30 @@ def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Itera
         yield from _shared_devices(config, placement)
         yield from scorer_findings(config, placement)
     yield from _trainer_layout(config, len(placement.train))
+
+
+def _nodes(config: SlotsConfig, placement: Placement, keys: tuple[str, ...]) -> Iterator[Finding]:
+    """Find nodes with too little room for the placement, and those that would have nothing to do."""
+    cluster, num_slots = config.cluster, placement.num_slots
+    num_nodes, each = cluster.num_nodes, cluster.slots_per_device
+    per_node = slots_per_node_of(config, placement)
+    on_cpus = cluster.device == "cpu"
+    size = per_node.on_cpus if on_cpus and num_nodes > 1 else per_node.on_gpus
+    if num_slots > size * num_nodes:
+        slots = "the slots" if each == 1 and num_nodes == 1 else f"for the {num_slots} slots"
+        also = f" of the {num_nodes} nodes" if num_nodes > 1 else ""
+        yield Finding(
+            ("deployment.gpus_per_node", *keys),
+            f"must be at least {-(-num_slots // (each * num_nodes))}, {slots} that the placement uses{also}",
+        )
+    elif num_nodes > 1 and -(-num_slots // size) < num_nodes:
+        what = (
+            f"is {num_nodes}, and node {num_nodes - 1} would have no slot: the placement uses {num_slots}, and a node "
+            f"has {size} (deployment.gpus_per_node). Write more slots, or fewer nodes"
+        )
+        yield Finding(("cluster.num_nodes", "deployment.gpus_per_node", *keys), what)
+    if cluster.max_nodes is not None and cluster.max_nodes < num_nodes:
+        yield Finding(("cluster.max_nodes", "cluster.num_nodes"), f"must be at least cluster.num_nodes ({num_nodes})")
 
 
 def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:

@@ -169,6 +169,8 @@ def _list_of(item: Any, marks: Sequence[Any]) -> str:
         choices = ", ".join(f'"{choice}"' for choice in get_args(item))
         return f"a list of {'one or more' if needs_one else 'any'} of {choices}"
     kind = {str: "texts", int: "whole numbers", float: "numbers"}.get(item, "values")
+    if isinstance(item, type) and issubclass(item, Section):
+        kind = "tables"
     return f"a list of {kind}" + (", at least one" if needs_one else "")
 
 

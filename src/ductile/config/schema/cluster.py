@@ -6,13 +6,50 @@ from pydantic import Field
 
 from ductile.config.schema.section import ImportPath, NotBuilt, Section
 
+_OF_GROUPS = NotBuilt("settings of their own for the nodes of a group")
+
+
+class NodeGroup(Section):
+    """Nodes with a label, for `cluster.component_placement`."""
+
+    label: str
+    node_ranks: str | int | list[str | int]
+    """Numbers of the nodes: `0-7`, `8`, `[0, "2-3"]`."""
+    env_configs: Annotated[list[dict[str, object]] | None, _OF_GROUPS] = None
+    hardware: Annotated[dict[str, object] | None, _OF_GROUPS] = None
+    ignore_hardware: Annotated[bool, _OF_GROUPS] = False
+
+
+class GroupPlacement(Section):
+    """An entry of `cluster.component_placement` that counts the slots of node groups alone."""
+
+    node_group: str | list[str]
+    """Label of the group; several, as a list or with commas, are counted through in this order. `cluster` is all
+    nodes."""
+    placement: str | int | list[str | int] = "all"
+    """Slots, from 0 at the first one of the group: `0-3`, `all`."""
+
 
 class ClusterConfig(Section):
-    num_nodes: Annotated[int, NotBuilt("several nodes")] = Field(default=1, ge=1)
-    component_placement: dict[str, str | int | list[str | int]] | None = None
+    num_nodes: int = Field(default=1, ge=1)
+    """Machines that the run begins with. With more than one it waits for `start_timeout_s` until `ductile join` has
+    been run on the others (docs/cluster.md). Slots are numbered node by node."""
+    max_nodes: int | None = Field(default=None, ge=1)
+    """Most machines that the run may come to have: more join it while it is at work. Absent: `num_nodes`."""
+    head_is_node: bool = True
+    """The machine of the command is node 0, and has slots. False where it only has the orchestrator, as on a login
+    node, or where each node of a job runs `ductile join`, its own too."""
+    interface: str | None = None
+    """Name of this machine's network interface, or its address, that other nodes reach: our sockets and torch's are
+    there alone. Absent: loopback for one node, else the interface that leads to other machines."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """TCP port at which nodes join. 0: one that is free; `cluster.json` in the run's folder says which."""
+    component_placement: dict[str, str | int | list[str | int] | GroupPlacement] | None = None
     """Roles to slots: `{actor: 0, rollout: 1-2, inference: 3}`. Lists, ranges, `all`, comma-joined roles. The roles'
-    names are `actor` (train), `rollout` (generate), `inference` (score)."""
-    node_groups: Annotated[list[dict[str, object]] | None, NotBuilt("several nodes")] = None
+    names are `actor` (train), `rollout` (generate), `inference` (score). With `node_groups` also
+    `{actor: {node_group: a, placement: 0-7}}`."""
+    node_groups: list[NodeGroup] | None = None
+    """Labels for nodes: `[{label: a, node_ranks: 0-1}, {label: b, node_ranks: 2}]`."""
     auto_scheduler: bool = False
     """Slots change roles while the run is at work, as `policy` decides."""
     use_pre_process_policy: bool | None = None
@@ -59,7 +96,8 @@ class ClusterConfig(Section):
     """The longest that requests wait for a generator, or samples for a scorer, when there is none; that one that leaves
     waits for its last work; and that a policy may hold training. Absent: as `command_timeout_s`."""
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """The longest that slots, or one that is started again, may take to say that they are there."""
+    """The longest that slots, or one that is started again, may take to say that they are there; and before that, that
+    `num_nodes` machines may take to join."""
     drain_deadline_s: float = Field(default=30.0, gt=0)
     """Seconds from SIGTERM to a slot's process until the slot is expected to be gone: it is emptied meanwhile, as by
     `ductile drain`. Kubernetes and SLURM send SIGKILL after 30."""

@@ -87,6 +87,7 @@ def place(
     num_train: int = 1,
     num_generate: int = 1,
     needs: Sequence[Role] = ("train", "generate"),
+    num_all: int | None = None,
 ) -> Placement:
     """Give every role its slots.
 
@@ -95,6 +96,7 @@ def place(
         num_train: `deployment.num_train_gpus`. With entries, it only says what `all` means where nothing else does.
         num_generate: `deployment.num_infer_gpus`, likewise.
         needs: roles without which the run makes no sense.
+        num_all: what `all` means where it is known: the slots of all nodes.
 
     Raises:
         PlacementError: with every violation at once.
@@ -106,14 +108,14 @@ def place(
         train = tuple(range(len(generate), len(generate) + num_train))
         placement = Placement(train, generate, (), "as the deployment numbers say")
     else:
-        placement = _from_entries(entries, num_train + num_generate)
+        placement = _from_entries(entries, num_train + num_generate, num_all)
     violations = [*_missing(placement, needs), *_gaps(placement)]
     if violations:
         raise PlacementError(violations)
     return placement
 
 
-def _from_entries(entries: Mapping[str, SlotsGiven], num_wanted: int) -> Placement:
+def _from_entries(entries: Mapping[str, SlotsGiven], num_wanted: int, of_nodes: int | None) -> Placement:
     violations: list[str] = []
     named: dict[Role, str] = {}
     slots: dict[str, tuple[int, ...] | None] = {}
@@ -130,13 +132,15 @@ def _from_entries(entries: Mapping[str, SlotsGiven], num_wanted: int) -> Placeme
             else:
                 named[role] = names
         try:
-            slots[names] = None if _is_all(entry) else _slots(names, entry)
+            slots[names] = None if is_all(entry) else slot_numbers(names, entry)
         except PlacementError as error:
             violations.extend(error.violations)
     if violations:
         raise PlacementError(violations)
     listed = {slot for chosen in slots.values() if chosen is not None for slot in chosen}
-    if listed:
+    if of_nodes is not None:
+        num_all, because = of_nodes, "the nodes have"
+    elif listed:
         num_all, because = max(listed) + 1, "the other roles name"
     else:
         num_all, because = num_wanted, "the deployment numbers add up to"
@@ -149,12 +153,13 @@ def _from_entries(entries: Mapping[str, SlotsGiven], num_wanted: int) -> Placeme
     return Placement(by_role.get("train", ()), by_role.get("generate", ()), by_role.get("score", ()), reason)
 
 
-def _is_all(entry: SlotsGiven) -> bool:
+def is_all(entry: SlotsGiven) -> bool:
     return isinstance(entry, str) and entry.strip().lower() == "all"
 
 
-def _slots(names: str, entry: SlotsGiven) -> tuple[int, ...]:
-    """Return `"0-1,3"`, `3` or `[0, "1-2"]` as slot numbers, ascending."""
+def slot_numbers(names: str, entry: SlotsGiven) -> tuple[int, ...]:
+    """Return `"0-1,3"`, `3` or `[0, "1-2"]` as slot numbers, ascending. names: what to call the entry. Raises
+    PlacementError."""
     words = [str(item) for item in entry] if not isinstance(entry, str | int) else str(entry).split(",")
     violations: list[str] = []
     slots: list[int] = []

@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from rich.console import RenderableType
 
 from ductile.cluster.cluster import Cluster
-from ductile.cluster.local import ROLES, LocalCluster
+from ductile.cluster.local import ROLES
+from ductile.cluster.make_cluster import make_cluster
 from ductile.concurrency.deadline import Deadline
-from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_placement import placement_of, slots_per_node_of
 from ductile.config.checks.asked_policy import policy_name, replaced_roles
 from ductile.config.checks.trainer_layout import layout_rules
 from ductile.config.schema.inference import shared_block_tokens
@@ -202,10 +203,8 @@ async def _slots(
     A benchmark measures the devices before the roles are taken (models leave little room to measure in, and what
     measuring takes is none of the run's memory), and asks for the memory that was used when all is done.
     """
-    cluster, bench = (
-        LocalCluster(placement.slots, config.cluster, session.logs, _roles(config, placement)),
-        session.bench,
-    )
+    roles, per_node, bench = _roles(config, placement), slots_per_node_of(config, placement), session.bench
+    cluster = make_cluster(placement.slots, config.cluster, session.folder, roles, per_node, session.record.event)
     try:
         activity = await _start(cluster, placement, session)
         if bench:
@@ -279,7 +278,8 @@ async def _live(
         keeps_old=trainer_config.resize.memory == "shadow",
         patience_s=command_s,
     )
-    num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
+    num_nodes = config.cluster.max_nodes or config.cluster.num_nodes
+    num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device * num_nodes
     resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet, rules)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     drains = Drains(cluster, trainer, session.record, session.interrupt.graceful.is_set)

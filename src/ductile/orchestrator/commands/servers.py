@@ -12,6 +12,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+from ductile.cluster.make_cluster import has_several_nodes
 from ductile.concurrency.deadline import Deadline
 from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.checks.on_disk import read_spec
@@ -71,6 +72,8 @@ class Servers:
         self._api_key = secret_of(client.api_key, client.api_key_var)
         broadcast = config.trainer.weight_broadcast
         self._asked_carrier = broadcast.type if broadcast else None
+        # Where the trainer's slots may be on any node, none of them is sure to share memory with a server.
+        self._trainer_host = "" if has_several_nodes(config.cluster) else host()
         self._deadlines = _deadlines(inference, client.timeout_s)
         self._max_num_seqs, self._record = inference.max_num_seqs, record
         spec = read_spec(config.trainer.model.name)
@@ -128,7 +131,9 @@ class Servers:
 
     def _carrier(self, state: ServerState, only: WeightCarrier | None) -> WeightCarrier:
         try:
-            choice = choose_carrier(host(), state.host, state.carriers, self._asked_carrier, self._rendezvous, only)
+            choice = choose_carrier(
+                self._trainer_host, state.host, state.carriers, self._asked_carrier, self._rendezvous, only
+            )
         except ValueError as error:
             raise Refused(str(error)) from error
         self._choices[state.incarnation] = choice

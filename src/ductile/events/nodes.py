@@ -1,0 +1,28 @@
+"""Events of nodes, in runs over several machines: they join, and are lost."""
+
+from ductile.observe import RunEvent
+
+
+class NodesAwaited(RunEvent, tag="nodes_awaited", frozen=True):
+    """The run waits for nodes before it begins."""
+
+    num_nodes: int
+    """Nodes that are still to come."""
+    address: str
+    """host:port at which they join."""
+
+
+class NodeJoined(RunEvent, tag="node_joined", frozen=True):
+    """A machine has joined, at the run's begin or while it is at work."""
+
+    node: int
+    host: str
+    address: str
+    slots: tuple[int, ...]
+    """Slots that it has room for."""
+
+
+class NodeWasLost(RunEvent, tag="node_lost", frozen=True):
+    """A node is lost, with all its slots; or it could not join."""
+
+    node: int

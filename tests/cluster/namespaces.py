@@ -1,0 +1,94 @@
+"""Network namespaces as nodes: each has an interface, an address and processes of its own, and reaches the others only
+through a bridge.
+
+    with nodes(3) as network:
+        network.popen(1, [sys.executable, "-m", "ductile", "join", ...])     runs on node 1, at 10.213.N.2
+        network.cut(1) ; network.mend(1)                                      the cable of node 1
+
+Each command is in a process namespace too, with a /proc of its own: what a node says of its processes means nothing on
+another. Making them needs root (CAP_SYS_ADMIN, CAP_NET_ADMIN) and `ip`; `nodes` skips the test where that is not so.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+TIMEOUT_S = 30.0
+PREFIX = "dctl"
+
+
+class Network:
+    """Nodes 0 to n-1 behind one bridge."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self._id = os.getpid() % 250
+        self.num_nodes = num_nodes
+        self._bridge = f"{PREFIX}{self._id}"
+
+    def address(self, node: int) -> str:
+        return f"10.213.{self._id}.{node + 1}"
+
+    def popen(self, node: int, words: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
+        """Start a command on a node; it ends with all that it started when its first process does."""
+        inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
+        return subprocess.Popen(["ip", "netns", "exec", self._name(node), *inside, *words], **how)
+
+    def cut(self, node: int) -> None:
+        """Take the node's cable out: nothing comes through, and nobody is told."""
+        ip("link", "set", self._cable(node), "down")
+
+    def mend(self, node: int) -> None:
+        ip("link", "set", self._cable(node), "up")
+
+    def make(self) -> None:
+        ip("link", "add", self._bridge, "type", "bridge")
+        ip("link", "set", self._bridge, "up")
+        for node in range(self.num_nodes):
+            name, cable = self._name(node), self._cable(node)
+            ip("netns", "add", name)
+            ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", cable, "master", self._bridge, "up")
+            ip("-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "route", "add", "default", "dev", "eth0")
+
+    def remove(self) -> None:
+        for node in range(self.num_nodes):
+            with suppress(OSError, subprocess.SubprocessError):
+                ip("netns", "del", self._name(node))  # and its cable
+        with suppress(OSError, subprocess.SubprocessError):
+            ip("link", "del", self._bridge)
+
+    def _name(self, node: int) -> str:
+        return f"{PREFIX}{self._id}n{node}"
+
+    def _cable(self, node: int) -> str:
+        return f"{PREFIX}{self._id}v{node}"
+
+
+def ip(*words: str) -> None:
+    """Raises OSError or CalledProcessError."""
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+@contextmanager
+def nodes(num_nodes: int) -> Iterator[Network]:
+    """A network of so many nodes, made and removed. Skips the test where this machine does not let it be made."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` (iproute2)")
+    network = Network(num_nodes)
+    try:
+        network.make()
+    except subprocess.CalledProcessError as error:
+        network.remove()
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+    try:
+        yield network
+    finally:
+        network.remove()
