@@ -198,6 +198,7 @@ class ElasticController(StepListener):
                         if step.verdict == "cannot":
                             raise CannotDrain(step.reason)
                         if step.verdict == "change":
+                            self._actuator.hold_training(step.decision.hold_training)
                             self._log.decided(step.decision, state.now_s)
                             self._drained += [moves_of(step.decision, leaving)] if leaving else []
                             change = self._begin(state, step.decision, state.now_s)
@@ -209,6 +210,7 @@ class ElasticController(StepListener):
                     pause_s = min(2 * pause_s, MAX_DRAIN_RETRY_S)
         finally:
             self._num_emptying -= 1
+            self._actuator.hold_training(False)  # or as the policy says, which is asked next
 
     async def begin_step(self, version: int) -> None:
         """Ask the policy about the step that begins, and have its change begin. While another change is under way, the

@@ -183,7 +183,8 @@ def plan_drain(state: ClusterState, leaving: Collection[int]) -> DrainStep:
         after = _roles_without(held, leaving, state)
     except CannotDrain as error:
         return DrainStep("cannot", str(error))
-    return _step(state, after, why)
+    resizes = any(("train" in after[slot]) != ("train" in held[slot]) for slot in held)
+    return _step(state, after, why, hold_training=resizes)  # the resize waits for no micro-step
 
 
 def plan_return(state: ClusterState, drained: Sequence[RoleMoves], back: Collection[int]) -> DrainStep:
@@ -262,7 +263,7 @@ def _sizes(most: int, state: ClusterState) -> list[int]:
     return sorted({now}.union(size for size in allowed if size >= least))
 
 
-def _step(state: ClusterState, roles: Roles, why: str) -> DrainStep:
+def _step(state: ClusterState, roles: Roles, why: str, *, hold_training: bool = False) -> DrainStep:
     """Return the step that gives slots these roles, if it can be."""
     held = {slot.slot: slot.roles for slot in state.slots}
     changed = {slot: after for slot, after in roles.items() if slot in held and after != held[slot]}
@@ -275,6 +276,6 @@ def _step(state: ClusterState, roles: Roles, why: str) -> DrainStep:
         orders = change(state, changed)
     except ValueError as error:  # rollouts have nowhere to go
         return DrainStep("cannot", str(error))
-    decision = Decision(orders, sentence(orders, why))
+    decision = Decision(orders, sentence(orders, why), hold_training=hold_training)
     wrong = violations(state, decision)
     return DrainStep("cannot", "; ".join(wrong)) if wrong else DrainStep("change", why, decision)
