@@ -24,7 +24,7 @@ from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
 
 HOUR_S = 3600.0
-Schedule = Sequence[Preemption]
+Preemptions = Sequence[Preemption]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SpotPlanner:
     """Predicts a recorded run of `num_steps` steps under a schedule."""
 
     recording: Recording
-    schedule: Schedule
+    schedule: Preemptions
     price: float
     """Price of a slot for an hour."""
     num_steps: int

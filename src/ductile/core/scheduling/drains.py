@@ -24,7 +24,7 @@ from ductile.core.scheduling.orders import Decision, sentence, violations
 
 ROLES_IN_ORDER: tuple[Role, ...] = ("train", "generate", "score")
 Roles = Mapping[int, tuple[Role, ...]]
-Verdict = Literal["done", "change", "wait", "cannot"]
+DrainVerdict = Literal["done", "change", "wait", "cannot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class CannotDrain(Exception):
 class DrainStep:
     """What to do next about slots that are to be gone, or have come back."""
 
-    verdict: Verdict
+    verdict: DrainVerdict
     """done: they hold nothing, or what they are to hold. change: carry the decision out, and look again. wait: until
     what the reason says is over. cannot: it cannot be."""
     reason: str = ""
