@@ -135,7 +135,7 @@ layouts: setup
 # Thirty notices of five seconds in runs of the quickstart's model: the slots are empty in time and nothing is lost. And a run takes
 # as long as the spot planner predicts under the same schedule of signals: some ten minutes on two cores.
 drains: setup
-	$(BIN)/python -m pytest tests/end_to_end/drain_run.py -q -s
+	$(BIN)/python -m pytest tests/end_to_end/drain_run.py -s
 
 # Servers that are killed, stopped, restarted and lied to, real processes all of them: under ten minutes on two cores.
 fleet-test: setup
