@@ -61,7 +61,7 @@ gpu:
 # What fails is told at the end, and does not keep the others from running.
 NIGHTLY = parity:20m resize-parity:20m knobs-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
 	properties:20m nightly-tests:25m \
-	cold-starts:10m fleet-test:10m fleet-mutations:30m fleet-chaos:30m fleet-run:20m router-trials:15m provenance:10m \
+	drains:20m cold-starts:10m fleet-test:10m fleet-mutations:30m fleet-chaos:30m fleet-run:20m router-trials:15m provenance:10m \
 	lm-eval-test:10m lora:15m cluster-test:15m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
 
@@ -132,6 +132,11 @@ chaos: setup
 # is killed around a resize: about a quarter of an hour on two cores.
 layouts: setup
 	LAYOUT_TRIALS=30 $(BIN)/python -m pytest tests/end_to_end/test_layouts.py -q -rA -m ''
+
+# Thirty notices of five seconds in runs of the quickstart's model: the slots are empty in time and nothing is lost. And a run takes
+# as long as the spot planner predicts under the same schedule of signals: some ten minutes on two cores.
+drains: setup
+	$(BIN)/python -m pytest tests/end_to_end/drain_run.py -s
 
 # Servers that are killed, stopped, restarted and lied to, real processes all of them: under ten minutes on two cores.
 fleet-test: setup

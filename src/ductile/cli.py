@@ -56,6 +56,7 @@ TOOLS = {
     "join": "ductile.cluster.join_command:main",
     "compare": "ductile.orchestrator.commands.compare:main",
     "resize": "ductile.orchestrator.control.run_commands:resize",
+    "drain": "ductile.orchestrator.control.run_commands:drain",
     "status": "ductile.orchestrator.control.run_commands:status",
     "fleet": "ductile.orchestrator.control.run_commands:fleet",
     "simulate": "ductile.sim.command:main",
@@ -76,6 +77,7 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
   compare       do generator and trainer say the same? ductile compare @ run.toml --prompts prompts.jsonl
   join          make this machine a node of a run: ductile join runs/x
   resize        change the slots that a live run trains on: ductile resize runs/x --train 0-3
+  drain         empty slots that will be gone, without a loss: ductile drain runs/x --slot 3 --deadline-s 120
   status        what a live run does, slot by slot: ductile status runs/x
   fleet         the servers of a live run, and have them come and go: ductile fleet runs/x join http://host:8000
   simulate      which way to use the slots is the fastest? in virtual time: ductile simulate @ sim.toml

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.cluster.survey import survey
+from ductile.concurrency.listeners import Listeners
 from ductile.core.layout.model.peak import Arithmetic
+from ductile.core.scheduling.drains import Notice
 from ductile.messages.workers import Surveyed
 from ductile.transport.mailbox import Mailbox
 
@@ -36,6 +38,7 @@ class MemoryCluster:
         start_s: seconds that a start takes."""
         self.mailbox, self.slots = mailbox, tuple(slots)
         self.rendezvous = "127.0.0.1:1"
+        self.on_notice = Listeners[[Notice]]()
         self._needed: Callable[[int], bool] = lambda slot: True
         self.devices = dict.fromkeys(slots, "cpu")
         self.processes: dict[int, MemoryProcess] = {}
@@ -84,6 +87,14 @@ class MemoryCluster:
         if self.errors:
             raise self.errors[0]
         return self.sentences[0]
+
+    def node_of(self, slot: int) -> int:
+        return 0
+
+    async def leave(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.running.discard(slot)
+            self.mailbox.lose(slot, f"slot {slot} has left, as it was told to", is_gone=True)
 
     def kill(self, slot: int) -> None:
         """The slot dies as by a signal."""

@@ -13,6 +13,7 @@ import pytest
 from ductile.cluster.cluster import StartFailed
 from ductile.cluster.invitation import Invitation, json_file, key_file
 from ductile.cluster.joined import JoinedCluster
+from ductile.core.scheduling.drains import Notice
 from ductile.events.nodes import NodeJoined, NodesAwaited, NodeWasLost
 from ductile.events.slots import SlotStarted
 from ductile.messages.workers import Done, Ping
@@ -143,10 +144,32 @@ def test_a_node_whose_process_server_dies_is_lost(tmp_path: Path):
 
 def test_an_agent_that_is_asked_to_leave_ends_its_slots_and_says_so(tmp_path: Path):
     async def story(cluster: JoinedCluster, deaths):
-        os.kill(agent_of(cluster), signal.SIGTERM)
+        os.kill(agent_of(cluster), signal.SIGINT)
         await assert_lost_with_the_node(cluster, deaths, "ended: the node was asked to leave")
 
     play(tmp_path, story)
+
+
+def test_sigterm_to_an_agent_or_a_slot_is_a_notice_and_a_node_whose_slots_have_left_is_not_lost(tmp_path: Path):
+    events: list[RunEvent] = []
+
+    async def story(cluster: JoinedCluster, deaths):
+        notices: list[Notice] = []
+        cluster.on_notice.add(notices.append)
+        agent, slots = agent_of(cluster), tuple(slot for slot in cluster.slots if cluster.node_of(slot) == 0)
+        os.kill(cluster.processes[slots[0]].pid, signal.SIGTERM)
+        await eventually(lambda: len(notices) == 1)
+        os.kill(agent, signal.SIGTERM)
+        await eventually(lambda: len(notices) == 2)
+        assert [(notice.slots, notice.deadline_s) for notice in notices] == [(slots[:1], 30), (slots, 30)]
+        assert [notice.source for notice in notices] == ["SIGTERM to its process", "SIGTERM to the agent of node 0"]
+        assert await cluster.mailbox.ask(slots[0], Ping(), 10) == Done(), "it works on"
+        await cluster.leave(slots)
+        await eventually(lambda: not is_running(agent))
+        assert (cluster.mailbox.gone, {slot for slot, _ in deaths}) == ({*slots}, {*slots})
+        assert not [event for event in events if isinstance(event, NodeWasLost)]
+
+    play(tmp_path, story, events)
 
 
 def test_a_role_that_cannot_be_imported_on_the_node_is_reported_at_the_start(tmp_path: Path):
@@ -263,7 +286,7 @@ def test_nodes_join_a_run_that_is_at_work_up_to_the_most_that_it_may_have(tmp_pa
         assert not cluster.mailbox.lost
         assert await cluster.mailbox.ask(2, Ping(), 10) == Done()
         assert [event.slots for event in events if isinstance(event, NodeJoined)] == [(0, 1), (2, 3), (2, 3)]
-        another.terminate()
+        another.send_signal(signal.SIGINT)
         await asyncio.to_thread(stderr_of, another)
 
     play(tmp_path, story, events, max_nodes=2)

@@ -12,6 +12,7 @@ from ductile.core.instances.instances import Instance, InstanceId, in_order, ins
 from ductile.core.layout.choice.layout_text import compact
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.costs.cost import TrainSpeed
+from ductile.core.scheduling.drains import CannotDrain
 from ductile.core.scheduling.facts.cluster_state import SlotState
 from ductile.core.scheduling.orders import Decision, Migration, Prediction, RoleChange
 from ductile.core.scheduling.policies.rules import Home
@@ -798,5 +799,66 @@ def test_when_the_run_fails_a_change_that_hangs_is_not_waited_for(tmp_path):
             await fails()
         assert clock() - began_s <= 5 + controller_module.MAX_CANCEL_S
         await asyncio.sleep(60)
+
+    run(story())
+
+
+def test_slots_are_emptied_before_the_policy_is_asked_again_and_it_sees_them_no_more(tmp_path):
+    seen = []
+
+    class Watching:
+        def decide(self, state):
+            seen.append(([slot.slot for slot in state.slots], state.home.train))
+            return Decision()
+
+    async def story() -> None:
+        stage = ScriptedStage(scene({"actor": 0, "rollout": "1-2"}, running={1: [5]}))
+        record = Recorder(tmp_path)
+        controller = ElasticController(Watching(), stage, record)
+        async with controller.at_work(lambda error: None):
+            await controller.begin_step(1)
+            controller.go_on()
+            async with controller.emptied([0]):
+                assert stage.roles == {0: NONE, 1: B, 2: G}
+                controller.notify()
+                await asyncio.sleep(1)
+            assert seen[-1] == ([1, 2], (1,)), "who stands in trains at home"
+            del stage.roles[0]
+            async with controller.emptied([1]):
+                assert (stage.roles[1], stage.roles[2]) == (NONE, B)
+                assert stage.where == {"1/0": "generator-2"}, "with what it has"
+            stage.roles |= {0: NONE}
+            await controller.restore([0])
+            await asyncio.sleep(1)
+            assert sorted(seen[-1][0]) == [0, 2]
+        record.close()
+
+    run(story())
+
+
+def test_without_a_policy_slots_come_back_to_what_they_held(tmp_path):
+    async def story() -> None:
+        stage = ScriptedStage(scene({"actor": 0, "rollout": "1-2", "inference": 3}))
+        record = Recorder(tmp_path)
+        controller = ElasticController(None, stage, record)
+        async with controller.emptied([0]):
+            assert (stage.roles[0], stage.roles[1], stage.held) == (NONE, B, False)
+        async with controller.emptied([3]):
+            assert (stage.roles[3], stage.roles[2]) == (NONE, ("generate", "score"))
+        await controller.restore([3, 0])
+        assert stage.roles == {0: T, 1: G, 2: G, 3: S}
+        with pytest.raises(CannotDrain, match="no other slot can take the trainer's state over"):
+            async with controller.emptied([0, 1, 2, 3]):
+                raise AssertionError("it is not empty")
+        stage.broken.add("prepare")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(9), controller.emptied([0]):
+                raise AssertionError("it is not empty")
+        stage.broken.clear()
+        await asyncio.sleep(9)
+        async with controller.emptied([0]):
+            assert stage.roles[0] == NONE
+        await controller.stop()
+        record.close()
 
     run(story())

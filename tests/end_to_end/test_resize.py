@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ductile.messages.control import RunFailed
 from ductile.orchestrator.control.control import Run as LiveRun
 from tests.end_to_end.runs import Run, checkpointed_steps, summary, write_config, write_sft
 
@@ -117,12 +118,25 @@ def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, st
     assert live.resize(train=[5, 1], timeout_s=60).outcome == "resized", "a slot may train and generate"
     assert set(live.status().trainer.slots) == {1, 5}
     assert [set(change.after) for change in live.status().changes] == [{0, 4, 5}, {1, 5}]
+    drained = ductile("drain", run.folder, "--slot", "2", "--deadline-s", "60")
+    assert (drained.returncode, drained.stdout[:14]) == (0, "Slot 2 is gone"), drained.stdout + drained.stderr
+    pids = {event["slot"]: event["pid"] for event in run.events("slot_started")}
+    os.kill(pids[5], signal.SIGTERM)
+    run.until(lambda: {event["slot"] for event in run.events("slot_gone")} == {2, 5})
+    known = live.status()
+    assert (known.trainer.slots, known.lost) == ((1,), {})
+    assert {slot.slot for slot in known.slots if slot.doing == "gone"} == {2, 5}
+    with pytest.raises(RunFailed, match="slot 2 does not run"):
+        live.drain([2])
+    assert live.bring_back([2]).sentence == "Slot 2 is back."
+    assert next(slot.roles for slot in live.status().slots if slot.slot == 2) == ("generate",)
     run.until_step(run.metrics()[-1]["step"] + 2)
     run.process.send_signal(signal.SIGINT)
     assert run.ends(within_s=30) == 130, run.said()
     last = run.metrics()[-1]["step"]
     assert [row["step"] for row in run.metrics()] == list(range(last + 1))
     assert checkpointed_steps(run.folder)[-1] == last
+    assert not [*run.events("slot_lost"), *run.events("slot_not_emptied"), *run.events("request_restarted")]
     assert not control.exists()
     gone = ductile("status", "--run", run.folder)
     assert (gone.returncode, "no run is at work" in gone.stderr.lower()) == (2, True)

@@ -37,6 +37,7 @@ from ductile.messages.agents import (
     Leave,
     NodeLeft,
     NodeLost,
+    NodeNoticed,
     NodeReady,
     NodeSettings,
     Refuse,
@@ -112,6 +113,8 @@ class Agent:
         self._outbox: asyncio.Queue[FromAgent] = asyncio.Queue()
         self._processes: dict[int, ForkedProcess] = {}
         self._over: asyncio.Future[Departure] = asyncio.get_running_loop().create_future()
+        self._is_noticed = False
+        """The machine is about to be taken away."""
         self.was_heard = asyncio.Event()
         """Set when the orchestrator has said something."""
 
@@ -144,6 +147,20 @@ class Agent:
         """Have `run` return soon. The first reason stays."""
         if not self._over.done():
             self._over.set_result(Departure(code, why))
+
+    def give_notice(self) -> bool:
+        """Tell the run that the machine is about to be taken away: it empties the slots, and the agent ends when they
+        have ended. Returns whether there is anything to empty."""
+        if self._is_noticed or self._over.done() or not self._has_slots:
+            return False
+        self._is_noticed = True
+        self._outbox.put_nowait(NodeNoticed())
+        self._tell("This machine is about to be taken away: its slots are emptied. Signal again to leave at once.")
+        return True
+
+    @property
+    def _has_slots(self) -> bool:
+        return any(process.code is None for process in self._processes.values())
 
     async def _hear(self) -> None:
         while True:
@@ -221,6 +238,8 @@ class Agent:
             self.end(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
         elif not self._over.done() and self._processes.get(slot) is process and process.code is not None:
             self._outbox.put_nowait(SlotEnded(slot, process.pid, process.code, process.ending))
+            if self._is_noticed and not self._has_slots:
+                self.end("the machine was to be taken away, and its slots are empty", 0)
 
     def _on_error(self, sentence: str, error: Exception) -> None:
         self.end(f"{sentence}: {error_text(error)}")

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from ductile.concurrency.listeners import Listeners
 from ductile.core.layout.model.peak import Arithmetic
+from ductile.core.scheduling.drains import Notice
 from ductile.messages.workers import Surveyed
 from ductile.transport.mailbox import Mailbox
 
@@ -47,6 +49,11 @@ class Cluster(Protocol):
         ...
 
     @property
+    def on_notice(self) -> Listeners[[Notice]]:
+        """Told, in the event loop, which slots will be gone by when: SIGTERM has come to a slot's process."""
+        ...
+
+    @property
     def rendezvous(self) -> str:
         """host:port of the run's store, as every slot reaches it."""
         ...
@@ -82,6 +89,14 @@ class Cluster(Protocol):
     async def death(self) -> str:
         """Wait until a process that the run needs is lost; returns the sentence. Raises the error of a mistake of the
         orchestrator's own, which ends the run, too."""
+        ...
+
+    def node_of(self, slot: int) -> int:
+        """Number of the slot's node; 0 is the orchestrator's own machine where no agent has the slot."""
+        ...
+
+    async def leave(self, slots: Sequence[int]) -> None:
+        """End the processes of slots that hold nothing. They are gone then (`Mailbox.gone`), and not lost."""
         ...
 
     def condemn(self, slot: int, sentence: str) -> None:

@@ -37,8 +37,16 @@ def join_run(where: str, wait_s: float, node_rank: int | None, interface: str) -
 async def _join(where: str, wait_s: float, node_rank: int | None, interface: str) -> int:
     until = time.monotonic() + wait_s
     loop, asked_to_leave = asyncio.get_running_loop(), asyncio.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    agent: Agent | None = None
+
+    def on_sigterm() -> None:
+        """What comes before a machine is taken away."""
+        if agent is None or not agent.give_notice():
+            asked_to_leave.set()
+
+    for signum in (signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(signum, asked_to_leave.set)
+    loop.add_signal_handler(signal.SIGTERM, on_sigterm)
     while not asked_to_leave.is_set():
         address, key = await _invitation(where, until, wait_s, asked_to_leave)
         if asked_to_leave.is_set():

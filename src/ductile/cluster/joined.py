@@ -27,6 +27,7 @@ from ductile.config.reading.command_line import as_sentence, pasteable
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.node_slots import NodeSlots, SlotsPerNode, node_number, number_all
 from ductile.core.instances.placement import slots_of
+from ductile.core.scheduling.drains import Notice
 from ductile.error_text import capitalised
 from ductile.events.nodes import NodeJoined, NodesAwaited, NodeWasLost
 from ductile.events.slots import SlotStarted
@@ -148,12 +149,24 @@ class JoinedCluster(NodesCluster):
             self._on_exit,
             self.fail_with,
             lambda why: self._tell(NodeWasLost(number, sentence=f"{capitalised(as_sentence(why))}")),
+            lambda: self._notice(number),
         )
         self._remote[number] = node
         self._reception.admit(visitor, node)
         if not self._is_open:
             self._tell_joined(node)
         return node
+
+    def _notice(self, number: int) -> None:
+        """SIGTERM has come to the agent of a node."""
+        mailbox, known = self.mailbox, {*self.processes}
+        slots = tuple(slot for slot in self.node_slots.of(number) if slot in known and slot not in mailbox.lost)
+        if slots:
+            source = f"SIGTERM to the agent of node {number}"
+            self.on_notice(Notice(slots, self._config.drain_deadline_s, source))
+
+    def node_of(self, slot: int) -> int:
+        return self.node_slots.node_of(slot)
 
     async def _join(self, number: int, visitor: Visitor) -> None:
         """Have a node join the run that is at work, with all its slots."""

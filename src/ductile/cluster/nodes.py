@@ -15,16 +15,18 @@ from typing import Any, Protocol, Self
 
 from ductile.cluster.cluster import StartFailed
 from ductile.cluster.cpu_cap import CapNotPermitted
-from ductile.cluster.node import Devices, Node, slot_of
+from ductile.cluster.node import KILL_S, Devices, Node, slot_of
 from ductile.cluster.processes import ForkedProcess, all_ended
 from ductile.cluster.survey import survey
 from ductile.concurrency.background import start_reported
+from ductile.concurrency.listeners import Listeners
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.layout.model.peak import Arithmetic
+from ductile.core.scheduling.drains import Notice
 from ductile.error_text import capitalised
 from ductile.messages.agents import NodeSettings
 from ductile.messages.message import RoleName
-from ductile.messages.workers import Done, Hello, Stop, Surveyed
+from ductile.messages.workers import Done, Hello, Stop, Surveyed, Terminating
 from ductile.roles import Failure
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox, SlotEvent
@@ -79,6 +81,7 @@ class NodesCluster(ABC):
         self.rendezvous = ""
         self.devices: dict[int, str] = {}
         self.processes: dict[int, ForkedProcess] = {}
+        self.on_notice = Listeners[[Notice]]()
         self._needed: Callable[[int], bool] = lambda slot: True
         self._measured: Arithmetic | None = None
         """Arithmetic that the slots were measured at, as slots that are added later will be; None: not measured."""
@@ -88,6 +91,8 @@ class NodesCluster(ABC):
         """One a slot: two that want the same slot get one process, and nobody else waits for it."""
         self._token = secrets.token_bytes(32)
         self._stopping = True
+        self._leaving: set[int] = set()
+        """Slots that are to leave: they end as they were told."""
         self._watching: asyncio.Task[None] | None = None
 
     @abstractmethod
@@ -113,6 +118,7 @@ class NodesCluster(ABC):
         self._death = asyncio.get_running_loop().create_future()
         self._home, self._nodes = self._open()
         self.mailbox = Mailbox(self._router, on_error=self.fail_with)
+        self.mailbox.subscribe(self._on_event)
         self._stopping = False
         try:
             await self._gather_nodes()
@@ -173,6 +179,22 @@ class NodesCluster(ABC):
         self.slots = tuple(sorted({*self.slots, *new}))
         return new
 
+    def node_of(self, slot: int) -> int:
+        return self._node_of(slot)
+
+    async def leave(self, slots: Sequence[int]) -> None:
+        leaving = [slot for slot in slots if slot not in self.mailbox.lost]
+        self._leaving.update(leaving)
+        try:
+            await self._end_politely(leaving)
+            for slot in leaving:
+                self.processes[slot].signal(signal.SIGKILL)
+            await all_ended([self.processes[slot] for slot in leaving], KILL_S)
+            for slot in leaving:
+                self._lose(slot, self._left(slot))  # nothing happens where its end was heard of
+        finally:
+            self._leaving.difference_update(leaving)
+
     def condemn(self, slot: int, sentence: str) -> None:
         self._lose(slot, sentence)
         self.processes[slot].signal(signal.SIGKILL)
@@ -202,11 +224,15 @@ class NodesCluster(ABC):
         if self._watching:
             self._watching.cancel()
         alive = [slot for slot, process in self.processes.items() if process.code is None]
-        outcomes = await self.mailbox.ask_all(dict.fromkeys(alive, Stop()), STOP_S)
-        willing = [slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)]
-        await all_ended([self.processes[slot] for slot in willing], STOP_S)
+        await self._end_politely(alive)
         await asyncio.gather(*(node.stop() for node in self._all_nodes))
         await self._router.close()
+
+    async def _end_politely(self, slots: Sequence[int]) -> None:
+        """Have the slots end, as far as they do so in time."""
+        outcomes = await self.mailbox.ask_all(dict.fromkeys(slots, Stop()), STOP_S)
+        willing = [slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)]
+        await all_ended([self.processes[slot] for slot in willing], STOP_S)
 
     @property
     def _all_nodes(self) -> list[SlotNode]:
@@ -303,8 +329,13 @@ class NodesCluster(ABC):
         slot = slot_of(process.name)
         if slot is None:
             self.fail(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
+        elif slot in self._leaving:
+            self._lose(slot, self._left(slot))
         else:
             self._lose(slot, f"{self.mailbox.describe(slot)} {process.ending} while {self.mailbox.doing(slot)}")
+
+    def _left(self, slot: int) -> str:
+        return f"{self.mailbox.describe(slot)} has left, as it was told to"
 
     def _lose(self, slot: int, sentence: str) -> None:
         if slot in self.mailbox.lost:
@@ -312,7 +343,11 @@ class NodesCluster(ABC):
         needed = self._needed(slot)  # asked once, and before anything else is done about the loss
         if needed:
             self.fail(sentence)
-        self.mailbox.lose(slot, sentence)
+        self.mailbox.lose(slot, sentence, is_gone=slot in self._leaving and not needed)
+
+    def _on_event(self, slot: int, event: SlotEvent) -> None:
+        if isinstance(event, Terminating):
+            self.on_notice(Notice((slot,), self._config.drain_deadline_s, "SIGTERM to its process"))
 
     async def _watch(self) -> None:
         """Lose slots that are silent for too long, by the second."""

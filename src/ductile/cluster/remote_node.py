@@ -17,6 +17,7 @@ from ductile.messages.agents import (
     Leave,
     NodeLeft,
     NodeLost,
+    NodeNoticed,
     NodeReady,
     NodeSettings,
     Renew,
@@ -60,11 +61,14 @@ class RemoteNode:
         on_exit: Callable[[ForkedProcess], None],
         on_error: Callable[[str, Exception], None],
         on_lost: Callable[[str], None] = lambda sentence: None,
+        on_notice: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_lost: told with a sentence, without its full stop, that the node is lost, before its slots are."""
+        """on_lost: told with a sentence, without its full stop, that the node is lost, before its slots are. on_notice:
+        told that the machine is about to be taken away; once its slots have ended, it is not lost."""
         self.settings, self.said = settings, said
         self._send_message, self._lease_s = send, lease_s
         self._on_exit, self._on_error, self._on_lost = on_exit, on_error, on_lost
+        self._on_notice, self._is_noticed = on_notice, False
         self._ready: asyncio.Future[Devices] = asyncio.get_running_loop().create_future()
         self._attempts = itertools.count(1)
         self._starting: dict[int, asyncio.Future[ForkedProcess]] = {}
@@ -133,6 +137,9 @@ class RemoteNode:
                 slots_per_device, first_slot = self.settings.slots_per_device, self.settings.first_slot
                 if not self._ready.done():
                     self._ready.set_result(Devices(num_devices, slots_per_device, first_slot))
+            case NodeNoticed():
+                self._is_noticed = True
+                self._on_notice()
             case NodeLost(why):
                 self._lose(f"ended: {why}")
             case NodeLeft():
@@ -183,7 +190,8 @@ class RemoteNode:
                 waiting.set_exception(failed)
                 waiting.exception()  # it may be that nothing awaits it any more
         start(self._send(Leave()))  # one that was only silent goes on otherwise, and its slots
-        self._on_lost(f"{self.name} is lost: its agent, pid {self.said.pid}, {how}")
+        if not self._is_noticed or any(process.code is None for process in self._processes.values()):
+            self._on_lost(f"{self.name} is lost: its agent, pid {self.said.pid}, {how}")
         for process in self._processes.values():
             if process.code is None:
                 process.end(-signal.SIGKILL, self.lost)

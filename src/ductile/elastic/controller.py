@@ -7,19 +7,32 @@ so that the event loop goes on meanwhile, however many slots there are to compar
 slots take the roles of the step that begins, and nothing is decided until the weights are live. A change goes on beside
 that: its slots may prepare for long, and the loop does not wait for its end. Weights go live when joiners are there, so
 that new rollouts are shared with them; or half a micro-step later, without them.
+
+Slots that are to be gone (`emptied`) come first: until they hold nothing the policy is not asked, and what it sees and
+returns slots to is without them from then on (`ductile.core.scheduling.drains`).
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from ductile.concurrency.structured import DaemonThreads
 from ductile.core.instances.instances import Instance
+from ductile.core.scheduling.drains import (
+    CannotDrain,
+    DrainStep,
+    RoleMoves,
+    home_without,
+    moves_of,
+    plan_drain,
+    plan_return,
+)
 from ductile.core.scheduling.facts.cluster_state import ClusterState
 from ductile.core.scheduling.orders import Decision, Policy
+from ductile.core.scheduling.policies.static import InTurns, Static
 from ductile.elastic.decision_log import DecisionLog, ExecutedDecision
 from ductile.elastic.execution import Actuator, Execution
 from ductile.elastic.policy_decision import BadDecision, LateDecision, decide
@@ -36,6 +49,8 @@ MAX_BACKOFF_S = 60.0
 the last."""
 MAX_DECIDING_S = 60.0
 """Longest time that a policy may take for a decision; `model` takes some milliseconds."""
+DRAIN_RETRY_S, MAX_DRAIN_RETRY_S = 0.05, 1.0
+"""Seconds until a drain is tried again that has to wait, or of which a part was not done: at first, and at most."""
 MAX_CANCEL_S = 1.0
 """Longest time that a change has to end once the run has failed."""
 MAX_KEPT = 1 << 16
@@ -51,15 +66,16 @@ def rest_s(took_s: float) -> float:
 class ElasticController(StepListener):
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | None,
         actuator: Actuator,
         record: Recorder,
         fallback: Policy | None = None,
         rest_s: Callable[[float], float] = rest_s,
         journal: DecisionJournal | None = None,
     ) -> None:
-        """fallback: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision. journal:
-        keeps what is decided, and on what, for `ductile replay`; None keeps nothing."""
+        """policy: None where slots keep the roles that they have, but for drains. fallback: asked instead of a policy
+        that has ordered what cannot be; None: that raises BadDecision. journal: keeps what is decided, and on what, for
+        `ductile replay`; None keeps nothing."""
         self.num_changes = 0
         self.changes: deque[ExecutedDecision] = deque(maxlen=MAX_KEPT)
         """The latest changes."""
@@ -86,6 +102,15 @@ class ElasticController(StepListener):
         self._happened = asyncio.Event()
         self._not_before_s = float("-inf")
         self._num_failed = 0
+        self._is_stopped = False
+        self._leaving: set[int] = set()
+        """Slots that are to be gone."""
+        self._num_emptying = 0
+        """Drains and returns of slots that are under way: no policy is asked meanwhile."""
+        self._gone: set[int] = set()
+        """Slots that were emptied, and have not come back."""
+        self._drained: list[RoleMoves] = []
+        """Changes of the drains whose slots have not all come back."""
 
     def notify(self) -> None:
         """Something happened that may matter."""
@@ -111,13 +136,81 @@ class ElasticController(StepListener):
             limit_s = MAX_CANCEL_S
             raise
         finally:
-            tasks = [task for task in (watching, self._change) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=limit_s)
+            watching.cancel()
+            await self.stop(limit_s, watching)
             self._actuator.hold_training(False)
         if self._failed is not None:
             raise self._failed
+
+    async def stop(self, limit_s: float | None = MAX_CANCEL_S, *others: asyncio.Task[None]) -> None:
+        """Cancel the change that is under way, and wait for it, and for others, for so long. None is begun later."""
+        self._is_stopped = True
+        if self._change is not None:
+            self._change.cancel()
+        if tasks := [*others, *([self._change] if self._change else [])]:
+            await asyncio.wait(tasks, timeout=limit_s)
+
+    @asynccontextmanager
+    async def emptied(self, slots: Collection[int]) -> AsyncGenerator[None]:
+        """Begin the block when the slots hold nothing any more, and give them nothing in it: they may end. They are
+        gone afterwards, or as they are where the block raises.
+
+        What was begun goes on when the caller is cancelled. Raises CannotDrain when the slots cannot be emptied, and
+        what ends the run."""
+        self._leaving.update(slots)
+        try:
+            await self._until_done(lambda state: plan_drain(state, self._leaving), self._leaving)
+            yield
+            self._gone.update(slots)
+        finally:
+            self._leaving.difference_update(slots)
+            self.notify()
+
+    async def restore(self, slots: Collection[int]) -> None:
+        """Use slots again that were gone. Where no policy moves slots, they get what they held; else it is for the
+        policy. Raises CannotDrain when they cannot have it."""
+        self._gone.difference_update(slots)
+        if self._policy is None or isinstance(self._policy, Static | InTurns):
+            await self._until_done(lambda state: plan_return(state, self._drained, slots))
+        self._drained = [moves for moves in self._drained if not self._gone.isdisjoint(moves.leaving)]
+        self.notify()
+
+    async def _until_done(
+        self, plan: Callable[[ClusterState], DrainStep], leaving: Collection[int] = frozenset()
+    ) -> None:
+        """Carry out the steps of a plan until it is done. leaving: slots that are to be gone by it. Raises CannotDrain,
+        and what ends the run."""
+        self._num_emptying += 1
+        pause_s = DRAIN_RETRY_S
+        try:
+            while True:
+                async with self._deciding:
+                    change = self._change
+                    if self._failed is not None:
+                        raise self._failed
+                    if self._is_stopped:
+                        raise CannotDrain("the run ends")
+                    if change is None:
+                        state = self._state()
+                        step = plan(state)
+                        if step.verdict == "done":
+                            return
+                        if step.verdict == "cannot":
+                            raise CannotDrain(step.reason)
+                        if step.verdict == "change":
+                            self._actuator.hold_training(step.decision.hold_training)
+                            self._log.decided(step.decision, state.now_s)
+                            self._drained += [moves_of(step.decision, leaving)] if leaving else []
+                            change = self._begin(state, step.decision, state.now_s)
+                num_failed = self._num_failed
+                if change is not None:
+                    await asyncio.wait([change])
+                if change is None or self._num_failed > num_failed:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, MAX_DRAIN_RETRY_S)
+        finally:
+            self._num_emptying -= 1
+            self._actuator.hold_training(False)  # or as the policy says, which is asked next
 
     async def begin_step(self, version: int) -> None:
         """Ask the policy about the step that begins, and have its change begin. While another change is under way, the
@@ -166,6 +259,16 @@ class ElasticController(StepListener):
         case: who has its devices is to give them back."""
         return not self._publishing or self._actuator.wanted
 
+    def _state(self) -> ClusterState:
+        """The state without slots that are gone, or about to be and empty."""
+        state = replace(self._actuator.state(), change=self.num_changes + 1)
+        if not (absent := self._gone | self._leaving):
+            return state
+        holding = {each.slot for each in state.slots if each.slot in self._leaving and each.roles}
+        slots = tuple(each for each in state.slots if each.slot not in absent or each.slot in holding)
+        state = replace(state, slots=slots)
+        return replace(state, home=home_without(state, absent - holding))
+
     def _fail(self, error: Exception) -> None:
         self._failed = error
         self._actuator.hold_training(False)
@@ -173,11 +276,13 @@ class ElasticController(StepListener):
 
     async def _decide(self) -> None:
         """Ask the policy, and begin the change that it orders, if any. The caller holds `_deciding`."""
+        if (policy := self._policy) is None or self._num_emptying:
+            return
         actuator, began_s = self._actuator, time.thread_time()
-        at_s, state = actuator.now_s, replace(actuator.state(), asked=self._asked, change=self.num_changes + 1)
+        at_s, state = actuator.now_s, replace(self._state(), asked=self._asked)
         self._asked = True
         state_s = time.thread_time() - began_s
-        decision, deciding_s = await self._ask(state)
+        decision, deciding_s = await self._ask(policy, state)
         # Slots that train hear of a migration after their micro-steps: training that waited waits until they have.
         self._actuator.hold_training(decision.hold_training or (state.trainer.held and bool(decision.migrations)))
         took_s = state_s + deciding_s
@@ -190,9 +295,14 @@ class ElasticController(StepListener):
             return
         self._log.decided(decision, at_s)
         if decision.orders:
-            self._execution = Execution(actuator, state, decision)
-            actuator.changing(decision.moves)
-            self._change = asyncio.create_task(self._make(self._execution, state, decision, at_s))
+            self._begin(state, decision, at_s)
+
+    def _begin(self, state: ClusterState, decision: Decision, at_s: float) -> asyncio.Task[None]:
+        """Begin the change that a decision orders. The caller holds `_deciding`, and no change is under way."""
+        self._execution = Execution(self._actuator, state, decision)
+        self._actuator.changing(decision.moves)
+        self._change = asyncio.create_task(self._make(self._execution, state, decision, at_s))
+        return self._change
 
     def _lost_slots(self, state: ClusterState, decision: Decision) -> set[int]:
         """Slots of the decision that were lost while the policy decided. They come back by themselves."""
@@ -226,20 +336,21 @@ class ElasticController(StepListener):
             # The same state would give the same decision, at once and again and again.
             self._not_before_s = self._actuator.now_s + min(MAX_BACKOFF_S, 2.0 ** (self._num_failed - 1))
 
-    async def _ask(self, state: ClusterState) -> tuple[Decision, float]:
+    async def _ask(self, policy: Policy, state: ClusterState) -> tuple[Decision, float]:
         """The decision, and the CPU seconds that it took."""
         try:
-            return await self._decision(state)
+            return await self._decision(policy, state)
         except BadDecision as error:
             if self._fallback is None:
                 raise
             self.refused = self._log.refused(error)
-            self._policy, self._fallback = self._fallback, None
-        return await self._decision(state)
+            policy = self._policy = self._fallback
+            self._fallback = None
+        return await self._decision(policy, state)
 
-    async def _decision(self, state: ClusterState) -> tuple[Decision, float]:
+    async def _decision(self, policy: Policy, state: ClusterState) -> tuple[Decision, float]:
         """Raises BadDecision."""
-        asking = asyncio.get_running_loop().run_in_executor(_THREADS, _timed, self._policy, state)
+        asking = asyncio.get_running_loop().run_in_executor(_THREADS, _timed, policy, state)
         try:
             async with asyncio.timeout(MAX_DECIDING_S):
                 decision, took_s, cpu_s = await asking

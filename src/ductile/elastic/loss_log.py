@@ -32,7 +32,7 @@ class LossLog:
         self._unsubscribe()
 
     def _on_event(self, slot: int, event: SlotEvent) -> None:
-        if not isinstance(event, Died):
+        if not isinstance(event, Died) or slot in self._cluster.mailbox.gone:
             return
         roles = self._cluster.mailbox.roles(slot)
         lost = SlotWasLost(slot, roles=roles, sentence=f"{capitalised(event.reason)}.")

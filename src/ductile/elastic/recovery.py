@@ -113,7 +113,7 @@ class Recovery:
         return frozenset(self._restarting)
 
     def _on_event(self, slot: int, event: SlotEvent) -> None:
-        if not isinstance(event, Died) or self._cluster.has_failed:
+        if not isinstance(event, Died) or self._cluster.has_failed or slot in self._cluster.mailbox.gone:
             return
         if slot in self._restarting:
             self._gone.add(slot)
@@ -156,6 +156,8 @@ class Recovery:
                     await self._change_over(each)
                 if self._cluster.has_failed:
                     return  # the change has ended the run: what it lost cannot be replaced
+                if not self._cluster.mailbox.gone.isdisjoint(roles):
+                    return  # it was to be gone when it was to come back
                 missing = self._missing(roles)
                 if lost.keys().isdisjoint(roles) and (self._is_scheduled or not missing):
                     return  # a change has started it, and the policy gives it what roles it has

@@ -50,3 +50,38 @@ class SlotGivenBack(RunEvent, tag="slot_given_back", frozen=True):
 
     slot: int
     roles: tuple[Role, ...]
+
+
+class SlotNoticed(RunEvent, tag="slot_noticed", frozen=True):
+    """Slots will be gone by a deadline, and are emptied before it."""
+
+    slots: tuple[int, ...]
+    deadline_s: float
+    """Seconds from the event to the deadline."""
+    source: str
+    """How the notice came."""
+
+
+class SlotGone(RunEvent, tag="slot_gone", frozen=True):
+    """A slot has left that was emptied before: nothing was lost with it, and it is not started again."""
+
+    slot: int
+    roles: tuple[Role, ...]
+    """Roles that it had."""
+    emptied_s: float
+    """Seconds from the notice until it held nothing."""
+
+
+class SlotNotEmptied(RunEvent, tag="slot_not_emptied", frozen=True):
+    """Slots cannot be emptied, or were not in time: they work on, until they die."""
+
+    slots: tuple[int, ...]
+
+
+class SlotIsBack(RunEvent, tag="slot_back", frozen=True):
+    """A slot that was gone runs again."""
+
+    slot: int
+    roles: tuple[Role, ...]
+    device: str
+    pid: int

@@ -115,6 +115,11 @@ class NodeReady(AgentMessage):
     """CUDA devices of the node; None where slots are processes, of which there may be any number."""
 
 
+class NodeNoticed(AgentMessage):
+    """SIGTERM has come to the agent, which works on until its slots have ended: the machine is about to be taken
+    away."""
+
+
 class NodeLost(AgentMessage):
     """There are no slots on the node from now on: the agent kills those that are left, and ends."""
 
@@ -147,4 +152,6 @@ class SlotEnded(AgentMessage):
 
 
 ToAgent = Renew | Admit | Refuse | Leave | StartSlot | SignalSlot
-FromAgent = Renew | AgentHello | NodeReady | NodeLost | NodeLeft | SlotSpawned | SlotNotSpawned | SlotEnded
+FromAgent = (
+    Renew | AgentHello | NodeReady | NodeNoticed | NodeLost | NodeLeft | SlotSpawned | SlotNotSpawned | SlotEnded
+)

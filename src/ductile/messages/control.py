@@ -8,7 +8,7 @@ import msgspec
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 
-VERSION = 6
+VERSION = 7
 
 
 class Words(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,10 +42,22 @@ class FleetRequest(Words, tag="fleet"):
     """join: seconds until the server must generate."""
 
 
+class DrainRequest(Words, tag="drain"):
+    """Empty slots, and end them; or have slots come back that are gone."""
+
+    slots: tuple[int, ...] = ()
+    node: int | None = None
+    """Node whose slots are meant, besides `slots`."""
+    deadline_s: float = 120.0
+    """Seconds until they are to be gone."""
+    back: bool = False
+    """They are to come back."""
+
+
 class ControlRequest(Words):
     version: int
     token: str
-    ask: ResizeRequest | Status | FleetRequest
+    ask: ResizeRequest | Status | FleetRequest | DrainRequest
 
 
 class Resized(Words, tag="resized"):
@@ -75,6 +87,15 @@ class Resized(Words, tag="resized"):
     carrier: str = ""
 
 
+class Drained(Words, tag="drained"):
+    """Slots are gone, or are back."""
+
+    slots: tuple[int, ...]
+    seconds: float
+    """Seconds from the notice until they held nothing; of slots that are back, from the request until they were."""
+    sentence: str
+
+
 class SlotStatus(Words):
     slot: int
     pid: int
@@ -82,7 +103,8 @@ class SlotStatus(Words):
     roles: tuple[str, ...]
     doing: str
     """An activity of the ledger: train, generate, score, publish, switch, idle. Of a lost slot "restarting", or "given
-    back" when it is not started again any more; "lost" when it never was to be."""
+    back" when it is not started again any more; "gone" when it was emptied before it left, and "lost" when it never was
+    to be started again."""
     seconds: dict[str, float]
     """Seconds by activity since the slot had its first role; together they are all the time since then."""
     idle: dict[str, float] = {}
@@ -142,7 +164,7 @@ class RunStatus(Words, tag="status"):
 
 class Response(Words):
     version: int
-    result: Resized | RunStatus | FleetStatus | None = None
+    result: Resized | RunStatus | FleetStatus | Drained | None = None
     error: str = ""
     """Reason for which there is no result, as a sentence; "" when there is one."""
     unfit: bool = False

@@ -338,6 +338,10 @@ class Heartbeat(Message):
     busy_for_s: float
 
 
+class Terminating(Message):
+    """SIGTERM has come to the slot's process, which works on: somebody is about to end it."""
+
+
 class PreparationEnded(Message):
     """The end of what `Prepare` began. The thread that did it says so, whatever the main thread is at."""
 
@@ -384,7 +388,7 @@ Reply = (
     | ForwardBackwardDone | Stepped | StateMoved | Frozen | StateTransferred | Published | UpdateBegun
     | Scores | WeightDigests | MigratedOut
 )  # fmt: skip
-Event = Hello | Heartbeat | PreparationEnded | UpdateSent | Finished | EngineStats
+Event = Hello | Heartbeat | Terminating | PreparationEnded | UpdateSent | Finished | EngineStats
 
 
 class Envelope(msgspec.Struct, frozen=True):

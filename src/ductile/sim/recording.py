@@ -109,11 +109,12 @@ def read_recording(run: str | Path) -> Recording:
     return Recording(folder, setting, steps, quiet or tuple(places), share, by_hand)
 
 
-def recorded_scenario(recording: Recording, seed: int = 0) -> Scenario:
-    """The run as it was, for as many steps as were recorded. Raises NoRecording when nothing was generated."""
+def recorded_scenario(recording: Recording, seed: int = 0, num_steps: int | None = None) -> Scenario:
+    """The run as it was, for so many steps; None: as many as were recorded. Raises NoRecording when nothing was
+    generated."""
     setting, last = recording.setting, recording.steps[-1]
-    # The last simulated step is the run's last one only where the recorded one was.
-    num_steps = len(recording.steps) + (last.step < setting.num_steps)
+    if num_steps is None:  # the last simulated step is the run's last one only where the recorded one was
+        num_steps = len(recording.steps) + (last.step < setting.num_steps)
     seen = tuple(length for step in recording.steps for length in step.lengths)
     if not seen:
         raise NoRecording(f"{recording.run} has no completions in its profiles: nothing was generated")

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from ductile.orchestrator.loop.run_schedule import RunSchedule
 from ductile.orchestrator.loop.sample_builder import SampleBuilder
 from ductile.records import Sampling
 from ductile.sim.clock import now_s, run
+from ductile.sim.preempted import play, run_beside
+from ductile.sim.preemptions import Preemption
 from ductile.sim.scenario import Scenario
 from ductile.sim.simulated_actuator import SimulatedActuator
 from ductile.sim.simulated_roles import SimGenerators, SimScorer, SimTrainer
@@ -40,8 +42,10 @@ class Simulated:
     wall_s: float
     num_slots: int
     step_s: tuple[float, ...]
+    slot_seconds: float
+    """Seconds of all slots together, without those in which they were gone."""
     totals: Mapping[Activity, float]
-    """Slot-seconds by activity; they add up to `wall_s * num_slots`."""
+    """Slot-seconds by activity; they add up to `slot_seconds`."""
     idle: Mapping[IdleCause, float]
     changes: tuple[ExecutedDecision, ...]
     spans: tuple[Span, ...]
@@ -52,32 +56,40 @@ class Simulated:
 
     @property
     def idle_share(self) -> float:
-        return self.totals.get("idle", 0.0) / max(1e-9, self.wall_s * self.num_slots)
+        return self.totals.get("idle", 0.0) / max(1e-9, self.slot_seconds)
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.wall_s
 
 
-def simulate(scenario: Scenario, policy: Policy, folder: Path | None = None) -> Simulated:
+def simulate(
+    scenario: Scenario, policy: Policy, folder: Path | None = None, preemptions: Sequence[Preemption] = ()
+) -> Simulated:
     """Run the scenario to its end. folder: where `events.jsonl` and `metrics.jsonl` go; None keeps nothing.
+    preemptions: slots that are taken away meanwhile, and come back.
 
-    Raises BadDecision when the policy orders what cannot be, and Deadlock when all tasks wait for ever.
+    Raises BadDecision when the policy orders what cannot be, NotSurvived when slots cannot be emptied before they are
+    taken away, and Deadlock when all tasks wait for ever.
     """
     if folder is not None:
-        return run(_simulate(scenario, policy, folder))
+        return run(_simulate(scenario, policy, folder, preemptions))
     with tempfile.TemporaryDirectory() as nowhere:
-        return run(_simulate(scenario, policy, Path(nowhere)))
+        return run(_simulate(scenario, policy, Path(nowhere), preemptions))
 
 
-async def _simulate(scenario: Scenario, policy: Policy, folder: Path) -> Simulated:
+async def _simulate(scenario: Scenario, policy: Policy, folder: Path, preemptions: Sequence[Preemption]) -> Simulated:
     spans: list[Span] = []
     ledger, work = Ledger(spans.append), scenario.work
     record = Recorder(folder, clock=now_s)
     try:
         actuator = SimulatedActuator(scenario, ledger)
         controller = ElasticController(policy, actuator, record, rest_s=lambda took_s: scenario.coalesce_s)
-        await _loop(scenario, actuator, controller, record).run()
+        looping = _loop(scenario, actuator, controller, record).run()
+        if preemptions:
+            await run_beside(looping, play(preemptions, actuator, controller))
+        else:
+            await looping
     finally:
         record.close()
     ended_s = now_s()
@@ -85,6 +97,7 @@ async def _simulate(scenario: Scenario, policy: Policy, folder: Path) -> Simulat
     return Simulated(
         wall_s=ended_s,
         num_slots=scenario.placement.num_slots,
+        slot_seconds=ledger.slot_seconds(ended_s),
         step_s=tuple(actuator.step_s),
         totals=ledger.totals(ended_s),
         idle=ledger.idle(ended_s),

@@ -49,6 +49,8 @@ class SimulatedActuator:
         slots = scenario.placement.slots
         self.roles: dict[int, tuple[Role, ...]] = {}
         self.since_s = dict.fromkeys(slots, 0.0)
+        self.gone: set[int] = set()
+        """Slots that have left, and cost nothing."""
         self._changing: frozenset[int] = frozenset()
         self.layout = layout_for(scenario.placement.train, scenario.rules)
         self.boundary = asyncio.Lock()
@@ -217,6 +219,19 @@ class SimulatedActuator:
             self.assign({slot: in_order_of_roles(*self.roles[slot], "train") for slot in {*after} - {*before}})
         return []
 
+    def leave(self, slots: Collection[int]) -> None:
+        """Slots that hold nothing leave."""
+        for slot in slots:
+            self.gone.add(slot)
+            self.ledger.close(slot, self.now_s)
+
+    def come_back(self, slots: Collection[int]) -> None:
+        """Slots that have left are there again, and hold nothing."""
+        for slot in slots:
+            self.gone.discard(slot)
+            self.ledger.open(slot, self.now_s)
+            self.refresh(slot)
+
     async def _switch(self, slots: Collection[int], seconds: float) -> None:
         if seconds > 0:
             self.stall(slots, seconds)
@@ -280,6 +295,8 @@ class SimulatedActuator:
 
     def refresh(self, slot: int) -> None:
         """Tell the ledger what the slot does now."""
+        if slot in self.gone:
+            return
         for activity in DOING:
             if self._doing[activity][slot]:
                 self.ledger.switch(slot, activity, self.now_s)
@@ -410,6 +427,7 @@ class SimulatedActuator:
             slots=tuple(
                 SlotState(slot, roles, self.since_s[slot], slot not in self._changing)
                 for slot, roles in self.roles.items()
+                if slot not in self.gone
             ),
             batch=self._batch(),
             trainer=TrainerState(

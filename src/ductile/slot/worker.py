@@ -9,6 +9,7 @@ Any number of roles may live in one slot; each command has one that handles it.
 import importlib
 import os
 import queue
+import signal
 import sys
 import traceback
 from collections import Counter
@@ -47,6 +48,7 @@ from ductile.messages.workers import (
     Stop,
     Survey,
     Surveyed,
+    Terminating,
     Traced,
     TrainCommand,
 )
@@ -325,8 +327,21 @@ def _code(error: Exception) -> str:
     return (OutOfMemory if is_out_of_memory(error) else Refused).code
 
 
+def tell_of_sigterm(tell: Callable[[], None]) -> None:
+    """Have a thread call `tell` at each SIGTERM, which all threads block: no call of theirs is interrupted, and none
+    needs its turn for the signal to be heard."""
+
+    def wait() -> None:
+        while True:
+            signal.sigwait({signal.SIGTERM})
+            tell()
+
+    Thread(target=wait, name="SIGTERM", daemon=True).start()
+
+
 def main(arguments: dict[str, Any], say: Say) -> None:
     """What the process server forks (`ductile.slot.forkserver`)."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is any other thread
     settings = msgspec.convert(arguments, SlotSettings)
     sys.stdout.reconfigure(line_buffering=True, errors=ESCAPED)  # pyright: ignore[reportAttributeAccessIssue]
     if settings.device == "cpu":
@@ -342,6 +357,7 @@ def main(arguments: dict[str, Any], say: Say) -> None:
         serve_segments(settings.host, key)
     token = bytes.fromhex(settings.token)
     link = Link(lambda: Dealer(settings.address, token, settings.slot, key), settings.device, settings.owner)
+    tell_of_sigterm(partial(link.send, 0, Terminating()))
     try:
         Worker(settings, link).run()
     except Exception as error:

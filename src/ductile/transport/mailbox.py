@@ -73,6 +73,8 @@ class Mailbox:
         """Membership epoch, sent with every command; a slot refuses an older one than it has seen."""
         self.lost: dict[int, str] = {}
         """Slots that were given up, with the sentence that says why."""
+        self.gone: set[int] = set()
+        """Slots of `lost` that were emptied before they left: nothing was lost with them."""
         self.heard_at_s: dict[int, float] = {}
         """Time at which each slot last said anything, on `clock`."""
         self.heartbeats: dict[int, Heartbeat] = {}
@@ -145,11 +147,14 @@ class Mailbox:
         None where it is at none."""
         self._watchers.append(watcher)
 
-    def lose(self, slot: int, reason: str) -> None:
-        """Give a slot up: all that is asked of it fails at once, now and later. The first reason stays."""
+    def lose(self, slot: int, reason: str, is_gone: bool = False) -> None:
+        """Give a slot up: all that is asked of it fails at once, now and later. The first reason stays. is_gone: it was
+        emptied before."""
         if slot in self.lost:
             return
         self.lost[slot] = reason
+        if is_gone:
+            self.gone.add(slot)
         for pending in self._pending.values():
             if pending.slot == slot and not pending.future.done():
                 pending.future.set_exception(SlotLost(reason, slot))
@@ -158,6 +163,7 @@ class Mailbox:
     def welcome(self, slot: int) -> None:
         """A new process is about to be this slot: nothing is known of it, whatever became of an earlier one."""
         self.lost.pop(slot, None)
+        self.gone.discard(slot)
         for known in (self.heard_at_s, self.heartbeats, self._roles, self._pids):
             known.pop(slot, None)
 

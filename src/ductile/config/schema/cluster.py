@@ -98,6 +98,9 @@ class ClusterConfig(Section):
     start_timeout_s: float = Field(default=120.0, gt=0)
     """The longest that slots, or one that is started again, may take to say that they are there; and before that, that
     `num_nodes` machines may take to join."""
+    drain_deadline_s: float = Field(default=30.0, gt=0)
+    """Seconds from SIGTERM to a slot's process until the slot is expected to be gone: it is emptied meanwhile, as by
+    `ductile drain`. Kubernetes and SLURM send SIGKILL after 30."""
     max_restarts: int = Field(default=5, ge=0)
     """How often in a row a lost generator or scorer is started again before its slot is given back: at once first, then
     after 1 s, 2 s, 4 s and so on. 0: it is given back at once."""

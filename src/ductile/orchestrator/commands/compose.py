@@ -35,6 +35,7 @@ from ductile.orchestrator.ending.meaning import Beginning, going_on
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import since_start, summarise_rl
 from ductile.orchestrator.ending.run_until import run_until
+from ductile.orchestrator.ending.save_once import saved_when
 from ductile.orchestrator.ending.saving import Saver, where_to_begin
 from ductile.orchestrator.loop.assembly import assemble
 from ductile.orchestrator.loop.buffer import Buffer
@@ -242,7 +243,7 @@ async def run_loop(
             begin_scheduling(buffer, accounting),
             context.stop,
         )
-        async with canaries or nullcontext():
+        async with canaries or nullcontext(), saved_when(context.save_soon, output.save):
             if canaries:
                 loop.publisher.on_live.add(canaries.check_soon)
             step = await loop.run(context.death_watch())

@@ -36,8 +36,10 @@ from ductile.core.layout.choice.layout_rules import LayoutRules, layout_for
 from ductile.core.layout.model.peak import arithmetic_of, compute_dtype
 from ductile.core.scheduling.facts.cluster_state import first_instances, groups_of
 from ductile.elastic.activity import SlotActivity
+from ductile.elastic.drains import Drains
 from ductile.elastic.loss_log import LossLog
 from ductile.elastic.recovery import Recovery
+from ductile.elastic.trainer_mover import TrainerMover
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.events.slots import SlotStarted
@@ -114,7 +116,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         stop = session.interrupt.graceful
         servers = Servers(config, fleet, session.record, session.folder, stop) if has_servers(config) else None
         live = _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet, servers)
-        async with live as resizer:
+        async with live as (resizer, drains):
 
             async def change_over(slot: int) -> None:
                 await activity.change_over(slot)
@@ -131,9 +133,11 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
                 groups=lambda role: groups_of(role, placement, cluster.slots, limits_of(config)),
             )
             scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
-            context = _context(session, lambda: fleet.slots_by_role, resizer, cluster, servers)
+            scheduling.on_controller.add(drains.begin)
+            context = _context(session, lambda: fleet.slots_by_role, resizer, cluster, drains, servers)
             device = next(iter(cluster.devices.values()))
-            async with recovery, servers or nullcontext():  # they may not begin: then there is no loop
+            # They may not begin: then there is no loop.
+            async with recovery, servers or nullcontext(), scheduling, drains:
                 rl_loop = run_loop(
                     prepared,
                     fleet.trainer,
@@ -157,9 +161,11 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         await run_until(taking, session.interrupt.graceful, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, layout, deadlines, prepared.chat_format)
         _begin_traces(config, cluster, session, lambda: trainer.layout.slots, prepared.progress.step)
-        async with _live(config, prepared.trainer, cluster, trainer, activity, session, rules) as resizer:
-            context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
-            summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
+        async with _live(config, prepared.trainer, cluster, trainer, activity, session, rules) as (resizer, drains):
+            drains.begin(TrainerMover(trainer, resizer))
+            context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster, drains)
+            async with drains:
+                summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
     return batches_summary(summary, prepared.model_folder)
 
 
@@ -180,6 +186,7 @@ def _context(
     slots: Callable[[], Mapping[str, Sequence[int]]],
     resizer: TrainerResizer,
     cluster: Cluster,
+    drains: Drains,
     servers: Servers | None = None,
 ) -> RunContext:
     def counts() -> dict[str, float]:
@@ -188,7 +195,8 @@ def _context(
     async def death() -> str:
         return await first_of(cluster.death(), *([servers.stuck()] if servers else []))
 
-    return RunContext(session.record, session.interrupt.graceful, slots, counts, death, session.began_s)
+    stop, save_soon = session.interrupt.graceful, drains.save_soon
+    return RunContext(session.record, stop, slots, counts, death, save_soon, session.began_s)
 
 
 def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
@@ -268,10 +276,10 @@ async def _live(
     rules: LayoutRules,
     fleet: RunRoles | None = None,
     servers: Servers | None = None,
-) -> AsyncGenerator[TrainerResizer]:
-    """Meanwhile the run serves `ductile status`, `ductile resize` and `ductile fleet`. trainer_config: as the slots
-    have it. rules: the run's, which the resizer keeps from now on. fleet: has the trainer; None where there is nothing
-    else."""
+) -> AsyncGenerator[tuple[TrainerResizer, Drains]]:
+    """Meanwhile the run serves `ductile status`, `ductile resize`, `ductile drain` and `ductile fleet`. trainer_config:
+    as the slots have it. rules: the run's, which the resizer keeps from now on. fleet: has the trainer; None where
+    there is nothing else."""
     command_s = Deadlines.of(config.cluster).command_s
     options = ResizeOptions(
         settings=trainer_config.model_dump(mode="json"),
@@ -283,10 +291,11 @@ async def _live(
     )
     resizer = TrainerResizer(cluster, trainer, options, session.record, most_slots(config), fleet, rules)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
-    live = LiveRun(session, cluster, trainer, activity, resizer, policy, servers)
+    drains = Drains(cluster, trainer, session.record, session.interrupt.graceful.is_set)
+    live = LiveRun(session, cluster, trainer, activity, resizer, drains, policy, servers)
     with LossLog(cluster, resizer, session.record):
         async with Endpoint(session.folder, live.respond):
-            yield resizer
+            yield resizer, drains
 
 
 async def _take_roles(

@@ -20,6 +20,8 @@ class RunContext:
     """Returns further metrics of each step."""
     death: Callable[[], Coroutine[Any, Any, str]] | None = None
     """Waits until a process that the run needs is gone, and returns a sentence about it; None: none is watched."""
+    save_soon: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set each time that the last whole step is to be saved at once, and training goes on."""
     began_s: float = field(default_factory=time.perf_counter)
     """`time.perf_counter()` of the command's start, for `wall_s`."""
 

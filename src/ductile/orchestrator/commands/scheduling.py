@@ -2,8 +2,10 @@
 
 import time
 from functools import partial
+from typing import Self
 
 from ductile.cluster.cluster import Cluster
+from ductile.concurrency.listeners import Listeners
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import policy_arguments, policy_name, policy_of
 from ductile.config.checks.asked_servers import asked_servers
@@ -53,11 +55,22 @@ class Scheduling:
         self._config, self._prepared, self._record = config, prepared, record
         self._cluster, self._fleet, self._resizer, self._recovery = cluster, fleet, resizer, recovery
         self._activity = activity
+        self.on_controller = Listeners[[ElasticController]]()
+        """Told of the controller as soon as there is one."""
         self._controller: ElasticController | None = None
         self._began_s = 0.0
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Give up what of the controller is under way: where it has no policy, the loop does not do so."""
+        if self._controller is not None:
+            await self._controller.stop()
+
     def begin(self, buffer: Buffer, accounting: StepAccounting) -> ElasticController | None:
-        """Account for the slots' time from now on. Returns their controller; None without `cluster.auto_scheduler`."""
+        """Account for the slots' time from now on. Returns the controller that moves slots with the loop; None without
+        `cluster.auto_scheduler`, when it has no policy, and only empties slots that are to be gone."""
         config, fleet = self._config, self._fleet
         on_gpu = any(device.startswith("cuda") for device in self._cluster.devices.values())
         setting = setting_of(config, self._prepared, fleet, self._resizer.rules, on_gpu=on_gpu)
@@ -70,25 +83,29 @@ class Scheduling:
             lambda sentence, lost: self._record.event(RequestRestarted(lost, sentence=sentence))
         )
         self._profile(setting, measured, began_s)
+        actuator = LiveActuator(
+            setting,
+            self._cluster,
+            fleet,
+            self._resizer,
+            self._recovery,
+            self._activity,
+            accounting,
+            measured,
+            lambda: time.monotonic() - began_s,
+        )
         if config.cluster.auto_scheduler:
             fleet.trainer.parking.on_moved.add(self._on_state_moved)
-            actuator = LiveActuator(
-                setting,
-                self._cluster,
-                fleet,
-                self._resizer,
-                self._recovery,
-                self._activity,
-                accounting,
-                measured,
-                lambda: time.monotonic() - began_s,
-            )
             journal = DecisionJournal(self._record, policy_arguments(config.cluster))
             policy, otherwise = policy_of(config.cluster), Home()
-            self._controller = ElasticController(policy, actuator, self._record, otherwise, journal=journal)
+            controller = ElasticController(policy, actuator, self._record, otherwise, journal=journal)
             for each in (actuator, measuring, buffer, self._recovery):
-                each.on_change.add(self._controller.notify)
-        return self._controller
+                each.on_change.add(controller.notify)
+        else:
+            controller = ElasticController(None, actuator, self._record)
+        self._controller = controller
+        self.on_controller(controller)
+        return controller if config.cluster.auto_scheduler else None
 
     def _on_state_moved(self, travel: StateTravel) -> None:
         slots, size = capitalised(slots_of(travel.slots)), f"{travel.num_bytes / 2**20:.1f} MiB"

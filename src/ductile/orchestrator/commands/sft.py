@@ -25,7 +25,7 @@ from ductile.orchestrator.ending.meaning import Beginning, going_on
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.orchestrator.ending.run_summary import per_second, since_start
 from ductile.orchestrator.ending.run_until import run_until
-from ductile.orchestrator.ending.save_once import SaveOncePerStep, saved_in_the_end
+from ductile.orchestrator.ending.save_once import SaveOncePerStep, saved_in_the_end, saved_when
 from ductile.orchestrator.ending.saving import Saver, where_to_begin
 from ductile.orchestrator.loop.skipped_steps import SkippedSteps
 from ductile.orchestrator.loop.step_metrics import utilisation
@@ -171,9 +171,13 @@ async def run_batches(
     record.event(BatchesReady(**prepared.data.counts, sentence=prepared.data.sentence))
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
     training = _Training(prepared, trainer, saver, context)
-    await saved_in_the_end(
-        training.run(), lambda: training.save(training.step), training.save.when(context.stop), context.death_watch()
-    )
+    async with saved_when(context.save_soon, training.save):
+        await saved_in_the_end(
+            training.run(),
+            lambda: training.save(training.step),
+            training.save.when(context.stop),
+            context.death_watch(),
+        )
     rows = record.rows()
     since_start_s = context.wall_s()
     summary = {

@@ -28,6 +28,8 @@ from ductile.fabric.process import start_time
 from ductile.messages.control import (
     VERSION,
     ControlRequest,
+    Drained,
+    DrainRequest,
     FleetRequest,
     FleetStatus,
     Resized,
@@ -48,9 +50,14 @@ AFTER_THE_END = {event.__struct_config__.tag for event in (TrainerResized, Resiz
 """Events that may follow an ending: those of a resize that the run did not wait for."""
 STATUS_S = 10.0
 RESIZE_S = FLEET_S = 600.0
+DRAIN_S = 120.0
+"""Seconds that a drain may take where nobody says how many."""
+BACK_S = 600.0
+REPLIES_S = 10.0
+"""Seconds after a drain's deadline within which the run says what became of it."""
 
 
-R = TypeVar("R", Resized, RunStatus, FleetStatus)
+R = TypeVar("R", Resized, RunStatus, FleetStatus, Drained)
 
 
 class OnAnotherMachine(Unfit):
@@ -113,7 +120,25 @@ class Run:
         """
         return self._ask(FleetRequest(action, server, timeout_s), FleetStatus, timeout_s)
 
-    def _ask(self, ask: ResizeRequest | Status | FleetRequest, expected: type[R], timeout_s: float) -> R:
+    def drain(self, slots: Iterable[int] = (), node: int | None = None, deadline_s: float = DRAIN_S) -> Drained:
+        """Have slots emptied and ended, and wait until they are gone: requests go on at other generators, and the
+        trainer on other slots.
+
+        Args:
+            slots: the slots.
+            node: a node whose slots are meant, besides.
+            deadline_s: seconds until they must be gone.
+
+        Raises Unfit, or RunFailed when they cannot be emptied, or were not in time.
+        """
+        ask = DrainRequest(tuple(slots), node, deadline_s)
+        return self._ask(ask, Drained, deadline_s + REPLIES_S)
+
+    def bring_back(self, slots: Iterable[int] = (), node: int | None = None, timeout_s: float = BACK_S) -> Drained:
+        """Have slots come back that were drained, and wait until they work. Raises Unfit or RunFailed."""
+        return self._ask(DrainRequest(tuple(slots), node, back=True), Drained, timeout_s)
+
+    def _ask(self, ask: ResizeRequest | Status | FleetRequest | DrainRequest, expected: type[R], timeout_s: float) -> R:
         if not (isfinite(timeout_s) and timeout_s > 0):
             raise Unfit(f"the timeout is {timeout_s:g} s; it must be above 0, and finite")
         host, port, token = self._where()

@@ -23,6 +23,8 @@ from ductile.fabric.process import start_time
 from ductile.messages.control import (
     VERSION,
     ControlRequest,
+    Drained,
+    DrainRequest,
     FleetRequest,
     FleetStatus,
     Resized,
@@ -43,7 +45,9 @@ MAX_SILENT = 16
 """Connections at most whose request has not come yet. For one more, the one that has been silent for longest is hung up
 on: a client that connects and says nothing keeps no other out."""
 
-Respond = Callable[[ResizeRequest | Status | FleetRequest], Awaitable[Resized | RunStatus | FleetStatus]]
+Respond = Callable[
+    [ResizeRequest | Status | FleetRequest | DrainRequest], Awaitable[Resized | RunStatus | FleetStatus | Drained]
+]
 
 
 class Endpoint:

@@ -1,7 +1,8 @@
-"""`ductile resize`, `ductile fleet` and `ductile status`: asking a live run, from a shell.
+"""`ductile resize`, `ductile drain`, `ductile fleet` and `ductile status`: asking a live run, from a shell.
 
 0     done
-1     the run did not do it: it was rolled back, the run ended, or another resize is under way
+1     the run did not do it: it was rolled back, slots were not empty in time, the run ended, or another resize is under
+      way
 2     nothing was tried: no live run, or something that cannot be
 130   stopped waiting, with Ctrl-C; the run does it all the same
 """
@@ -17,7 +18,7 @@ from ductile.cluster.slurm.login import run_in_job
 from ductile.config.reading.command_line import parse_with_folder, pasteable, path_argument, print_error
 from ductile.core.layout.choice.layout_text import EXAMPLE
 from ductile.messages.control import Resized, RunFailed, Unfit
-from ductile.orchestrator.control.control import FLEET_S, RESIZE_S, OnAnotherMachine, Run
+from ductile.orchestrator.control.control import DRAIN_S, FLEET_S, RESIZE_S, OnAnotherMachine, Run
 
 DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
 EXAMPLES = {"list": "", "join": " http://10.0.0.7:8000", "drain": " 10.0.0.7:8000", "evict": " 10.0.0.7:8000"}
@@ -59,6 +60,36 @@ def resize(words: Sequence[str]) -> int:
         if result.outcome != "unchanged":
             print(times(result))
     return NOT_DONE if result.outcome == "rolled_back" else DONE
+
+
+def drain(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ductile drain",
+        description="Empty slots of a live run, and end them: requests go on at other generators with the tokens that "
+        "they have, and the trainer on other slots. Nothing is lost, and the run does not use the slots any more.",
+    )
+    parser.add_argument("--slot", "--slots", metavar="SLOTS", default="", help="for example 3, 0-3, or 0,2,5")
+    parser.add_argument("--node", type=int, metavar="N", help="all slots of this node")
+    parser.add_argument(
+        "--deadline-s",
+        type=float,
+        default=DRAIN_S,
+        metavar="S",
+        help=f"seconds within which they must be gone; default: {DRAIN_S:g}. What cannot be emptied works on",
+    )
+    parser.add_argument("--back", action="store_true", help="have slots come back that were drained")
+    parser.add_argument("--json", action="store_true", help="print what happened as JSON")
+    asked = parse_with_folder(parser, words)
+    if not asked.slot and asked.node is None:
+        parser.error(f"write which slots: {pasteable('drain', asked.run, '--slot')} 3, or --node 0")
+    try:
+        slots = slot_list(asked.slot, "--slot") if asked.slot else ()
+        run = Run(asked.run)
+        done = run.bring_back(slots, asked.node) if asked.back else run.drain(slots, asked.node, asked.deadline_s)
+    except (Unfit, RunFailed, KeyboardInterrupt) as error:
+        return _not_done("drain", error, see=pasteable("status", asked.run))
+    print(msgspec.json.encode(done).decode() if asked.json else done.sentence)
+    return DONE
 
 
 def status(words: Sequence[str]) -> int:
@@ -114,21 +145,21 @@ def times(result: Resized) -> str:
     return f"The {what} took {result.took_s:.2f} s, and kept training still for {result.pause_s:.2f} s of them."
 
 
-def slot_list(text: str) -> tuple[int, ...]:
-    """ "0-1,3" as (0, 1, 3). Raises Unfit."""
+def slot_list(text: str, flag: str = "--train") -> tuple[int, ...]:
+    """ "0-1,3" as (0, 1, 3). Raises Unfit, which names the flag."""
     slots: list[int] = []
     for word in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
         if found and last < first:
-            raise Unfit(f"--train {text}: {word.strip()!r} runs backwards; write {last}-{first}")
+            raise Unfit(f"{flag} {text}: {word.strip()!r} runs backwards; write {last}-{first}")
         if not found:
             raise Unfit(
-                f"--train {text}: {word.strip() or 'nothing'!r} is neither a slot nor a range; write 0-3 or 0,2,5"
+                f"{flag} {text}: {word.strip() or 'nothing'!r} is neither a slot nor a range; write 0-3 or 0,2,5"
             )
         slots += range(first, last + 1)
     if len(set(slots)) < len(slots):
-        raise Unfit(f"--train {text} names a slot twice")
+        raise Unfit(f"{flag} {text} names a slot twice")
     return tuple(slots)
 
 

@@ -1,8 +1,8 @@
 """However training ends, what was trained is saved."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from ductile.concurrency.structured import undisturbed
@@ -69,6 +69,23 @@ class SaveOncePerStep:
         if self._whole is not None:
             with suppress(Exception):
                 await self(self._whole)
+
+
+@asynccontextmanager
+async def saved_when(soon: asyncio.Event, save: SaveOncePerStep) -> AsyncGenerator[None]:
+    """Save the last whole step each time that `soon` is set while the block runs. A failure is not raised."""
+
+    async def keep_saving() -> None:
+        while True:
+            await save.when(soon)
+            soon.clear()
+
+    saving = asyncio.create_task(keep_saving())
+    try:
+        yield
+    finally:
+        saving.cancel()
+        await asyncio.gather(saving, return_exceptions=True)
 
 
 async def saved_in_the_end(
