@@ -22,6 +22,7 @@ from ductile.config.schema.run import (
     OrchestratorRunConfig,
     RLConfig,
     RouterRunConfig,
+    RunConfig,
     SFTConfig,
     TrainerRunConfig,
 )

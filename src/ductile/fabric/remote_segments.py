@@ -68,8 +68,10 @@ class SegmentServer:
         if len(request) != 3:
             return
         id, offset, size = request
-        segment = OPEN.get(id.decode(errors="replace"))
-        content = b"" if segment is None else segment.read(_number(offset), min(_number(size), PIECE_BYTES))
+        segment, content = OPEN.get(id.decode(errors="replace")), b""
+        if segment is not None:
+            with suppress(SegmentUnavailable):  # closed just now
+                content = segment.read(_number(offset), min(_number(size), PIECE_BYTES))
         with suppress(zmq.ZMQError):  # the receiver is gone
             self._socket.send_multipart([connection, offset, *([content] if content else [])], copy=False)
 

@@ -131,17 +131,13 @@ class Segment:
         self.fingerprint = self._read_fingerprint()
         OPEN[self._id] = self
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return so many bytes of a sealed segment, from any thread; b"" once it is closed."""
-        with self._reading:
-            return os.pread(self._fd, num_bytes, offset) if self._fd >= 0 else b""
-
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Return so many of its bytes from `start` on, fewer at its end. Raises SegmentUnavailable."""
-        try:
+        """Return so many bytes of a sealed segment from `start` on, fewer at its end. From any thread. Raises
+        SegmentUnavailable once it is closed."""
+        with self._reading:
+            if self._fd < 0:
+                raise SegmentUnavailable("is gone: its owner withdrew it")
             return os.pread(self._fd, num_bytes, start)
-        except OSError as error:
-            raise SegmentUnavailable("is gone: its owner withdrew it") from error
 
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""

@@ -87,7 +87,7 @@ def drain(words: Sequence[str]) -> int:
         run = Run(asked.run)
         done = run.bring_back(slots, asked.node) if asked.back else run.drain(slots, asked.node, asked.deadline_s)
     except (Unfit, RunFailed, KeyboardInterrupt) as error:
-        return _not_done("drain", error, see=pasteable("status", asked.run))
+        return _not_done("drain", words, error, see=pasteable("status", asked.run))
     print(msgspec.json.encode(done).decode() if asked.json else done.sentence)
     return DONE
 
