@@ -22,7 +22,6 @@ from ductile.config.schema.run import (
     OrchestratorRunConfig,
     RLConfig,
     RouterRunConfig,
-    RunConfig,
     SFTConfig,
     TrainerRunConfig,
 )
@@ -174,7 +173,7 @@ def _check(words: list[str]) -> int:
     return 0
 
 
-def _is_submitted(config: RunConfig) -> TypeGuard[RLConfig | SFTConfig | InferenceRunConfig]:
+def _is_submitted(config: CommandConfig) -> TypeGuard[RLConfig | SFTConfig | InferenceRunConfig]:
     """Whether the command is for SLURM to run, and not for this machine."""
     return isinstance(config, RLConfig | SFTConfig | InferenceRunConfig) and config.slurm is not None
 
