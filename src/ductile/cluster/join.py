@@ -57,19 +57,37 @@ def main(words: Sequence[str]) -> int:
     if asked.wait_s < 0:
         parser.error("--wait-s must not be negative")
     try:
-        return asyncio.run(_join(expanded(asked.run), asked.wait_s, asked.node_rank, asked.interface))
+        return join(expanded(asked.run), asked.wait_s, asked.node_rank, asked.interface)
     except (NotInvited, NoSuchInterface, BadPath, OSError) as error:
         print_error("join", error)
         return NOT_JOINED
 
 
-async def _join(where: str, wait_s: float, node_rank: int | None, interface: str) -> int:
+def join(
+    where: str, wait_s: float, node_rank: int | None = None, interface: str = "", ends_with_run: bool = False
+) -> int:
+    """Be a node of the run until it is over; returns the exit status. In the main thread.
+
+    where: the run's folder, or host:port. ends_with_run: whoever sends this process a signal sends it to the
+    orchestrator, too, which then ends the run in order: a node that has joined does not leave by itself. Raises
+    NotInvited, NoSuchInterface or OSError.
+    """
+    return asyncio.run(_join(where, wait_s, node_rank, interface, ends_with_run))
+
+
+async def _join(where: str, wait_s: float, node_rank: int | None, interface: str, ends_with_run: bool) -> int:
     from ductile.cluster.agent import Agent, Departure, hello
 
     until = time.monotonic() + wait_s
     loop, asked_to_leave = asyncio.get_running_loop(), asyncio.Event()
+    agent: Agent | None = None
+
+    def on_signal() -> None:
+        if not (ends_with_run and agent is not None and agent.was_heard.is_set()):
+            asked_to_leave.set()
+
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(signum, asked_to_leave.set)
+        loop.add_signal_handler(signum, on_signal)
     while not asked_to_leave.is_set():
         address, key = await _invitation(where, until, wait_s, asked_to_leave)
         if asked_to_leave.is_set():
