@@ -38,7 +38,7 @@ def test_sft_over_two_nodes_learns_what_it_learns_on_one(tmp_path: Path, model: 
 
 @pytest.mark.slow
 def test_rl_gives_generators_of_another_node_the_weights(tmp_path: Path, model: Path, start):
-    """Slots 0 (train) and 1 (generate) are on node 0; 2 (generate) and 3 (score) on node 1; the orchestrator has no slot.
+    """Slots 0 (train) and 1 (generate) are on node 0; 2 (generate) and 3 (score) on node 1, none with the orchestrator.
     Without the weights, rollouts of slot 2 would soon be too old to train on."""
     config = write_config(tmp_path / "rl", model, max_steps=3)
     run = start(config, *SEVERAL, "--cluster.head-is-node", "false")

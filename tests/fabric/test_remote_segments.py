@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import zmq
 
 from ductile.fabric import remote_segments, segment
+from ductile.fabric.node_copies import NodeCopies
 from ductile.fabric.process import NODE_VARIABLE
 from ductile.fabric.remote_segments import PIECE_BYTES, SegmentServer, fetch
 from ductile.fabric.segment import Segment, SegmentUnavailable, map_segment, mapped_for_writing
@@ -65,6 +67,47 @@ def test_several_fetch_at_once(served, monkeypatch: pytest.MonkeyPatch):
     for thread in threads:
         thread.join(30)
     assert found == [True] * 3
+
+
+def test_a_node_fetches_a_large_segment_once(served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    owned, content = served
+    monkeypatch.setattr(remote_segments, "LEAST_BYTES", 1)
+    num_fetched = []
+    fetch_into = remote_segments._fetch_into
+    monkeypatch.setattr(remote_segments, "_fetch_into", lambda *given: num_fetched.append(fetch_into(*given)))
+    url = owned.location.split("|")[2]
+    found: list[bool] = []
+
+    def work() -> None:
+        found.append(fetch(url, NUM_BYTES, KEY, NodeCopies(tmp_path / "copies")).equal(content))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (found, len(num_fetched)) == ([True] * 3, 1)
+    [file] = (tmp_path / "copies").iterdir()
+    file.write_text("/proc/1/fd/9999")  # whoever had the copy is gone
+    assert fetch(url, NUM_BYTES, KEY, NodeCopies(tmp_path / "copies")).equal(content)
+    assert len(num_fetched) == 2
+
+
+def test_a_fetch_that_fails_leaves_no_copy(served, tmp_path: Path):
+    copies = NodeCopies(tmp_path / "copies")
+
+    def fails(content: torch.Tensor) -> None:
+        raise SegmentUnavailable("is gone")
+
+    with pytest.raises(SegmentUnavailable, match="is gone"):
+        copies.get("a", 100, fails)
+    assert copies.get("a", 100, lambda content: content.fill_(7)).equal(torch.full((100,), 7, dtype=torch.uint8))
+
+
+def test_copies_are_not_made_where_others_can_see_them(tmp_path: Path):
+    (tmp_path / "copies").mkdir(mode=0o755)
+    with pytest.raises(OSError, match="is not this user's alone"):
+        NodeCopies(tmp_path / "copies")
 
 
 def test_a_stranger_gets_nothing_and_stops_nobody(served, monkeypatch: pytest.MonkeyPatch):

@@ -26,6 +26,7 @@ from ductile.concurrency.background import start
 from ductile.config.reading.command_line import as_sentence, pasteable
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.node_slots import NodeSlots, SlotsPerNode, node_number, number_all
+from ductile.core.instances.placement import slots_of
 from ductile.error_text import capitalised
 from ductile.events.nodes import NodeJoined, NodesAwaited, NodeWasLost
 from ductile.events.slots import SlotStarted
@@ -180,9 +181,10 @@ class JoinedCluster(NodesCluster):
 
     def _tell_joined(self, node: RemoteNode) -> None:
         number, slots = node.settings.node, self.node_slots.of(node.settings.node)
-        there = f"slots {slots[0]}-{slots[-1]}" if len(slots) > 1 else f"slot {slots[0]}"
         joined = NodeJoined(number, node.said.host, node.said.address, slots)
-        self._tell(msgspec.structs.replace(joined, sentence=f"{capitalised(node.name)} has joined, for {there}."))
+        self._tell(
+            msgspec.structs.replace(joined, sentence=f"{capitalised(node.name)} has joined, for {slots_of(slots)}.")
+        )
 
     def _settings(self, node: int = 0, first_slot: int = 0) -> NodeSettings:
         settings = super()._settings(node, first_slot)

@@ -7,10 +7,12 @@
     owner      ROUTER     [ offset | piece ]      or [ offset ] when there is no such segment any more
 
 A receiver fetches when it wants to, and the owner needs not to do anything for it: it is as with memory of the same
-host. Weight versions and KV caches go this way. gloo or NCCL would make a group for each receiver that comes and goes,
-and say nothing of one that dies; their bytes would be plain.
+host. Weight versions and KV caches go this way; of a large segment a node has one copy (`ductile.fabric.node_copies`).
+gloo or NCCL would make a group for each receiver that comes and goes, and say nothing of one that dies; their bytes
+would be plain.
 """
 
+import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -19,6 +21,8 @@ import torch
 import zmq
 from torch import Tensor
 
+from ductile.error_text import error_text
+from ductile.fabric.node_copies import LEAST_BYTES, NodeCopies
 from ductile.fabric.segment import OPEN, SegmentUnavailable, set_url
 from ductile.transport.curve import DOOR, Doorkeeper, RunKey
 
@@ -75,13 +79,25 @@ def serve_segments(host: str, key: RunKey) -> None:
     global _serving
     if _serving is None:
         _serving = SegmentServer(host, key)
-        set_url(_serving.address, lambda url, num_bytes: fetch(url, num_bytes, key))
+        copies = NodeCopies()
+        set_url(_serving.address, lambda url, num_bytes: fetch(url, num_bytes, key, copies))
 
 
-def fetch(url: str, num_bytes: int, key: RunKey) -> Tensor:
-    """Return all bytes of a segment of another node. url: tcp://host:port/id. Raises `SegmentUnavailable`."""
+def fetch(url: str, num_bytes: int, key: RunKey, copies: NodeCopies | None = None) -> Tensor:
+    """Return all bytes of a segment of another node. url: tcp://host:port/id. copies: those of this node, which has a
+    large segment once then. Raises `SegmentUnavailable`."""
     address, _, id = url.rpartition("/")
+    if copies is not None and num_bytes >= LEAST_BYTES:
+        try:
+            return copies.get(id, num_bytes, lambda content: _fetch_into(content, address, id, key))
+        except OSError as error:
+            print(f"{error_text(error)}: this process fetches for itself", file=sys.stderr)
     content = torch.empty(num_bytes, dtype=torch.uint8)
+    _fetch_into(content, address, id, key)
+    return content
+
+
+def _fetch_into(content: Tensor, address: str, id: str, key: RunKey) -> None:
     context = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)
@@ -95,7 +111,6 @@ def fetch(url: str, num_bytes: int, key: RunKey) -> Tensor:
         raise SegmentUnavailable(f"cannot be fetched from {address}: {error}") from error
     finally:
         context.destroy(linger=0)
-    return content
 
 
 def _fill(content: Tensor, socket: "zmq.Socket[Any]", id: bytes, address: str) -> None:

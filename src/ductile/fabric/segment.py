@@ -102,9 +102,14 @@ class Segment:
                 raise
 
     @property
+    def path(self) -> str:
+        """Path at which processes of this host open it."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @property
     def location(self) -> str:
-        path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        return f"{path}|{host()}|{_url}/{self._id}" if _url else path
+        """Place of it for all processes of the run."""
+        return f"{self.path}|{host()}|{_url}/{self._id}" if _url else self.path
 
     def append(self, tensor: Tensor) -> int:
         """Copy a tensor (any device, dtype and strides) to the end. Returns where it begins, in bytes."""
@@ -194,6 +199,12 @@ def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
             f"is damaged: the fingerprint of {location} is {found:016x}, and {fingerprint:016x} was announced"
         )
     return content
+
+
+def map_copy(path: str, num_bytes: int) -> Tensor:
+    """All bytes of a segment of this host that is none of an owner's own: what is in it is looked at by who asked for
+    it. Raises `SegmentUnavailable`."""
+    return torch.frombuffer(_map(path, num_bytes), dtype=torch.uint8)
 
 
 def _content(place: _Place, num_bytes: int) -> Tensor:
