@@ -61,7 +61,8 @@ gpu:
 # What fails is told at the end, and does not keep the others from running.
 NIGHTLY = parity:20m resize-parity:20m knobs-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
 	properties:20m nightly-tests:25m \
-	cold-starts:10m fleet-test:10m fleet-mutations:30m fleet-chaos:30m fleet-run:20m provenance:10m lm-eval-test:10m lora:15m
+	cold-starts:10m fleet-test:10m fleet-mutations:30m fleet-chaos:30m fleet-run:20m provenance:10m lm-eval-test:10m lora:15m \
+	cluster-test:15m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
 
 .PHONY: nightly $(PARTS)
@@ -155,6 +156,11 @@ fleet-run: setup
 # minutes on two cores.
 lora: setup
 	$(BIN)/python -m pytest tests/end_to_end/lora_run.py -s
+
+# Runs on a real Ray cluster of several nodes on this machine: some minutes on two cores.
+cluster-test: setup
+	$(PIP) install -e '.[dev,ray]'
+	$(BIN)/python -m pytest tests/cluster/ray_run.py -q -s
 
 # Seven faults of weights and sampling, each named right, and a thousand versions without a false alarm.
 provenance: setup

@@ -16,9 +16,20 @@ LIMIT_S = 110.0
 
 def torchrun(*words: object, num_ranks: int = 2) -> "subprocess.CompletedProcess[str]":
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", num_ranks, "--local-ranks-filter", 0]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", 0, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    launcher += [
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        0,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+    ]
     line = [sys.executable, *map(str, [*launcher, "-m", "ductile", *words])]
-    return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
 
 
 @pytest.mark.slow

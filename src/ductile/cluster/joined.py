@@ -74,7 +74,7 @@ class JoinedCluster(NodesCluster):
 
     def _open(self) -> tuple[Node, dict[int, SlotNode]]:
         try:
-            self._host = _head_address(self._config)
+            self._host = self._own_address()
             port = self._config.port or "*"
             self._reception = Reception(self.key, f"tcp://{self._host}:{port}", self._on_visitor, self.fail_with)
             self._router = Router(self._token, f"tcp://{self._host}:*", self.fail_with, self.key)
@@ -87,6 +87,11 @@ class JoinedCluster(NodesCluster):
         home = Node(settings, self._on_exit, self.fail_with)
         nodes: dict[int, SlotNode] = dict.fromkeys(self._head, home)
         return home, nodes
+
+    def _own_address(self) -> str:
+        """Return the address of this machine at which the nodes find the orchestrator. Raises NoSuchInterface or
+        OSError."""
+        return _head_address(self._config)
 
     async def _gather_nodes(self) -> None:
         """Wait until all nodes that the run begins with have arrived, and number them."""

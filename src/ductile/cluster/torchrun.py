@@ -58,7 +58,10 @@ class Rank:
         world_size = int(environment["WORLD_SIZE"])
         if world_size <= 1:
             return None
-        local_world_size, attempt = environment.get("LOCAL_WORLD_SIZE", ""), environment.get(f"{PREFIX}RESTART_COUNT", "")
+        local_world_size, attempt = (
+            environment.get("LOCAL_WORLD_SIZE", ""),
+            environment.get(f"{PREFIX}RESTART_COUNT", ""),
+        )
         return Rank(
             int(environment["RANK"]),
             world_size,
@@ -83,7 +86,13 @@ class Rank:
                 "(docs/cluster.md)"
             )
         if config.bench is not None:
-            raise BadLaunch("a benchmark has a folder of its own, where other ranks do not find it: run it without torchrun")
+            raise BadLaunch(
+                "a benchmark has a folder of its own, where other ranks do not find it: run it without torchrun"
+            )
+        if config.ray is not None:
+            raise BadLaunch(
+                "[ray] has Ray start the nodes of the run: leave it out, or run the command without torchrun"
+            )
         size, cluster, deployment = self.world_size, config.cluster, config.deployment
         if "num_nodes" in cluster.model_fields_set and cluster.num_nodes not in (1, size):
             raise BadLaunch(

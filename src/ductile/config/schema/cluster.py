@@ -103,6 +103,21 @@ class ClusterConfig(Section):
     after 1 s, 2 s, 4 s and so on. 0: it is given back at once."""
 
 
+class RayConfig(Section):
+    """Where this table is, the nodes of the run are those of a Ray cluster (docs/ray.md)."""
+
+    address: str | None = None
+    """Where the cluster is: host:port of its head, or "auto" for the one that this machine is part of. Absent: one is
+    started on this machine, for the run alone."""
+    num_nodes: int | None = Field(default=None, ge=1)
+    """Shared: `cluster.num_nodes`."""
+    num_cpus: float = Field(default=1.0, ge=0)
+    """CPUs of which the agent of a node makes sure, as `num_cpus` of a Ray actor: Ray gives them to nobody else. GPUs
+    are `deployment.gpus_per_node`."""
+    resources: dict[str, float] = {}
+    """The same for custom resources: `{worker_node = 1}` takes only nodes that were started with it."""
+
+
 class SingleNodeDeployment(Section):
     type: Literal["single_node"] = "single_node"
     gpus_per_node: int = Field(default=8, ge=1)

@@ -8,6 +8,7 @@ from ductile.config.schema.bench import BenchConfig, InferenceBenchConfig
 from ductile.config.schema.cluster import (
     ClusterConfig,
     DeploymentConfig,
+    RayConfig,
     ServingDeploymentConfig,
     SingleNodeDeployment,
     SingleNodeServing,
@@ -91,6 +92,7 @@ class RLConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     deployment: DeploymentConfig = SingleNodeDeployment()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    ray: RayConfig | None = None
     ckpt: CheckpointConfig = CheckpointConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     log: LogConfig = LogConfig()
@@ -160,6 +162,7 @@ class SFTConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     deployment: TrainDeploymentConfig = TrainDeployment()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    ray: RayConfig | None = None
     ckpt: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
@@ -176,6 +179,7 @@ class TrainerRunConfig(TrainerConfig):
     clean: bool = False
     cluster: ClusterConfig = ClusterConfig()
     deployment: TrainDeploymentConfig = TrainDeployment()
+    ray: RayConfig | None = None
     bench: BenchConfig | None = None
     trace: TraceConfig | None = None
     log: LogConfig = LogConfig()
