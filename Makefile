@@ -160,7 +160,7 @@ lora: setup
 # Runs on a real Ray cluster of several nodes on this machine: some minutes on two cores.
 cluster-test: setup
 	$(PIP) install -e '.[dev,ray]'
-	$(BIN)/python -m pytest tests/cluster/ray_run.py -q -s
+	$(BIN)/python -m pytest tests/cluster/ray_run.py --cold -q -s
 
 # Seven faults of weights and sampling, each named right, and a thousand versions without a false alarm.
 provenance: setup

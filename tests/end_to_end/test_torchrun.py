@@ -11,7 +11,7 @@ from ductile.observe import read_jsonl
 from tests.end_to_end.runs import write_sft
 
 NUM_STEPS = 3
-LIMIT_S = 110.0
+LIMIT_S = 300.0
 
 
 def torchrun(*words: object, num_ranks: int = 2) -> "subprocess.CompletedProcess[str]":
@@ -33,6 +33,7 @@ def torchrun(*words: object, num_ranks: int = 2) -> "subprocess.CompletedProcess
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_sft_under_torchrun_learns_what_it_learns_on_two_slots(tmp_path: Path, model: Path, start) -> None:
     """Rank 0's console has the run; the other rank's words are in its files alone."""
     changes = {"max_steps": NUM_STEPS, "train": '"0-1"', "interval": NUM_STEPS}
@@ -41,7 +42,7 @@ def test_sft_under_torchrun_learns_what_it_learns_on_two_slots(tmp_path: Path, m
     folder = config.parent / "run"
     assert done.returncode == 0, done.stdout + done.stderr
     plain = start(write_sft(tmp_path / "plain", model, **changes), command="sft")
-    assert plain.ends(within_s=100) == 0, plain.said()
+    assert plain.ends(within_s=300) == 0, plain.said()
     rows, expected = read_jsonl(folder / "metrics.jsonl"), plain.metrics()
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]

@@ -34,8 +34,8 @@ T = TypeVar("T")
 class RayConnection:
     def __init__(self, config: RayConfig) -> None:
         self._config = config
-        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        Thread(target=self._answer, name="ray", daemon=True).start()  # a call that hangs keeps no process from ending
+        self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        Thread(target=self._serve, name="ray", daemon=True).start()  # a call that hangs keeps no process from ending
         self._ray: Any = None
         self._actors: dict[str, Any] = {}
         """Agents by the id of their Ray node."""
@@ -78,20 +78,20 @@ class RayConnection:
         return f"the Ray cluster at {address} (ray.address)" if address else "a Ray cluster on this machine"
 
     async def _ask(self, work: Callable[[], T], within_s: float) -> T:
-        answer: Future[T] = Future()
-        self._questions.put((work, answer))
+        result: Future[T] = Future()
+        self._requests.put((work, result))
         async with asyncio.timeout(within_s):
-            return await asyncio.wrap_future(answer)
+            return await asyncio.wrap_future(result)
 
-    def _answer(self) -> None:
+    def _serve(self) -> None:
         while True:
-            work, answer = self._questions.get()
-            if not answer.set_running_or_notify_cancel():
+            work, result = self._requests.get()
+            if not result.set_running_or_notify_cancel():
                 continue  # nobody waits for it any more
             try:
-                answer.set_result(work())
+                result.set_result(work())
             except BaseException as error:
-                answer.set_exception(error)
+                result.set_exception(error)
 
     def _open(self) -> str:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run tells nobody that it is there

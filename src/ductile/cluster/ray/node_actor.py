@@ -19,7 +19,7 @@ class AgentPlace:
     key: str
     """The run's secret key."""
     number: int
-    """Of the node."""
+    """Number of the node."""
     folder: str
     """Folder that the command was started in, from which relative paths of its config are meant."""
 

@@ -74,7 +74,8 @@ class RayCluster(JoinedCluster):
     def _own_address(self) -> str:
         if self._config.interface:
             return super()._own_address()
-        return LOOPBACK if is_loopback(self._head_host) else address_towards(self._head_host)
+        is_here = self._asked.address is None or is_loopback(self._head_host)
+        return LOOPBACK if is_here else address_towards(self._head_host)
 
     async def _gather_nodes(self) -> None:
         self._following = start_reported(self._follow(), "Ray's nodes are not followed any more", self.fail_with)

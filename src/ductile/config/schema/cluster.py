@@ -104,11 +104,11 @@ class ClusterConfig(Section):
 
 
 class RayConfig(Section):
-    """Where this table is, the nodes of the run are those of a Ray cluster (docs/ray.md)."""
+    """Ray as the launcher: the nodes of the run are those of a Ray cluster (docs/ray.md)."""
 
     address: str | None = None
-    """Where the cluster is: host:port of its head, or "auto" for the one that this machine is part of. Absent: one is
-    started on this machine, for the run alone."""
+    """host:port of the Ray cluster's head, or "auto": the cluster that this machine is part of. Absent: one is started
+    on this machine, for the run alone."""
     num_nodes: int | None = Field(default=None, ge=1)
     """Shared: `cluster.num_nodes`."""
     num_cpus: float = Field(default=1.0, ge=0)
