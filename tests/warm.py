@@ -55,6 +55,7 @@ WARM = frozenset(
 IMPORTED = (
     "ductile.cli",
     "ductile.cluster.agent",
+    "ductile.cluster.join",
     "ductile.cluster.joined",
     "ductile.generator.generate_role",
     "ductile.generator.server.server",

@@ -50,7 +50,7 @@ COMMANDS = {
     )
 }
 TOOLS = {
-    "join": "ductile.cluster.join:main",
+    "join": "ductile.cluster.join_command:main",
     "compare": "ductile.orchestrator.commands.compare:main",
     "resize": "ductile.orchestrator.control.run_commands:resize",
     "status": "ductile.orchestrator.control.run_commands:status",

@@ -14,6 +14,7 @@ from ductile.cluster.cluster import StartFailed
 from ductile.cluster.invitation import Invitation, json_file, key_file
 from ductile.cluster.joined import JoinedCluster
 from ductile.events.nodes import NodeJoined, NodesAwaited, NodeWasLost
+from ductile.events.slots import SlotStarted
 from ductile.messages.workers import Done, Ping
 from ductile.observe import RunEvent
 from ductile.transport.curve import RunKey
@@ -42,7 +43,7 @@ def play(folder: Path, story: Story, events: list[RunEvent] | None = None, **key
             await story(cluster, deaths)
         assert processes_with(f"DUCTILE_TEST={folder}") == {}
 
-    asyncio.run(asyncio.wait_for(whole(), 90))
+    asyncio.run(asyncio.wait_for(whole(), 240))
 
 
 def agent_of(cluster: JoinedCluster) -> int:
@@ -247,7 +248,7 @@ def test_nodes_join_a_run_that_is_at_work_up_to_the_most_that_it_may_have(tmp_pa
 
     async def story(cluster: JoinedCluster, deaths):
         second = join(tmp_path, 1)
-        await eventually(lambda: cluster.slots == (0, 1, 2, 3))
+        await eventually(lambda: cluster.slots == (0, 1, 2, 3), 60.0)
         assert await cluster.mailbox.ask(3, Ping(), 10) == Done()
         third = join(tmp_path, 2)
         assert "The run has all nodes that it may have: 2 (cluster.max_nodes" in await asyncio.to_thread(
@@ -258,7 +259,8 @@ def test_nodes_join_a_run_that_is_at_work_up_to_the_most_that_it_may_have(tmp_pa
         await eventually(lambda: {2, 3} == {slot for slot, _ in deaths})
         await asyncio.to_thread(second.wait, GONE_S)
         another = join(tmp_path, 1)  # it takes the place of the one that was lost
-        await eventually(lambda: not cluster.mailbox.lost)
+        await eventually(lambda: sum(isinstance(event, SlotStarted) for event in events) == 4, 60.0)
+        assert not cluster.mailbox.lost
         assert await cluster.mailbox.ask(2, Ping(), 10) == Done()
         assert [event.slots for event in events if isinstance(event, NodeJoined)] == [(0, 1), (2, 3), (2, 3)]
         another.terminate()

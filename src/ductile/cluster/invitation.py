@@ -43,8 +43,8 @@ class Invitation(msgspec.Struct, frozen=True):
 
 def withdraw(folder: Path, address: str) -> None:
     """Remove both files, unless they are of another run by now."""
-    with suppress(OSError, msgspec.MsgspecError):
-        written = msgspec.json.decode(json_file(folder).read_bytes(), type=Invitation)
+    with suppress(OSError, NotOwn, msgspec.MsgspecError):
+        written = msgspec.json.decode(read_own(json_file(folder), MOST_BYTES), type=Invitation)
         if written.address == address:
             json_file(folder).unlink(missing_ok=True)
             key_file(folder).unlink(missing_ok=True)

@@ -1,83 +1,42 @@
-"""`ductile join`: make this machine a node of a run.
+"""Joining a run: find it, start this machine's agent, and say how that ended (`ductile.cluster.join_command`)."""
 
-0     the run is over
-1     the node was lost: the orchestrator is gone, or a process of the node ended that it needs
-2     there is no such run, or it does not take this machine
-130   asked to leave, by Ctrl-C or SIGTERM
-"""
-
-import argparse
 import asyncio
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from ductile.cluster.invitation import KEY_VARIABLE, NotInvited, invitation_of
-from ductile.config.reading.command_line import as_sentence, print_error
+from ductile.cluster.agent import Agent, Departure, hello
+from ductile.cluster.invitation import NotInvited, invitation_of
+from ductile.config.reading.command_line import as_sentence
 from ductile.error_text import capitalised
 from ductile.transport.curve import RunKey
 from ductile.transport.network import NoSuchInterface, address_of, address_towards
-from ductile.user_files import BadPath, expanded
 
-WAIT_S = 300.0
 POLL_S = 0.5
 HEARD_S = 10.0
 """An orchestrator says something within so long; else its folder is looked at again: it may have begun anew."""
-NOT_JOINED, INTERRUPTED = 2, 130
+INTERRUPTED = 130
 
 
-def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="ductile join",
-        description="Make this machine a node of a run: slots run here until it is over. A run waits for its nodes "
-        "(cluster.num_nodes), and takes more while it is at work, up to cluster.max_nodes.",
-    )
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        help=f"the run's output_dir, on a file system that both machines have; or host:port of the orchestrator, with "
-        f"what its cluster.key has in {KEY_VARIABLE}",
-    )
-    parser.add_argument(
-        "--node-rank", type=int, metavar="N", help="number of this node, from 0; default: in the order of arrival"
-    )
-    parser.add_argument(
-        "--wait-s", type=float, default=WAIT_S, metavar="S", help="how long to wait for the run (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--interface",
-        metavar="NAME",
-        default="",
-        help="interface or address of this machine that the other nodes reach; default: the one that leads to the "
-        "orchestrator",
-    )
-    asked = parser.parse_args(list(words))
-    if asked.wait_s < 0:
-        parser.error("--wait-s must not be negative")
-    try:
-        return join(expanded(asked.run), asked.wait_s, asked.node_rank, asked.interface)
-    except (NotInvited, NoSuchInterface, BadPath, OSError) as error:
-        print_error("join", error)
-        return NOT_JOINED
+class CannotJoin(Exception):
+    """This machine cannot become a node of the run. The text is a sentence without its full stop."""
 
 
-def join(
-    where: str, wait_s: float, node_rank: int | None = None, interface: str = "", ends_with_run: bool = False
-) -> int:
-    """Be a node of the run until it is over; returns the exit status. In the main thread.
+def join_run(where: str, wait_s: float, node_rank: int | None, interface: str = "", ends_with_run: bool = False) -> int:
+    """Be a node of a run until it is over; return the exit code of `ductile join`. Raises CannotJoin.
 
-    where: the run's folder, or host:port. ends_with_run: whoever sends this process a signal sends it to the
-    orchestrator, too, which then ends the run in order: a node that has joined does not leave by itself. Raises
-    NotInvited, NoSuchInterface or OSError.
+    where, interface: as `ductile join` has them. wait_s: how long to wait for the run. ends_with_run: whoever sends
+    this process a signal sends it to the orchestrator, too, which then ends the run in order: a node that has joined
+    does not leave by itself.
     """
-    return asyncio.run(_join(where, wait_s, node_rank, interface, ends_with_run))
+    try:
+        return asyncio.run(_join(where, wait_s, node_rank, interface, ends_with_run))
+    except (NotInvited, NoSuchInterface, OSError) as error:
+        raise CannotJoin(str(error)) from error
 
 
 async def _join(where: str, wait_s: float, node_rank: int | None, interface: str, ends_with_run: bool) -> int:
-    from ductile.cluster.agent import Agent, Departure, hello
-
     until = time.monotonic() + wait_s
     loop, asked_to_leave = asyncio.get_running_loop(), asyncio.Event()
     agent: Agent | None = None

@@ -29,7 +29,7 @@ from ductile.messages.agents import (
 )
 
 START_SLOT_S = 10.0
-Send = Callable[[ToAgent], Awaitable[bool]]
+SendToAgent = Callable[[ToAgent], Awaitable[bool]]
 """Sends a message to an agent; False when it is not connected."""
 
 
@@ -55,7 +55,7 @@ class RemoteNode:
         self,
         settings: NodeSettings,
         said: AgentHello,
-        send: Send,
+        send: SendToAgent,
         lease_s: float,
         on_exit: Callable[[ForkedProcess], None],
         on_error: Callable[[str, Exception], None],

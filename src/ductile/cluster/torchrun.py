@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ductile.cluster.invitation import NotInvited, json_file
-from ductile.cluster.join import NOT_JOINED, join
+from ductile.cluster.invitation import json_file
+from ductile.cluster.join import CannotJoin, join_run
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.reading.command_line import print_error
 from ductile.config.schema.run import RunConfig, SFTConfig, TrainerRunConfig
-from ductile.transport.network import NoSuchInterface, interfaces, is_loopback
+from ductile.transport.network import interfaces, is_loopback
 from ductile.transport.sockets import LOOPBACK
 
 REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -29,6 +29,7 @@ OTHERS = (
     "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT",
 )  # fmt: skip
+NOT_STARTED = 2
 WAIT_S = 3600.0
 """How long a rank waits for rank 0 to read its data. When rank 0 fails, torchrun ends the others at once."""
 
@@ -143,10 +144,10 @@ def leave(environment: MutableMapping[str, str], rank: Rank, num_gpus: int) -> N
 def follow(rank: Rank, output_dir: str) -> int:
     """Be a node of rank 0's run until it is over; returns the exit status."""
     try:
-        return join(output_dir, WAIT_S, rank.rank, ends_with_run=True)
-    except (NotInvited, NoSuchInterface, OSError) as error:
+        return join_run(output_dir, WAIT_S, rank.rank, ends_with_run=True)
+    except CannotJoin as error:
         print_error("join", error)
-        return NOT_JOINED
+        return NOT_STARTED
 
 
 def keep_logs(rank: Rank, output_dir: str) -> None:

@@ -59,11 +59,11 @@ class SegmentServer:
         while True:  # without a deadline: the process ends it
             ready = dict(poller.poll())
             if self._door in ready:
-                self._door.send_multipart(self._doorkeeper.answer(self._door.recv_multipart()))
+                self._door.send_multipart(self._doorkeeper.reply(self._door.recv_multipart()))
             if self._socket in ready:
-                self._answer(self._socket.recv_multipart())
+                self._reply(self._socket.recv_multipart())
 
-    def _answer(self, frames: list[bytes]) -> None:
+    def _reply(self, frames: list[bytes]) -> None:
         connection, *request = frames
         if len(request) != 3:
             return

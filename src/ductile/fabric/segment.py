@@ -73,7 +73,7 @@ _fetch: "Callable[[str, int], Tensor] | None" = None
 
 
 def set_url(url: str, fetch: "Callable[[str, int], Tensor]") -> None:
-    """From now on say in locations that other nodes get segments at `url`, and get those of other nodes by
+    """Say in locations, from now on, that other nodes get segments at `url`, and get those of other nodes by
     `fetch(url, num_bytes)`."""
     global _url, _fetch
     _url, _fetch = url, fetch
@@ -86,7 +86,7 @@ class Segment:
         name: /proc shows it; who is to write into the segment knows it by its name."""
         self.name = name
         self._id = token_hex(16)
-        self._closing = threading.Lock()
+        self._reading = threading.Lock()
         """Held while the descriptor is closed, and while another thread reads it for another node."""
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.num_bytes = num_bytes
@@ -133,13 +133,13 @@ class Segment:
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return so many bytes of a sealed segment, from any thread; b"" once it is closed."""
-        with self._closing:
+        with self._reading:
             return os.pread(self._fd, num_bytes, offset) if self._fd >= 0 else b""
 
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""
         OPEN.pop(self._id, None)
-        with self._closing:
+        with self._reading:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd = -1

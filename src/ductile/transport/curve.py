@@ -70,14 +70,14 @@ class Doorkeeper:
     """Says who is let in to the guarded sockets of a context: who has proven the run's key.
 
     There is one a context. Its owner makes a REP socket at `DOOR` before the guarded sockets bind, and has each message
-    there answered.
+    there replied to.
     """
 
     def __init__(self, key: RunKey) -> None:
         self._public = key.public.encode()
         self.num_refused = 0
 
-    def answer(self, frames: Sequence[bytes]) -> list[bytes]:
+    def reply(self, frames: Sequence[bytes]) -> list[bytes]:
         """Return the reply to a message at the door."""
         version, request, *_ = frames
         admitted = len(frames) == 7 and frames[5] == b"CURVE" and z85.encode(frames[6]) == self._public

@@ -80,7 +80,7 @@ class FrameRouter:
     async def _watch_door(self, door: "zmq.asyncio.Socket", doorkeeper: Doorkeeper) -> None:
         while True:
             frames = await door.recv_multipart()
-            reply = doorkeeper.answer(frames)
+            reply = doorkeeper.reply(frames)
             if doorkeeper.num_refused:
                 self.dropped["unknown key"] = doorkeeper.num_refused
             await door.send_multipart(reply)  # pyright: ignore[reportUnknownMemberType]

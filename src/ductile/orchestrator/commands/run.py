@@ -15,7 +15,7 @@ from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import ROLES
 from ductile.cluster.make_cluster import make_cluster
 from ductile.concurrency.deadline import Deadline
-from ductile.config.checks.asked_placement import placement_of, slots_per_node_of
+from ductile.config.checks.asked_placement import SlotsConfig, placement_of, slots_per_node_of
 from ductile.config.checks.asked_policy import policy_name, replaced_roles
 from ductile.config.checks.trainer_layout import layout_rules
 from ductile.config.schema.inference import shared_block_tokens
@@ -59,8 +59,6 @@ from ductile.orchestrator.ending.run_until import SlotDied, Stopped, first_of, r
 from ductile.orchestrator.ending.supervise import Session, supervise
 from ductile.transport.deadlines import Deadlines
 
-SlotsConfig = RLConfig | SFTConfig | TrainerRunConfig
-"""Configs of the commands that start slots."""
 START_CANCEL_S = 8.0
 """A start that is interrupted has processes to stop before it returns."""
 
