@@ -167,10 +167,11 @@ router-trials: setup
 lora: setup
 	$(BIN)/python -m pytest tests/end_to_end/lora_run.py -s
 
-# Runs as jobs of a real SLURM with two nodes on this machine, which apt-get installs where it is missing: some minutes on two
-# cores, as root.
+# Runs as jobs of a real SLURM with two nodes on this machine, which apt-get installs where it is missing, and on a real Ray cluster
+# of several nodes here: some ten minutes on two cores, as root.
 cluster-test: setup
-	$(BIN)/python -m pytest tests/cluster/slurm_run.py -q -s
+	$(PIP) install -e '.[dev,ray]'
+	$(BIN)/python -m pytest tests/cluster/slurm_run.py tests/cluster/ray_run.py --cold -q -s
 
 # Seven faults of weights and sampling, each named right, and a thousand versions without a false alarm.
 provenance: setup

@@ -4,9 +4,11 @@ Nothing heavy is imported before the config is known to be good: `--help` and ev
 `check` prepares the run, too. None of them loads torch.
 """
 
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -127,7 +129,14 @@ def _main(argv: Sequence[str] | None) -> int:
         return BAD_CONFIG
     if _wants_help(command, rest):
         return 0
-    parsed = _parse(command, rest, f"ductile {name}")
+    if "LOCAL_RANK" in os.environ:
+        return _under_torchrun(command, rest)
+    return _run(command, rest)
+
+
+def _run(command: CommandEntry, words: list[str]) -> int:
+    name = command.name
+    parsed = _parse(command, words, f"ductile {name}")
     if parsed is None:
         return BAD_CONFIG
     if _is_submitted(parsed.config):
@@ -139,6 +148,31 @@ def _main(argv: Sequence[str] | None) -> int:
         return resolve_name(f"ductile.orchestrator.commands.run:run_{name}")(parsed.config)
     except KeyboardInterrupt:
         return 130
+
+
+def _under_torchrun(command: CommandEntry, words: list[str]) -> int:
+    """Rank 0 runs the command, and what is wrong with it is said there alone; the others join its run."""
+    from ductile.cluster.agent import num_gpus
+    from ductile.cluster.torchrun import BadLaunch, Rank, follow, keep_logs, leave
+
+    who = f"ductile {command.name}"
+    rank = Rank.of(os.environ)
+    if rank is None:
+        return _run(command, words)
+    with redirect_stderr(io.StringIO() if rank.rank else sys.stderr):
+        parsed = _parse(command, words, who)
+        if parsed is None:
+            return BAD_CONFIG
+        try:
+            words = [*words, *rank.words(parsed.config)]
+        except BadLaunch as error:
+            _print_error(f"{who}: {as_sentence(str(error))}")
+            return BAD_CONFIG
+    leave(os.environ, rank, num_gpus())
+    if parsed.config.dry_run:
+        return 0 if rank.rank else _run(command, words)
+    keep_logs(rank, parsed.config.output_dir)
+    return follow(rank, parsed.config.output_dir) if rank.rank else _run(command, words)
 
 
 def _check(words: list[str]) -> int:

@@ -23,30 +23,34 @@ class CannotJoin(Exception):
     """This machine cannot become a node of the run. The text is a sentence without its full stop."""
 
 
-def join_run(where: str, wait_s: float, node_rank: int | None, interface: str) -> int:
+def join_run(where: str, wait_s: float, node_rank: int | None, interface: str = "", ends_with_run: bool = False) -> int:
     """Be a node of a run until it is over; return the exit code of `ductile join`. Raises CannotJoin.
 
-    where, interface: as `ductile join` has them. wait_s: how long to wait for the run.
+    where, interface: as `ductile join` has them. wait_s: how long to wait for the run. ends_with_run: whoever sends
+    this process a signal sends it to the orchestrator, too, which then ends the run in order: a node that has joined
+    does not leave by itself.
     """
     try:
-        return asyncio.run(_join(where, wait_s, node_rank, interface))
+        return asyncio.run(_join(where, wait_s, node_rank, interface, ends_with_run))
     except (NotInvited, NoSuchInterface, OSError) as error:
         raise CannotJoin(str(error)) from error
 
 
-async def _join(where: str, wait_s: float, node_rank: int | None, interface: str) -> int:
+async def _join(where: str, wait_s: float, node_rank: int | None, interface: str, ends_with_run: bool) -> int:
     until = time.monotonic() + wait_s
     loop, asked_to_leave = asyncio.get_running_loop(), asyncio.Event()
     agent: Agent | None = None
 
-    def on_sigterm() -> None:
-        """What comes before a machine is taken away."""
-        if agent is None or not agent.give_notice():
+    def on_signal(signum: signal.Signals) -> None:
+        has_joined = agent is not None and agent.was_heard.is_set()
+        if ends_with_run and has_joined:
+            return
+        # SIGTERM is what comes before a machine is taken away.
+        if signum != signal.SIGTERM or agent is None or not agent.give_notice():
             asked_to_leave.set()
 
-    for signum in (signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(signum, asked_to_leave.set)
-    loop.add_signal_handler(signal.SIGTERM, on_sigterm)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(signum, on_signal, signum)
     while not asked_to_leave.is_set():
         address, key = await _invitation(where, until, wait_s, asked_to_leave)
         if asked_to_leave.is_set():

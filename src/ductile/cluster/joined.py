@@ -75,7 +75,7 @@ class JoinedCluster(NodesCluster):
 
     def _open(self) -> tuple[Node, dict[int, SlotNode]]:
         try:
-            self._host = _head_address(self._config)
+            self._host = self._own_address()
             port = self._config.port or "*"
             self._reception = Reception(self.key, f"tcp://{self._host}:{port}", self._on_visitor, self.fail_with)
             self._router = Router(self._token, f"tcp://{self._host}:*", self.fail_with, self.key)
@@ -88,6 +88,11 @@ class JoinedCluster(NodesCluster):
         home = Node(settings, self._on_exit, self.fail_with)
         nodes: dict[int, SlotNode] = dict.fromkeys(self._head, home)
         return home, nodes
+
+    def _own_address(self) -> str:
+        """Return the address of this machine at which the nodes find the orchestrator. Raises NoSuchInterface or
+        OSError."""
+        return _head_address(self._config)
 
     async def _gather_nodes(self) -> None:
         """Wait until all nodes that the run begins with have arrived, and number them."""
@@ -149,7 +154,7 @@ class JoinedCluster(NodesCluster):
             self._on_exit,
             self.fail_with,
             lambda why: self._tell(NodeWasLost(number, sentence=f"{capitalised(as_sentence(why))}")),
-            lambda: self._notice(number),
+            lambda: self._notice(number, f"SIGTERM to the agent of node {number}"),
         )
         self._remote[number] = node
         self._reception.admit(visitor, node)
@@ -157,13 +162,14 @@ class JoinedCluster(NodesCluster):
             self._tell_joined(node)
         return node
 
-    def _notice(self, number: int) -> None:
-        """SIGTERM has come to the agent of a node."""
+    def _notice(self, number: int, source: str, within_s: float | None = None) -> tuple[int, ...]:
+        """Tell that a node will be gone, and return those of its slots that are there. source: as `Notice` has it.
+        within_s: seconds until then, where that is known."""
         mailbox, known = self.mailbox, {*self.processes}
         slots = tuple(slot for slot in self.node_slots.of(number) if slot in known and slot not in mailbox.lost)
         if slots:
-            source = f"SIGTERM to the agent of node {number}"
-            self.on_notice(Notice(slots, self._config.drain_deadline_s, source))
+            self.on_notice(Notice(slots, within_s or self._config.drain_deadline_s, source))
+        return slots
 
     def node_of(self, slot: int) -> int:
         return self.node_slots.node_of(slot)

@@ -26,3 +26,12 @@ class NodeWasLost(RunEvent, tag="node_lost", frozen=True):
     """A node is lost, with all its slots; or it could not join."""
 
     node: int
+
+
+class NodeWasNoticed(RunEvent, tag="node_noticed", frozen=True):
+    """Who manages the machines is about to take a node away."""
+
+    node: int
+    slots: tuple[int, ...]
+    within_s: float | None
+    """Seconds until then; None where that is not said."""

@@ -47,6 +47,7 @@ def placement_findings(config: RLConfig | SFTConfig | TrainerRunConfig) -> Itera
                 f"contradicts cluster.component_placement, which has {numbers[name]}. Leave one of them out",
             )
     yield from _nodes(config, placement, keys)
+    yield from _ray(config)
     if isinstance(config, RLConfig):
         parallel, num_slots = config.inference.parallel, len(placement.generate)
         if num_slots and parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
@@ -81,6 +82,24 @@ def _nodes(config: SlotsConfig, placement: Placement, keys: tuple[str, ...]) -> 
         yield Finding(("cluster.num_nodes", "deployment.gpus_per_node", *keys), what)
     if cluster.max_nodes is not None and cluster.max_nodes < num_nodes:
         yield Finding(("cluster.max_nodes", "cluster.num_nodes"), f"must be at least cluster.num_nodes ({num_nodes})")
+
+
+def _ray(config: SlotsConfig) -> Iterator[Finding]:
+    if config.ray is None:
+        return
+    num_nodes, address = config.cluster.num_nodes, config.ray.address
+    if address is None and num_nodes > 1:
+        what = (
+            f"must be given: without it a Ray cluster is started on this machine, which is one node, and "
+            f'cluster.num_nodes is {num_nodes}. Write "auto" on a machine of the cluster'
+        )
+        yield Finding(("ray.address", "cluster.num_nodes"), what)
+    if address is not None and "://" in address:
+        what = 'is for clients outside of the cluster. Run the command on a machine of it, and write "auto"'
+        yield Finding(("ray.address",), what)
+    if config.cluster.head_is_node and "head_is_node" in config.cluster.model_fields_set:
+        what = "is not for Ray, where this machine is a node if Ray has it as one. Leave it out"
+        yield Finding(("cluster.head_is_node", "ray"), what)
 
 
 def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:

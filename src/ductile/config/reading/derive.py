@@ -51,7 +51,8 @@ def what_follows(config: Section, table: dict[str, Any]) -> list[Path]:
     # A default of such a key would contradict a flag for one of its targets.
     shared = [tuple(rule.key.split(".")) for rule in SHARED.get(type(config), ()) if rule.must_agree]
     absent = [derived.path for derived in _derived(config)]
-    absent += [path for path in (*lengths, *shared) if _is_unset(cast(Section, value_at(config, path[:-1])), path[-1])]
+    tables = {path: cast(Section | None, value_at(config, path[:-1])) for path in (*lengths, *shared)}
+    absent += [path for path, table_of in tables.items() if table_of is not None and _is_unset(table_of, path[-1])]
     absent += _defaults_of_a_type(config)
     rest = Draft(table).copy()
     for path in absent:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ductile.config.reading.errors import Problem, about, dotted, flag, show
 from ductile.config.reading.provenance import Draft, Origin, Path, as_table
-from ductile.config.schema.run import RLConfig, SFTConfig
+from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema.section import Section
 
 
@@ -42,6 +42,8 @@ _RESUME = (
     # `--resume` over a file with `clean = true` goes on.
     Shared("resume", ("clean",), why="it deletes what is to be resumed", means={True: False}),
 )
+
+_RAY = Shared("ray.num_nodes", ("cluster.num_nodes",), why="they are the nodes of the run")
 
 SHARED: dict[type[Section], tuple[Shared, ...]] = {
     RLConfig: (
@@ -76,6 +78,7 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
             for limit in ("max_tokens", "stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output")
         ),
         *_RESUME,
+        _RAY,
     ),
     SFTConfig: (
         Shared(
@@ -85,7 +88,9 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
             why="a trainer may pack more tokens into a micro-batch than one document has",
         ),
         *_RESUME,
+        _RAY,
     ),
+    TrainerRunConfig: (_RAY,),
 }
 
 

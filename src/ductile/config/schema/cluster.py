@@ -106,6 +106,21 @@ class ClusterConfig(Section):
     after 1 s, 2 s, 4 s and so on. 0: it is given back at once."""
 
 
+class RayConfig(Section):
+    """Ray as the launcher: the nodes of the run are those of a Ray cluster (docs/ray.md)."""
+
+    address: str | None = None
+    """host:port of the Ray cluster's head, or "auto": the cluster that this machine is part of. Absent: one is started
+    on this machine, for the run alone."""
+    num_nodes: int | None = Field(default=None, ge=1)
+    """Shared: `cluster.num_nodes`."""
+    num_cpus: float = Field(default=1.0, ge=0)
+    """CPUs of which the agent of a node makes sure, as `num_cpus` of a Ray actor: Ray gives them to nobody else. GPUs
+    are `deployment.gpus_per_node`."""
+    resources: dict[str, float] = {}
+    """The same for custom resources: `{worker_node = 1}` takes only nodes that were started with it."""
+
+
 class SingleNodeDeployment(Section):
     type: Literal["single_node"] = "single_node"
     gpus_per_node: int = Field(default=8, ge=1)

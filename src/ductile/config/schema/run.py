@@ -8,6 +8,7 @@ from ductile.config.schema.bench import BenchConfig, InferenceBenchConfig
 from ductile.config.schema.cluster import (
     ClusterConfig,
     DeploymentConfig,
+    RayConfig,
     RouterPolicy,
     ServingDeploymentConfig,
     SingleNodeDeployment,
@@ -94,6 +95,7 @@ class RLConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     deployment: DeploymentConfig = SingleNodeDeployment()
     slurm: SlurmConfig | None = None
+    ray: RayConfig | None = None
     ckpt: CheckpointConfig = CheckpointConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     log: LogConfig = LogConfig()
@@ -163,6 +165,7 @@ class SFTConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     deployment: TrainDeploymentConfig = TrainDeployment()
     slurm: SlurmConfig | None = None
+    ray: RayConfig | None = None
     ckpt: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
@@ -179,6 +182,7 @@ class TrainerRunConfig(TrainerConfig):
     clean: bool = False
     cluster: ClusterConfig = ClusterConfig()
     deployment: TrainDeploymentConfig = TrainDeployment()
+    ray: RayConfig | None = None
     bench: BenchConfig | None = None
     trace: TraceConfig | None = None
     log: LogConfig = LogConfig()

@@ -215,7 +215,8 @@ async def _slots(
     measuring takes is none of the run's memory), and asks for the memory that was used when all is done.
     """
     roles, per_node, bench = _roles(config, placement), slots_per_node_of(config, placement), session.bench
-    cluster = make_cluster(placement.slots, config.cluster, session.folder, roles, per_node, session.record.event)
+    tell = session.record.event
+    cluster = make_cluster(placement.slots, config.cluster, session.folder, roles, per_node, tell, config.ray)
     try:
         activity = await _start(cluster, placement, session)
         if bench:

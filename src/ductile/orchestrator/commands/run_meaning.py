@@ -29,7 +29,7 @@ NUM_ASKED = 64
 
 _RUN = (
     "model", "seq_len", "max_steps", "output_dir", "clean", "resume", "dry_run", "bench", "trace", "scorer", "cluster",
-    "resize", "deployment", "slurm", "ckpt", "tokenizer", "log", "wandb", "tensorboard", "dist_timeout_seconds",
+    "resize", "deployment", "slurm", "ray", "ckpt", "tokenizer", "log", "wandb", "tensorboard", "dist_timeout_seconds",
     "loss_impl",
 )  # fmt: skip
 """Keys that say where a run is, on what, and what it writes. `model` and `max_steps` are compared as facts."""

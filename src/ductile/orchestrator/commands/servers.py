@@ -73,7 +73,7 @@ class Servers:
         broadcast = config.trainer.weight_broadcast
         self._asked_carrier = broadcast.type if broadcast else None
         # Where the trainer's slots may be on any node, none of them is sure to share memory with a server.
-        self._trainer_host = "" if has_several_nodes(config.cluster) else host()
+        self._trainer_host = "" if has_several_nodes(config.cluster, config.ray) else host()
         self._deadlines = _deadlines(inference, client.timeout_s)
         self._max_num_seqs, self._record = inference.max_num_seqs, record
         spec = read_spec(config.trainer.model.name)

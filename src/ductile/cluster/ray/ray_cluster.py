@@ -1,0 +1,153 @@
+"""A run on the nodes of a Ray cluster: on each of them an actor is the node's agent (`ductile.cluster.ray.node_actor`).
+
+Ray starts the agents, and says which nodes come, go and are about to go. All else is said as between any machines
+(`ductile.cluster.joined`): slots, messages and tensors are nothing that Ray knows of.
+"""
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ductile.cluster.agent import Departure
+from ductile.cluster.joined import JoinedCluster
+from ductile.cluster.ray.connection import RayConnection
+from ductile.cluster.ray.node_actor import AgentPlace
+from ductile.concurrency.background import start, start_reported
+from ductile.config.reading.command_line import as_sentence
+from ductile.config.schema.cluster import ClusterConfig, RayConfig
+from ductile.core.instances.node_choice import PoolNode, choose_nodes
+from ductile.core.instances.node_slots import SlotsPerNode
+from ductile.error_text import capitalised, error_text
+from ductile.events.nodes import NodeWasLost, NodeWasNoticed
+from ductile.messages.agents import NodeLost
+from ductile.messages.message import RoleName
+from ductile.observe import RunEvent
+from ductile.transport.network import address_towards, is_loopback
+from ductile.transport.sockets import LOOPBACK
+
+POLL_S = 1.0
+REFUSED = 2
+
+
+class RayCluster(JoinedCluster):
+    """Slots on nodes of a Ray cluster, the orchestrator's own among them."""
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        config: ClusterConfig,
+        folder: Path,
+        roles: Mapping[RoleName, str],
+        per_node: SlotsPerNode,
+        ray: RayConfig,
+        tell: Callable[[RunEvent], None] = lambda event: None,
+    ) -> None:
+        """The arguments are those of `JoinedCluster`, and `[ray]` of the config."""
+        super().__init__(slots, config.model_copy(update={"head_is_node": False}), folder, roles, per_node, tell)
+        self._asked, self._ray = ray, RayConnection(ray)
+        self._gpus_needed = 0.0 if config.device == "cpu" else per_node.on_gpus / config.slots_per_device
+        self._agents: dict[str, int] = {}
+        """Numbers of Ray's nodes that have an agent, by Ray's id."""
+        self._tries = Counter[str]()
+        self._unfit: set[str] = set()
+        """Nodes of Ray that get no agent any more."""
+        self._noticed: set[str] = set()
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        try:
+            self._head_host = await self._ray.open(self._config.start_timeout_s)
+            await super().start()
+        except BaseException:
+            await self._leave()
+            raise
+
+    async def stop(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+        await super().stop()
+        await self._leave()
+
+    def _own_address(self) -> str:
+        if self._config.interface:
+            return super()._own_address()
+        is_here = self._asked.address is None or is_loopback(self._head_host)
+        return LOOPBACK if is_here else address_towards(self._head_host)
+
+    async def _gather_nodes(self) -> None:
+        self._following = start_reported(self._follow(), "Ray's nodes are not followed any more", self.fail_with)
+        await super()._gather_nodes()
+
+    async def _follow(self) -> None:
+        """See each second which nodes Ray has. While Ray does not answer, the run goes on with what it has."""
+        is_silent = False
+        while True:
+            try:
+                pool, draining = await self._ray.nodes(), await self._ray.draining()
+            except Exception as error:  # whatever Ray raises: the run does not depend on it
+                if not is_silent:
+                    print(f"Ray does not say which nodes there are: {error_text(error)}", file=sys.stderr)
+                is_silent = True
+            else:
+                is_silent = False
+                self._hear_notices(draining)
+                needed = self._needed_of(pool)
+                unfit = {*self._unfit, *draining}
+                for number, node in choose_nodes(pool, needed, self._agents, unfit, self.node_slots.max_nodes):
+                    self._agents[node.id] = number
+                    start(self._be_there(number, node, needed))
+            await asyncio.sleep(POLL_S)
+
+    def _needed_of(self, pool: Sequence[PoolNode]) -> dict[str, float]:
+        """Return what a node must have. With `device = "auto"` slots are on CPUs where no node has a GPU."""
+        gpus = self._gpus_needed
+        if self._config.device == "auto" and not any(node.resources.get("GPU") for node in pool):
+            gpus = 0.0
+        needed = {"CPU": self._asked.num_cpus, "GPU": gpus, **self._asked.resources}
+        return {name: amount for name, amount in needed.items() if amount}
+
+    async def _be_there(self, number: int, node: PoolNode, needed: Mapping[str, float]) -> None:
+        """Have a Ray node be a node of the run, until it is none any more."""
+        self._tries[node.id] += 1
+        place = AgentPlace(self.address, self.key.secret, number, os.getcwd())
+        try:
+            departure = await (await self._ray.start_agent(node, place, needed))
+        except Exception as error:  # whatever Ray raises
+            departure = Departure(1, f"Ray cannot start it: {error_text(error)}")
+        if self._stopping:
+            return
+        if departure.code == REFUSED or self._tries[node.id] > self._config.max_restarts:
+            self._unfit.add(node.id)
+        self._agents.pop(node.id, None)
+        remote = self._remote.get(number)
+        if remote is not None and not remote.lost:
+            remote.hear(NodeLost(departure.why))
+        elif remote is None:
+            why = f"the agent on Ray's node {node.id[:8]} ({node.address}) ended: {departure.why}"
+            self._tell(NodeWasLost(number, sentence=as_sentence(capitalised(why))))
+
+    def _hear_notices(self, draining: Mapping[str, float | None]) -> None:
+        for node, within_s in draining.items():
+            if node in self._agents and node not in self._noticed:
+                self._noticed.add(node)
+                self._take_notice(self._agents[node], within_s)
+        self._noticed &= draining.keys()
+
+    def _take_notice(self, number: int, within_s: float | None) -> None:
+        """Called once when Ray is about to take a node away, in so many seconds if it says."""
+        slots = self._notice(number, f"Ray takes node {number} away", within_s)
+        when = "soon" if within_s is None else f"in {within_s:.0f} s"
+        self._tell(NodeWasNoticed(number, slots, within_s, sentence=f"Ray takes node {number} away {when}."))
+
+    def _how_to_join(self, number: int) -> str:
+        pool = self._asked.address or "this machine"
+        needed = ", ".join(f"{amount:g} {name}" for name, amount in self._needed_of([]).items())
+        return (
+            f"{number} node{'s' if number > 1 else ''} of the Ray cluster at {pool}, each with {needed or 'anything'}"
+        )
+
+    async def _leave(self) -> None:
+        await self._ray.close()
