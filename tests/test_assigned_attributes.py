@@ -11,7 +11,6 @@ SOURCES = Path(__file__).parents[1] / "src" / "ductile"
 STAYS = {
     "asked.run": "a namespace of argparse",
     "module.weight.data": "a parameter of torch",
-    "options._devices": "options of gloo, which have no constructor that takes them",
     "parameter.data": "as `module.weight.data`",
     "phase.metrics": "the block that a phase goes with says what has come of it (`ductile.events.phases`)",
     "phase.num_bytes": "as `phase.metrics`",

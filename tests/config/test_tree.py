@@ -158,6 +158,7 @@ OTHER_VALUES = {
     "pause_mode": "abort",
     "cluster.num_nodes": "2",
     "cluster.max_nodes": "2",
+    "cluster.drain_deadline_s": "9",
     "cluster.head_is_node": "false",
     "cluster.interface": "lo",
     "cluster.port": "9",

@@ -61,7 +61,7 @@ class RemoteNode:
         on_exit: Callable[[ForkedProcess], None],
         on_error: Callable[[str, Exception], None],
         on_lost: Callable[[str], None] = lambda sentence: None,
-        on_notice: Callable[[], None] = lambda: None,
+        on_notice: Callable[[], object] = lambda: None,
     ) -> None:
         """on_lost: told with a sentence, without its full stop, that the node is lost, before its slots are. on_notice:
         told that the machine is about to be taken away; once its slots have ended, it is not lost."""

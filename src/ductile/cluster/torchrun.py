@@ -18,7 +18,7 @@ from ductile.cluster.invitation import json_file
 from ductile.cluster.join import CannotJoin, join_run
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.reading.command_line import print_error
-from ductile.config.schema.run import RunConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema.run import CommandConfig, SFTConfig, TrainerRunConfig
 from ductile.transport.network import interfaces, is_loopback
 from ductile.transport.sockets import LOOPBACK
 
@@ -77,7 +77,7 @@ class Rank:
     def is_on_one_machine(self) -> bool:
         return self.local_world_size == self.world_size
 
-    def words(self, config: RunConfig) -> list[str]:
+    def words(self, config: CommandConfig) -> list[str]:
         """Return what follows for the command line: a slot for each rank. config: as it is without these words. Raises
         BadLaunch."""
         if not isinstance(config, SFTConfig | TrainerRunConfig):

@@ -36,7 +36,7 @@ class BoxCopy(NamedTuple):
 
     target: int
     target_strides: tuple[int, ...] | None
-    """In items; None: it lies in one piece."""
+    """Strides in items; None: it lies in one piece."""
     source: int
     source_strides: tuple[int, ...] | None
     shape: tuple[int, ...]

@@ -48,7 +48,7 @@ class StagedWeights:
         self._boxes: dict[str, dict[tuple[int, ...], TensorBox]] = {}
         """Boxes of each tensor, by their start."""
         self._places: dict[str, _Target] = {}
-        """Where tensors lie whose boxes are copied many at once."""
+        """Places of tensors whose boxes are copied many at once."""
         self._summed: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
         """Boxes of each tensor, by their start, whose digest was taken as they were copied: elements and part."""
 

@@ -26,12 +26,10 @@ def to_table(section: Section) -> dict[str, Any]:
     """The section as nested plain values that `parse` reads back to an equal section (secrets apart)."""
     table: dict[str, Any] = {}
     for name, key in keys(type(section)).items():
-        value = cast(object, getattr(section, name))
         if name in SECRETS:
             continue
-        if isinstance(value, Section):
-            table[name] = to_table(value)
-        elif value is not None:
+        value = _plain(getattr(section, name))
+        if value is not None:
             table[name] = json.dumps(value) if _has_null(value) else value
         elif key.default is not None:
             table[name] = "None"
@@ -64,6 +62,17 @@ def write_resolved(config: Section, folder: str | FilePath, command: str, name: 
         )
     write_whole(path, text)
     return path
+
+
+def _plain(value: object) -> object:
+    """Return the value with a table in the place of each section in it."""
+    if isinstance(value, Section):
+        return to_table(value)
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in cast(dict[str, object], value).items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in cast(list[object], value)]
+    return value
 
 
 def _has_null(value: object) -> bool:
