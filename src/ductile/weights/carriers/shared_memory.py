@@ -160,7 +160,8 @@ class RingViews:
     def __init__(self) -> None:
         self._lock = Lock()
         self._kept: dict[str, tuple[tuple[int, int], Tensor]] = {}
-        """Views by sender, each with its memory's device and inode, which no other memory has as long as the view lives."""
+        """Views by sender, each with device and inode of its memory, which no other memory has as long as the view
+        lives."""
 
     def view(self, ring: Ring, sender: str) -> Tensor:
         """Return the whole ring, which can only be read: who writes to this tensor ends its process. It lives as long
