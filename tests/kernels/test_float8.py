@@ -51,6 +51,12 @@ def test_a_product_and_its_gradients_are_those_of_the_rounded_factors() -> None:
     assert ((out - exact).norm(dim=1) < 0.05 * exact.norm(dim=1)).all()
 
 
+@pytest.mark.parametrize("rows", [torch.randn(32, 48), torch.randn(48, 32).t()], ids=["rows", "columns"])
+def test_codes_lie_as_a_gpu_multiplies_them(rows: torch.Tensor) -> None:
+    codes, _ = quantized(rows)
+    assert codes.is_contiguous(), "scaled_mm takes a left factor by rows, and a right one by columns"
+
+
 def test_a_weight_that_is_not_trained_has_no_gradient() -> None:
     x, weight = torch.randn(3, 16, dtype=torch.bfloat16, requires_grad=True), torch.randn(16, 16).bfloat16()
     out = linear(x, weight)

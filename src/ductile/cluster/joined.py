@@ -168,7 +168,7 @@ class JoinedCluster(NodesCluster):
         mailbox, known = self.mailbox, {*self.processes}
         slots = tuple(slot for slot in self.node_slots.of(number) if slot in known and slot not in mailbox.lost)
         if slots:
-            self.on_notice(Notice(slots, within_s or self._config.drain_deadline_s, source))
+            self.on_notice(Notice(slots, self._config.drain_deadline_s if within_s is None else within_s, source))
         return slots
 
     def node_of(self, slot: int) -> int:
@@ -189,7 +189,8 @@ class JoinedCluster(NodesCluster):
         self._nodes[number] = node
         self._tell_joined(node)
         try:
-            started = await self.add(self.node_slots.of(number))
+            # Slots that were drained come back by `ductile drain --back`: until then nobody uses them.
+            started = await self.add([slot for slot in self.node_slots.of(number) if slot not in self.mailbox.gone])
         except StartFailed as error:
             print(f"no slots run on {node.name}: {error}", file=sys.stderr)
             return

@@ -158,6 +158,7 @@ class NodesCluster(ABC):
         if not new:
             return []
         self.devices |= self._devices_of(new)
+        were_gone = self.mailbox.gone.intersection(new)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._earlier_ended(new)
@@ -175,6 +176,7 @@ class NodesCluster(ABC):
                 if slot in self.processes:
                     other = f"slot {slot} was not needed, as another one did not start"
                     self.condemn(slot, other if len(new) > 1 else why)
+            self.mailbox.gone |= were_gone  # they have not come back
             raise StartFailed(why) from None
         self.slots = tuple(sorted({*self.slots, *new}))
         return new

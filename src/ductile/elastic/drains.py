@@ -29,6 +29,9 @@ from ductile.observe import Recorder
 ENDING_S = 0.5
 """Seconds after SIGTERM to a slot in which the orchestrator may get one, too: then all of the run is to end."""
 
+BACK_S = 300.0
+"""The longest that slots which are back wait for what they held."""
+
 
 class Mover(Protocol):
     """Moves what slots hold: `ductile.elastic.controller.ElasticController`, or `TrainerMover` where there is nothing
@@ -88,8 +91,19 @@ class Drains:
 
     async def drain(self, notice: Notice) -> Drained:
         """Returns when the slots of the notice are gone, as somebody has asked for it. Raises CannotDrain when they
-        cannot be, or are not in time."""
-        return await asyncio.shield(self._start(notice))
+        cannot be, or are not in time. Slots that somebody else drains already are waited for."""
+        under_way = {self._under_way[slot] for slot in notice.slots if slot in self._under_way}
+        rest = tuple(slot for slot in notice.slots if slot not in self._under_way)
+        if rest:
+            under_way.add(self._start(Notice(rest, notice.deadline_s, notice.source)))
+        done = await asyncio.gather(*(asyncio.shield(task) for task in under_way))
+        if len(done) == 1:
+            return done[0]
+        return Drained(
+            tuple(sorted({slot for each in done for slot in each.slots})),
+            max(each.seconds for each in done),
+            " ".join(each.sentence for each in done),
+        )
 
     async def bring_back(self, slots: Sequence[int]) -> Drained:
         """Have slots that are gone come back. Raises StartFailed, or CannotDrain where they cannot have what they
@@ -100,7 +114,11 @@ class Drains:
         mover = self._require_mover()
         began_s = asyncio.get_running_loop().time()
         await self._cluster.add(sorted(slots))
-        await mover.restore(slots)
+        try:
+            async with asyncio.timeout(BACK_S):
+                await mover.restore(slots)
+        except TimeoutError:
+            raise CannotDrain(f"{slots_of(slots)} run, and did not get what they held within {BACK_S:g} s") from None
         seconds = asyncio.get_running_loop().time() - began_s
         for slot in slots:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
@@ -118,24 +136,23 @@ class Drains:
         """Drain the slots, unless all of the run is told to end: a batch system signals every process."""
         began_s = asyncio.get_running_loop().time()
         await asyncio.sleep(ENDING_S)
-        slots = tuple(slot for slot in notice.slots if slot not in self._under_way)
+        slots = tuple(slot for slot in notice.slots if slot not in self._under_way and self._runs(slot))
         if self._is_ending() or self._is_over or not slots:
             return
         left_s = notice.deadline_s - (asyncio.get_running_loop().time() - began_s)
         task = self._start(Notice(slots, max(0.0, left_s), notice.source))
         await asyncio.wait([task])
 
+    def _runs(self, slot: int) -> bool:
+        return slot in self._cluster.slots and slot not in self._cluster.mailbox.lost
+
     def _start(self, notice: Notice) -> "asyncio.Task[Drained]":
         """Raises CannotDrain for slots that are not there."""
-        mailbox = self._cluster.mailbox
         if self._is_over:
             raise CannotDrain("the run ends")
-        if absent := [slot for slot in notice.slots if slot not in self._cluster.slots or slot in mailbox.lost]:
+        if absent := [slot for slot in notice.slots if not self._runs(slot)]:
             verb = "does" if len(absent) == 1 else "do"
             raise CannotDrain(f"{slots_of(absent)} {verb} not run")
-        for slot in notice.slots:
-            if (task := self._under_way.get(slot)) is not None:
-                return task
         task = asyncio.create_task(self._drain(notice))
         self._under_way |= dict.fromkeys(notice.slots, task)
         self._tasks.add(task)

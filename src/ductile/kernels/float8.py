@@ -60,11 +60,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] -> codes [N, K] and scales [N, 1] fp32: codes * scales are the rows, rounded."""
+    """[N, K] -> codes [N, K], contiguous, and scales [N, 1] fp32: codes * scales are the rows, rounded."""
     wide = rows.float()
     largest = wide.abs().amax(dim=-1, keepdim=True)
     scales = torch.exp2(torch.ceil(torch.log2(largest / MOST))).clamp(min=LEAST_SCALE)
-    return (wide / scales).clamp(-MOST, MOST).to(CODES), scales
+    codes = (wide / scales).clamp_(-MOST, MOST)
+    return codes.to(CODES, memory_format=torch.contiguous_format), scales
 
 
 def multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
@@ -79,7 +80,8 @@ def multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: t
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        of_x, of_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return multiply(quantized(x), quantized(weight), x.dtype)
 
     @staticmethod

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ductile.cluster.slurm.job import Job, SubmittedConfig, in_words, job_of
 from ductile.cluster.slurm.script import MARK, SUFFIX, TEMPLATES, BadTemplate, render
+from ductile.config.checks.serving_plan import router_of, router_port
 from ductile.config.checks.written import RESOLVED
 from ductile.config.reading.command_line import pasteable
 from ductile.config.reading.dump import write_resolved
@@ -119,7 +120,7 @@ def values(job: Job, config: SubmittedConfig, slurm: SlurmConfig, folder: Path) 
         "grace_s": slurm.cleanup_grace_period,
         "notice_s": slurm.notice_s,
         "requeue": slurm.requeue,
-        "port": config.server.port if isinstance(config, InferenceRunConfig) else 0,
+        "port": _port(config),
         "key_variable": KEY_VARIABLE if _makes_key(config) else "",
     }
 
@@ -141,6 +142,14 @@ def _on_each_node(deployment: ServingDeploymentConfig) -> ServingDeploymentConfi
         name: getattr(deployment, name) for name in deployment.model_fields_set & SingleNodeServing.model_fields.keys()
     }
     return SingleNodeServing.model_validate({**given, "type": "single_node"})
+
+
+def _port(config: SubmittedConfig) -> int:
+    """Return the port at which clients reach a node; 0 where nothing is served."""
+    if not isinstance(config, InferenceRunConfig):
+        return 0
+    router = router_of(config)
+    return config.server.port if router is None else router_port(config, router)
 
 
 def _makes_key(config: SubmittedConfig) -> bool:

@@ -256,6 +256,12 @@ def excluded_pairs(model: TrainerModelConfig, has_stages: bool) -> Iterator[tupl
             'compiled code makes both at once. Write pp_schedule = "1f1b", or leave one of them out'
         )
         yield "compile", "pp_schedule", why
+    if model.multiplies_8_bits and has_stages and model.pp_schedule == "zero_bubble":
+        why = (
+            'cannot be with pp_schedule = "zero_bubble", which makes gradients of weights after those of inputs, and '
+            'here both would be made twice. Write pp_schedule = "1f1b", or leave one of them out'
+        )
+        yield model.key_of_8_bits, "pp_schedule", why
     if model.multiplies_8_bits and model.compile is not None:
         yield (
             model.key_of_8_bits,

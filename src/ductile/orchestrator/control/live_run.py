@@ -97,7 +97,7 @@ class LiveRun:
 
     def _named(self, ask: DrainRequest) -> tuple[int, ...]:
         """The slots that are meant. Raises Unfit."""
-        known, gone = self._cluster.slots, self._cluster.mailbox.gone
+        known, gone, lost = self._cluster.slots, self._cluster.mailbox.gone, self._cluster.mailbox.lost
         if not 0 < ask.deadline_s < float("inf"):
             raise Unfit(f"the deadline is {ask.deadline_s:g} s; it must be above 0, and finite")
         if strange := sorted({*ask.slots}.difference(known)):
@@ -106,7 +106,7 @@ class LiveRun:
         if ask.node is not None and not of_node:
             nodes = ", ".join(map(str, sorted({self._cluster.node_of(slot) for slot in known})))
             raise Unfit(f"this run has no slots on node {ask.node}; it has some on {nodes}")
-        chosen = {*ask.slots, *(slot for slot in of_node if (slot in gone) == ask.back)}
+        chosen = {*ask.slots, *(slot for slot in of_node if (slot in gone if ask.back else slot not in lost))}
         if not chosen:
             raise Unfit("no slots are named" if ask.node is None else f"node {ask.node} has no such slots")
         return tuple(sorted(chosen))

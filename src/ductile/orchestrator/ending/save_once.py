@@ -29,6 +29,9 @@ class SaveOncePerStep:
         self._tried = self._saved = step
         self._whole: int | None = step
         """The step whose weights the trainer has; None when an update of the next one has changed them."""
+        self.is_whole = asyncio.Event()
+        """Set while the weights are those of a step."""
+        self.is_whole.set()
         self._saving = asyncio.Lock()
 
     async def __call__(self, step: int) -> None:
@@ -55,9 +58,11 @@ class SaveOncePerStep:
         """The weights are about to change, and belong to no step until `step_ends`. Waits for a save to end."""
         async with self._saving:
             self._whole = None
+            self.is_whole.clear()
 
     def step_ends(self, step: int) -> None:
         self._whole = step
+        self.is_whole.set()
 
     async def when(self, stop: asyncio.Event) -> None:
         """Wait until the run is asked to stop, and save the last whole step at once.
@@ -66,6 +71,11 @@ class SaveOncePerStep:
         raised: the end of the step is another chance.
         """
         await stop.wait()
+        await self.now()
+
+    async def now(self) -> None:
+        """Save the last whole step; a failure is not raised. In the middle of a step whose updates have begun nothing
+        is saved: its weights are of no step."""
         if self._whole is not None:
             with suppress(Exception):
                 await self(self._whole)
@@ -73,11 +83,14 @@ class SaveOncePerStep:
 
 @asynccontextmanager
 async def saved_when(soon: asyncio.Event, save: SaveOncePerStep) -> AsyncGenerator[None]:
-    """Save the last whole step each time that `soon` is set while the block runs. A failure is not raised."""
+    """Save the last whole step each time that `soon` is set while the block runs, in the middle of one when it ends. A
+    failure is not raised."""
 
     async def keep_saving() -> None:
         while True:
-            await save.when(soon)
+            await soon.wait()
+            await save.is_whole.wait()
+            await save.now()
             soon.clear()
 
     saving = asyncio.create_task(keep_saving())
