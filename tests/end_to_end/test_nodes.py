@@ -45,7 +45,7 @@ def test_rl_gives_generators_of_another_node_the_weights(tmp_path: Path, model: 
     agents = [join(run.folder, node, "--node-rank", str(node), "--wait-s", "250") for node in (0, 1)]
     end_with(run, *agents)
     assert {event["node"] for event in run.events("node_joined")} == {0, 1}
-    assert [row["step"] for row in run.metrics()] == [1, 2, 3]
+    assert [row["step"] for row in run.metrics()] == [0, 1, 2, 3]
     assert run.events("slot_lost") == []
 
 

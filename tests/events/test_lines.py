@@ -12,7 +12,7 @@ from ductile.core.instances.update_outcomes import InstanceOutcome
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.core.scheduling.facts.profile import Setting, StepProfile
-from ductile.events import checkpoints, ending, resizes, rollouts, scheduling, servers, slots, steps
+from ductile.events import checkpoints, ending, nodes, resizes, rollouts, scheduling, servers, slots, steps
 from ductile.events.lines import KINDS, UnreadEvent, read_event
 from ductile.observe import JournalUnwritable, ListenerFailed, RunEvent, json_line, read_jsonl
 from tests.core.scheduling.scenes import COSTS, SPEEDS
@@ -27,6 +27,14 @@ EVENTS = (
     slots.SlotRestarting(3),
     slots.SlotRestarted(3, ("score",), "cuda:1", 18, 1.5, 2, (INSTANCE,)),
     slots.SlotGivenBack(3, ("score",)),
+    slots.SlotNoticed((3, 4), 120.0, "ductile drain"),
+    slots.SlotGone(3, ("generate",), 0.5),
+    slots.SlotNotEmptied((4,)),
+    slots.SlotIsBack(3, ("generate",), "cuda:0", 19),
+    nodes.NodesAwaited(2, "10.0.0.1:7000"),
+    nodes.NodeJoined(1, "worker", "10.0.0.2", (4, 5)),
+    nodes.NodeWasLost(1),
+    nodes.NodeWasNoticed(1, (4, 5), None),
     scheduling.StateParked((2, 3), False, 1 << 20, 0, 0.25),
     servers.ServerJoined("10.0.0.7:8000", "http://10.0.0.7:8000", 3, 1.5),
     servers.ServerChanged("10.0.0.7:8000", "ready", "suspect"),

@@ -48,7 +48,7 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     monkeypatch.setattr(run, "_begin", measure)
     monkeypatch.setattr(run, "_take_roles", take_roles)
     monkeypatch.setattr(run, "assign_role", take_roles)
-    config = SimpleNamespace(cluster=ClusterConfig(command_timeout_s=1.0), bench=object())
+    config = SimpleNamespace(cluster=ClusterConfig(command_timeout_s=1.0), bench=object(), ray=None)
     prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}, model=TrainerModelConfig()))
     interrupt = SimpleNamespace(graceful=asyncio.Event())
     told = SimpleNamespace(folder=None, record=SimpleNamespace(event=None))

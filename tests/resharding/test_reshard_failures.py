@@ -56,7 +56,8 @@ CASES = [
 def test_the_others_are_told(point: str, number: signal.Signals, carrier: str) -> None:
     results = run_world(3, lose_one, point, int(number), carrier, mourned=(VICTIM,))
     for error in (results[0], results[2]):
-        assert "did not reply within 1 s" in error or "slot 1" in error
+        # On a loaded machine the two that are left may have waited for each other by then.
+        assert "did not reply within 1 s" in error or "slot 1" in error or "nothing came from or went to" in error
         assert error.endswith(
             "The source is untouched; the target may be half written, and the group is of no more use."
         )

@@ -27,10 +27,9 @@ from ductile.messages.updates import Bucket, Offer, PrepareUpdate, Receiver, Sen
 from ductile.transport.sockets import LOOPBACK
 from ductile.weights.carriers import disk
 from ductile.weights.carriers.carrier import UpdateFailed
-from ductile.weights.carriers.channel import Ring
 from ductile.weights.carriers.disk import DiskSender, folder_of
 from ductile.weights.carriers.http import receive as take_lease
-from ductile.weights.carriers.shared_memory import RingMemory, RingViews, SlotRing
+from ductile.weights.carriers.shared_memory import RingMemory, SlotRing
 from ductile.weights.carriers.source import connect
 from ductile.weights.sender import WeightSender
 from tests.full_disk import small_disk
@@ -629,25 +628,6 @@ def test_a_sender_keeps_its_memory_for_updates_of_the_same_size() -> None:
     memory.close()
     assert memory.num_bytes == 0
     assert _open_files() == before
-
-
-def test_a_senders_memory_stays_mapped_until_it_has_another_one_or_sends_no_more() -> None:
-    views, rings = RingViews(), [SlotRing("test", 2, 10_000) for _ in range(2)]
-    first, second = (Ring(ring.location, ring.num_slots, ring.slot_bytes) for ring in rings)
-    view = views.view(first, "rank-0")
-    rings[0].slot(1, 5)[:] = 7
-    assert view[rings[0].slot_bytes :][:6].tolist() == [7] * 5 + [0]
-    assert views.view(first, "rank-0") is view
-    assert views.view(second, "rank-0") is not view
-    other = views.view(first, "rank-1")
-    views.keep_only(["rank-1"])
-    assert views.view(first, "rank-1") is other
-    views.keep_only([])
-    assert views.view(first, "rank-1") is not other
-    with pytest.raises(UpdateFailed, match="has 24576 bytes, and 8192 were announced"):
-        views.view(Ring(first.location, 1, 8192), "rank-0")
-    for ring in rings:
-        ring.close()
 
 
 def test_what_comes_after_the_end_of_a_senders_memory_is_not_kept() -> None:

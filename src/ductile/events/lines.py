@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ductile.events import checkpoints, ending, resizes, rollouts, scheduling, servers, slots, steps
+from ductile.events import checkpoints, ending, nodes, resizes, rollouts, scheduling, servers, slots, steps
 from ductile.observe import JournalUnwritable, ListenerFailed, RunEvent
 
 KINDS: dict[str, type[RunEvent]] = {
@@ -18,6 +18,10 @@ KINDS: dict[str, type[RunEvent]] = {
         slots.SlotGone,
         slots.SlotNotEmptied,
         slots.SlotIsBack,
+        nodes.NodesAwaited,
+        nodes.NodeJoined,
+        nodes.NodeWasLost,
+        nodes.NodeWasNoticed,
         servers.ServerJoined,
         servers.ServerChanged,
         servers.ServerLeft,

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 NODE_VARIABLE = "DUCTILE_NODE"
@@ -27,8 +28,14 @@ def host() -> str:
     """Name of the host, equal for processes that see each other under the same process ids.
 
     Nodes of a run count as different hosts, also where they are on one machine: they may be different containers."""
-    boot, node = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.environ.get(NODE_VARIABLE)
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}{f' node {node}' if node else ''}"
+    node = os.environ.get(NODE_VARIABLE)
+    return f"{_boot()} {os.readlink('/proc/self/ns/pid')}{f' node {node}' if node else ''}"
+
+
+@cache
+def _boot() -> str:
+    """Return the name of the machine since it was booted, also where no file can be opened any more."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_time(pid: int, zombies: bool = True) -> int | None:

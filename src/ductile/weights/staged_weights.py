@@ -138,8 +138,10 @@ class StagedWeights:
         self._made, self._new = {}, None
 
     def abort(self) -> None:
-        """Free what was staged; the live version goes on. What is under way in `load` ends, and more is refused."""
-        self._live.free()
+        """Free what was staged; the live version goes on. What is under way in `load` ends, and more is refused. A
+        version that is live by now stays, and so does the memory of the one before, for the next one."""
+        if self._new is not None:
+            self._live.free()
         self._made, self._new = {}, None
 
 

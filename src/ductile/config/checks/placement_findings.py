@@ -97,9 +97,6 @@ def _ray(config: SlotsConfig) -> Iterator[Finding]:
     if address is not None and "://" in address:
         what = 'is for clients outside of the cluster. Run the command on a machine of it, and write "auto"'
         yield Finding(("ray.address",), what)
-    if config.cluster.head_is_node and "head_is_node" in config.cluster.model_fields_set:
-        what = "is not for Ray, where this machine is a node if Ray has it as one. Leave it out"
-        yield Finding(("cluster.head_is_node", "ray"), what)
 
 
 def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:

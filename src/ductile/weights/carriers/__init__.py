@@ -45,7 +45,6 @@ def receive(prepare: PrepareUpdate, sink: Sink, stopped: Event) -> None:
                 receiver.end(f"the update took more than {prepare.update.total_timeout_s:g} s")
             elif any(future.exception() for future in done):
                 receiver.end("another sender failed")
-    shared_memory.VIEWS.keep_only(() if receiver.reason else [offer.sender for offer in offers])
     if receiver.reason:
         raise UpdateFailed(receiver.reason)
 

@@ -5,8 +5,8 @@ every receiver has acknowledged its bucket; one that was given up, and reads on 
 hears `Through`, and so never takes what it read for the version.
 
 The ring is a memfd that readers open through /proc and cannot write to. A sender keeps it from one update to the next,
-and readers keep it mapped. When its owner and its readers have ended, however they ended, the kernel frees it: nothing
-is left behind.
+and readers map it anew: an update leaves nothing of it in their memory. When its owner and its readers have ended,
+however they ended, the kernel frees it: nothing is left behind.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from threading import Lock
 
 import numpy as np
@@ -142,7 +142,7 @@ def receive(source: Source, offer: Offer, load: Callable[[Bucket, Tensor, str], 
     ring = source.next()
     if not isinstance(ring, Ring):
         raise UpdateFailed(f"{offer.sender} said nothing of its memory")
-    content = VIEWS.view(ring, offer.sender) if offer.buckets else torch.empty(0)
+    content = _map(ring, offer.sender) if offer.buckets else torch.empty(0)
     for bucket in offer.buckets:
         coming = source.next()
         if not isinstance(coming, Coming) or coming.index != bucket.index or not 0 <= coming.slot < ring.num_slots:
@@ -153,52 +153,21 @@ def receive(source: Source, offer: Offer, load: Callable[[Bucket, Tensor, str], 
         raise UpdateFailed(f"{offer.sender} goes on after its last bucket")
 
 
-class RingViews:
-    """The rings of senders as this process reads them, kept from one update to the next: in new pages a receiver reads
-    at two thirds of the speed, and unmapping them costs half as much again. From any thread."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._kept: dict[str, tuple[tuple[int, int], Tensor]] = {}
-        """Views by sender, each with device and inode of its memory, which no other memory has as long as the view
-        lives."""
-
-    def view(self, ring: Ring, sender: str) -> Tensor:
-        """Return the whole ring, which can only be read: who writes to this tensor ends its process. It lives as long
-        as a view does. Raises `UpdateFailed`."""
-        num_bytes = ring.num_slots * ring.slot_bytes
+def _map(ring: Ring, sender: str) -> Tensor:
+    """Return the whole ring, which can only be read: who writes to this tensor ends its process. It lives as long as a
+    view does."""
+    num_bytes = ring.num_slots * ring.slot_bytes
+    try:
+        fd = os.open(ring.location, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fd = os.open(ring.location, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                found = os.fstat(fd)
-                # The descriptor's number may serve another file by now; a shorter one would end this process when read.
-                if found.st_size != num_bytes or num_bytes <= 0:
-                    raise UpdateFailed(
-                        f"the memory of {sender} has {found.st_size} bytes, and {num_bytes} were announced"
-                    )
-                place = found.st_dev, found.st_ino
-                with self._lock:
-                    kept = self._kept.get(sender)
-                    if kept is None or kept[0] != place:
-                        kept = self._kept[sender] = place, _mapped(fd, num_bytes)
-                return kept[1]
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise UpdateFailed(f"the memory of {sender} cannot be mapped: {ring.location}: {error.strerror}") from error
-
-    def keep_only(self, senders: Collection[str]) -> None:
-        """Let go of the rings of all others."""
-        with self._lock:
-            self._kept = {sender: kept for sender, kept in self._kept.items() if sender in senders}
-
-
-VIEWS = RingViews()
-"""Those of this process."""
-
-
-def _mapped(fd: int, num_bytes: int) -> Tensor:
-    mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            # The descriptor's number may serve another file by now; a shorter one would end this process when read.
+            if (size_bytes := os.fstat(fd).st_size) != num_bytes or num_bytes <= 0:
+                raise UpdateFailed(f"the memory of {sender} has {size_bytes} bytes, and {num_bytes} were announced")
+            mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise UpdateFailed(f"the memory of {sender} cannot be mapped: {ring.location}: {error.strerror}") from error
     # torch has no tensors that cannot be written to, and warns of their buffers.
     view = (ctypes.c_char * num_bytes).from_address(np.frombuffer(mapping, np.uint8).ctypes.data)
     view.mapping = mapping  # pyright: ignore[reportAttributeAccessIssue] (keeps it as long as the tensor)
