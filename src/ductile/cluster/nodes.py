@@ -176,7 +176,7 @@ class NodesCluster(ABC):
                 if slot in self.processes:
                     other = f"slot {slot} was not needed, as another one did not start"
                     self.condemn(slot, other if len(new) > 1 else why)
-            self.mailbox.gone |= were_gone  # they have not come back
+            self.mailbox.gone.update(were_gone)  # they have not come back
             raise StartFailed(why) from None
         self.slots = tuple(sorted({*self.slots, *new}))
         return new

@@ -33,5 +33,5 @@ class NodeWasNoticed(RunEvent, tag="node_noticed", frozen=True):
 
     node: int
     slots: tuple[int, ...]
-    within_s: float | None
+    within_s: float | None = None
     """Seconds until then; None where that is not said."""

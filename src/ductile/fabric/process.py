@@ -2,11 +2,13 @@
 
 import os
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 NODE_VARIABLE = "DUCTILE_NODE"
 """Variable of the environment: number of the node that a process belongs to, where a run has several."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+"""Name of the machine since it was booted. It is read at once: later there may be no descriptor left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,7 @@ def host() -> str:
 
     Nodes of a run count as different hosts, also where they are on one machine: they may be different containers."""
     node = os.environ.get(NODE_VARIABLE)
-    return f"{_boot()} {os.readlink('/proc/self/ns/pid')}{f' node {node}' if node else ''}"
-
-
-@cache
-def _boot() -> str:
-    """Return the name of the machine since it was booted, also where no file can be opened any more."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{_BOOT} {os.readlink('/proc/self/ns/pid')}{f' node {node}' if node else ''}"
 
 
 def start_time(pid: int, zombies: bool = True) -> int | None:

@@ -152,7 +152,9 @@ class Audience:
         """Time at which each has last said something, or was told of a bucket while it had nothing to do."""
         self._all = list(channels.values())
         self._unsent = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Wakes who listens when there is something left to be sent."""
+        """Wakes who listens when there is something left to be sent, or a connection has ended."""
+        self._ended: dict[str, str] = {}
+        """Sentences by instance to which nothing can be sent any more: what it has said last is still to be read."""
 
     def tell(self, message: ControlMessage, content: memoryview | None = None) -> None:
         """Send a message and the bytes that follow it to all. What a socket does not take at once is sent by
@@ -164,10 +166,9 @@ class Audience:
             try:
                 channel.post(message, content)
             except ConnectionEnded as error:
-                self.drop(instance, f"{instance} {error}")
-            else:
-                if channel.has_unsent:
-                    os.eventfd_write(self._unsent, 1)
+                self._ended.setdefault(instance, f"{instance} {error}")
+            if channel.has_unsent or instance in self._ended:
+                os.eventfd_write(self._unsent, 1)
 
     def listen(self, timeout_s: float = TICK_S) -> None:
         """Take what receivers say, and send what is left to be sent, at most so long."""
@@ -181,12 +182,29 @@ class Audience:
                 os.eventfd_read(self._unsent)
                 continue
             instance, channel = by_fileno[fileno]
-            try:
-                channel.flush()
-                while (message := channel.read()) is not None:
-                    self._take(instance, message)
-            except ConnectionEnded as error:
-                self.drop(instance, f"{instance} {error}")
+            if self._read(instance, channel):
+                try:
+                    channel.flush()
+                except ConnectionEnded as error:
+                    self._ended.setdefault(instance, f"{instance} {error}")
+        self._drop_ended()
+
+    def _read(self, instance: str, channel: Channel) -> bool:
+        """Take what a receiver has said. Returns False where it has failed, and is dropped."""
+        try:
+            while (message := channel.read()) is not None:
+                self._take(instance, message)
+        except ConnectionEnded as error:
+            self.drop(instance, f"{instance} {error}")
+            return False
+        return True
+
+    def _drop_ended(self) -> None:
+        """Drop those to whom nothing can be sent any more, for the reason that they have said, if there is one."""
+        for instance in list(self._ended):
+            why, channel = self._ended.pop(instance), self.channels.get(instance)
+            if channel is not None and self._read(instance, channel):
+                self.drop(instance, why)
 
     def _take(self, instance: str, message: ControlMessage) -> None:
         self.heard[instance] = time.monotonic()
@@ -224,6 +242,7 @@ class Audience:
     def close(self, reason: str) -> dict[str, str]:
         """Tell all that are left that they have everything, or drop them for this reason. Returns who failed."""
         self.tell(UpdateEnded(reason) if reason else Through())
+        self._drop_ended()
         for instance in list(self.channels) if reason else ():
             self.drop(instance, f"{instance} has not got everything: {reason}")
         for channel in self._all:
