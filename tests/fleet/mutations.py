@@ -107,9 +107,9 @@ DEFECTS = (
             Edit(
                 "weights/carriers/control.py",
                 "self._take(instance, message)\n"
-                "            except ConnectionEnded as error:\n"
-                '                self.drop(instance, f"{instance} {error}")\n',
-                "self._take(instance, message)\n            except ConnectionEnded as error:\n                raise\n",
+                "        except ConnectionEnded as error:\n"
+                '            self.drop(instance, f"{instance} {error}")\n',
+                "self._take(instance, message)\n        except ConnectionEnded as error:\n            raise\n",
             ),
         ),
         "tests/weights/test_carriers.py::test_a_receiver_that_dies_or_hangs_is_dropped_and_the_others_get_everything",
