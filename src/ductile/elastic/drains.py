@@ -96,7 +96,8 @@ class Drains:
         rest = tuple(slot for slot in notice.slots if slot not in self._under_way)
         if rest:
             under_way.add(self._start(Notice(rest, notice.deadline_s, notice.source)))
-        done = await asyncio.gather(*(asyncio.shield(task) for task in under_way))
+        await asyncio.wait(under_way)  # all of them, whatever becomes of one
+        done = [task.result() for task in under_way]
         if len(done) == 1:
             return done[0]
         return Drained(
