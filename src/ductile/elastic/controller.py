@@ -42,8 +42,9 @@ from ductile.observe import Recorder
 
 MIN_REST_S = 0.05
 """Shortest time without a decision after the one before."""
-REST_FACTOR = 100.0
-"""Seconds without a decision after one that took a second, policy and all: decisions cost 1 % of the time at most."""
+REST_FACTOR = 25.0
+"""Seconds without a decision after one that took a second, policy and all: decisions have 4 % of the time of one of the
+orchestrator's cores at most. Late ones cost more: while a step's last rollouts end, most slots wait for a decision."""
 MAX_BACKOFF_S = 60.0
 """Longest time without a decision after changes that failed. The first failure costs a second, each further one twice
 the last."""

@@ -30,8 +30,8 @@ from ductile.user_files import read_text
 
 MOST_STEPS = 10
 """Steps that are compared at most, the latest ones: earlier ones had other lengths and speeds."""
-REST_S = 0.3
-"""Seconds between two decisions: a hundred times what one takes on few slots (`elastic.controller`)."""
+REST_S = 0.1
+"""Seconds between two decisions: some 25 times what one takes on few slots (`elastic.controller`)."""
 
 
 class NoRecording(ValueError):
