@@ -125,7 +125,8 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     num_plans = len(plans.generators)
     size, external = state.limits.slots_per_generator, state.num_external
     stage = _Stage(plans.generators.copy(), plans.trainers.copy(), plans.until < 0, num_slots, size, external)
-    ages = np.repeat(todo.ages[None], num_plans, 0)
+    # While none is left to start, all plans have the same rollouts under way, which are followed once then.
+    ages = np.repeat(todo.ages[None], num_plans if todo.unstarted else 1, 0)
     unstarted = np.full(num_plans, todo.unstarted)
     now_s, busy_s, stalled_s = np.zeros(num_plans), plans.delay_train_s.copy(), plans.delay_generate_s.copy()
     # What is ready counts as taken: the trainer has begun with it, or would now.
@@ -141,9 +142,10 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         stalled_s += context * moved * carried_s / stage.generators + moved * state.costs.migration_s
         busy_s += paused_s
         started = np.minimum(np.maximum(0.0, stage.generators * full - running), unstarted)
-        ages[:, 0] += started
+        if todo.unstarted:
+            ages[:, 0] += started
         unstarted -= started
-        running += started
+        running = running + started
         generated = left < 0.02
         if num_rounds > 40 * NUM_AGES or generated.all():
             break
