@@ -1,7 +1,7 @@
 """A run of `ductile rl` over the nodes of a `tests.cluster.namespaces.Network`, and what befalls the nodes.
 
-nodes = NodesRun(network, config, folder, *flags)      the orchestrator on node 0, and the agents of all nodes but the spare
-nodes.until_told(Moment("ForwardBackward", 3))         the third one has been sent
+nodes = NodesRun(network, config, folder, *flags)      the orchestrator on node 0, agents on all but the spare
+nodes.reach(Moment(2, "ForwardBackward", 3))           two steps are trained, and three more such commands sent
 nodes.kill(2), nodes.cut_power(2), ...
 """
 

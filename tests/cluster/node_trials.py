@@ -3,7 +3,8 @@ joined at moments that a seed chooses: `make node-trials`, forty of them.
 
 Every run ends by itself with all of its steps, each sample is trained once in the history that counts, and the losses
 are those of a run of the same placement on one machine that nothing befell: on-policy, and seeded by prompt,
-completions do not depend on who generates them. `make test` has two of the trials (`tests/cluster/test_node_trials.py`).
+completions do not depend on who generates them. `make test` has one of the trials
+(`tests/cluster/test_node_trials.py`).
 
     NODE_TRIALS=80 python -m pytest tests/cluster/node_trials.py -s -k drained
 """

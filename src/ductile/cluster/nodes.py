@@ -347,6 +347,10 @@ class NodesCluster(ABC):
             self.fail(sentence)
         self.mailbox.lose(slot, sentence, is_gone=slot in self._leaving and not needed)
 
+    def _is_out_of_reach(self, slot: int) -> bool:
+        """Whether nothing comes from the slot's whole node: then it is the node that is about to be lost."""
+        return False
+
     def _on_event(self, slot: int, event: SlotEvent) -> None:
         if isinstance(event, Terminating):
             self.on_notice(Notice((slot,), self._config.drain_deadline_s, "SIGTERM to its process"))
@@ -365,7 +369,8 @@ class NodesCluster(ABC):
             checked_s = now_s
             for slot, process in self.processes.items():
                 silent_s = min(self.mailbox.silent_for_s(slot), now_s - awake_since_s)
-                if silent_s > limit_s and process.code is None and slot not in self.mailbox.lost:
+                is_there = process.code is None and slot not in self.mailbox.lost
+                if silent_s > limit_s and is_there and not self._is_out_of_reach(slot):
                     self.condemn(
                         slot,
                         f"{self.mailbox.describe(slot)} was silent for {silent_s:.0f} s while "
