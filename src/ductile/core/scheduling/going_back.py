@@ -27,9 +27,9 @@ class TrainerLoss:
     home: Placement
     """Roles with which the slots began."""
     trained: tuple[int, ...]
-    """Slots that trained when it was lost, those that are lost among them."""
+    """Slots that may train: those that did when it was lost, or of a policy's run those that did at its beginning."""
     lost: frozenset[int]
-    """Slots that are lost."""
+    """Slots of the trainer that are lost."""
     startable: frozenset[int]
     """Slots of the run whose processes can be started anew."""
     num_in_row: int = 0
@@ -61,8 +61,7 @@ def way_back(loss: TrainerLoss, rules: LayoutRules) -> WayBack:
     if loss.num_in_row >= loss.max_restarts:
         times = many(loss.num_in_row, "time")
         return WayBack(f"it has gone back {times} in a row without a new checkpoint (cluster.max_restarts)")
-    home, out = loss.home, loss.lost.intersection(loss.trained)
-    stays = loss.startable - out
+    home, stays = loss.home, loss.startable - loss.lost
     train = tuple(sorted(stays.intersection(loss.trained)))
     if not train:
         return WayBack("no slot that trained is left")
