@@ -54,8 +54,9 @@ class WritesDown(TrainRole):
             self._write_state(command.epoch, "after")
         if isinstance(command, ForwardBackward) and self._live.context.counts_samples:
             samples = [sample for micro_batch in command.micro_batches for sample in micro_batch.samples]
-            node = os.environ.get(NODE_VARIABLE, "0")  # pids of several nodes may be the same
-            with (Path(os.environ[FOLDER]) / f"trained_{node}_{os.getpid()}.jsonl").open("a") as file:
+            # Processes of several nodes may have the same pid.
+            me = "_of_".join(filter(None, [str(os.getpid()), os.environ.get(NODE_VARIABLE)]))
+            with (Path(os.environ[FOLDER]) / f"trained_{me}.jsonl").open("a") as file:
                 for sample in samples:
                     row = {
                         "tokens": sample.token_ids,
@@ -134,6 +135,10 @@ class WatchedNodes(joined.JoinedCluster):
     async def start(self) -> None:
         await super().start()
         self._commands = (Path(os.environ[FOLDER]) / COMMANDS).open("a", buffering=1)
+        self.mailbox.watch(self._write_down)
+
+    async def begin_again(self, slots: Sequence[int]) -> None:
+        await super().begin_again(slots)
         self.mailbox.watch(self._write_down)
 
     def _write_down(self, slot: int, running: type[Command] | None) -> None:
