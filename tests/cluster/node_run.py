@@ -55,14 +55,17 @@ class NodesRun:
         )
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         """The latest one of each node."""
+        self._joined_s: dict[int, float] = {}
         self._others: list[subprocess.Popen[bytes]] = []
         for node in range(1, NUM_NODES):
             self.join(node)
 
     def join(self, node: int) -> None:
         words = ("ductile", "join", str(self.run.folder), "--node-rank", str(node), "--wait-s", f"{DEADLINE_S:g}")
+        self.network.mend(node)
         self._others.append(self.network.begin(node, *words, **self._how))
         self.agents[node] = self._others[-1]
+        self._joined_s[node] = time.time()
 
     def command(self, *words: str) -> int:
         """Run `ductile` on the orchestrator's machine; return its exit code."""
@@ -92,9 +95,10 @@ class NodesRun:
         self.until_or_end(lambda: self.num_lost(node) > num_lost)
         self.network.mend(node)
 
-    @property
-    def started_slots(self) -> set[int]:
-        return {event["slot"] for event in self.run.events("slot_started")}
+    def has_started(self, node: int, slot: int) -> bool:
+        """Whether the node has this slot since it last joined."""
+        events = [*self.run.events("slot_started"), *self.run.events("slot_restarted")]
+        return any(event["slot"] == slot and event["time"] > self._joined_s[node] for event in events)
 
     def num_lost(self, node: int) -> int:
         return sum(event["node"] == node for event in self.run.events("node_lost"))
