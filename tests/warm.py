@@ -41,6 +41,7 @@ WARM = frozenset(
         "ductile",
         "ductile.generator.server.serve",
         "ductile.slot.forkserver",
+        "tests.cluster.on_node",
         "tests.cluster.orchestrate",
         "tests.end_to_end.hasty",
         "tests.end_to_end.watched",

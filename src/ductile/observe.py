@@ -133,6 +133,8 @@ class Recorder:
         """Drop metrics and samples of steps after `last_step`, which a resume from there repeats, and the summary,
         which is of another end. Returns how many lines of metrics were dropped."""
         (self.folder / "summary.json").unlink(missing_ok=True)
+        if self.last_step is not None:
+            self.last_step = min(self.last_step, max(0, last_step))
         self._samples.rewind(last_step)
         return self._metrics.rewind(last_step)
 

@@ -7,7 +7,7 @@ cluster.num_refused = 2  # the next two starts of slots fail
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ductile.cluster.cluster import Cluster, StartFailed
@@ -74,6 +74,16 @@ class MemoryCluster:
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
         return await survey(self.mailbox, self.slots, 10.0, measure)
+
+    def startable(self, slots: Iterable[int]) -> frozenset[int]:
+        return frozenset(slots) - self.mailbox.gone
+
+    async def begin_again(self, slots: Sequence[int]) -> None:
+        for slot in [*self.running]:
+            self.condemn(slot, f"slot {slot} was ended")
+        self._failed.clear()
+        self._needed = lambda slot: True
+        await self.add(slots)
 
     def ends_without(self, needed: Callable[[int], bool]) -> None:
         self._needed = needed

@@ -2,18 +2,23 @@
 through a bridge.
 
     with nodes(3) as network:
-        network.popen(1, [sys.executable, "-m", "ductile", "join", ...])     runs on node 1, at 10.213.N.2
-        network.cut(1) ; network.mend(1)                                      the cable of node 1
+        agent = network.begin(1, "ductile", "join", ...)      a machine at 10.213.N.2 and its first process
+        network.enter(1, agent, "ductile", "status", ...)     another process there
+        network.cut(1) ; network.mend(1)                      the cable of node 1
+        agent.kill()                                          the end of all processes of the machine at once
 
-Each command is in a process namespace too, with a /proc of its own: what a node says of its processes means nothing on
-another. Making them needs root (CAP_SYS_ADMIN, CAP_NET_ADMIN) and `ip`; `nodes` skips the test where that is not so.
+A machine has a process namespace too, with a /proc of its own: what a node says of its processes means nothing on
+another (`tests.cluster.on_node`). Making them needs root (CAP_SYS_ADMIN, CAP_NET_ADMIN) and `ip`; `nodes` skips the
+test where that is not so.
 """
 
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,10 +38,14 @@ class Network:
     def address(self, node: int) -> str:
         return f"10.213.{self._id}.{node + 1}"
 
-    def popen(self, node: int, words: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
-        """Start a command on a node; it ends with all that it started when its first process does."""
-        inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
-        return subprocess.Popen(["ip", "netns", "exec", self._name(node), *inside, *words], **how)
+    def begin(self, node: int, *words: str, **how: Any) -> "subprocess.Popen[bytes]":
+        """Start a module with its arguments as the first process of the node, which all others there end with."""
+        return subprocess.Popen([sys.executable, "-m", "tests.cluster.on_node", self._name(node), "0", *words], **how)
+
+    def enter(self, node: int, first: "subprocess.Popen[bytes]", *words: str, **how: Any) -> "subprocess.Popen[bytes]":
+        """Start another one beside the first process of the node."""
+        pid = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().strip()
+        return subprocess.Popen([sys.executable, "-m", "tests.cluster.on_node", self._name(node), pid, *words], **how)
 
     def cut(self, node: int) -> None:
         """Take the node's cable out: nothing comes through, and nobody is told."""

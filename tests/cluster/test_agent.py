@@ -121,6 +121,20 @@ def test_a_silent_agent_loses_its_lease_and_its_slots(tmp_path: Path):
 
 
 @pytest.mark.nightly
+def test_a_node_that_is_silent_as_a_whole_is_lost_as_one(tmp_path: Path):
+    """Its slots are not lost one by one before it."""
+
+    async def story(cluster: JoinedCluster, deaths):
+        for pid in (*pids_of(cluster), agent_of(cluster)):
+            os.kill(pid, signal.SIGSTOP)
+        await eventually(lambda: len(deaths) == 2, GONE_S)
+        os.kill(agent_of(cluster), signal.SIGCONT)
+        await assert_lost_with_the_node(cluster, deaths, r"was silent for 2\.5 s \(cluster\.heartbeat_timeout_s\)")
+
+    play(tmp_path, story, heartbeat_timeout_s=LEASE_S)
+
+
+@pytest.mark.nightly
 def test_an_agent_that_hears_nothing_of_the_orchestrator_ends_its_slots(tmp_path: Path):
     async def story(cluster: JoinedCluster, deaths):
         cluster._remote[0]._keeping.cancel()

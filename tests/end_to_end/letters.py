@@ -1,5 +1,7 @@
 """A task that a tiny random model can learn: the more of the completion is the letter asked for, the better."""
 
+import time
+
 
 class Letters:
     name = "letters"
@@ -27,6 +29,16 @@ class Numbered(Letters):
 
     def messages(self, example: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": f"{example}"}]
+
+
+class Unhurried(Numbered):
+    """A step takes some seconds, and no processor."""
+
+    name = "unhurried"
+
+    def reward(self, example: int, completion: str) -> float:
+        time.sleep(0.1)
+        return super().reward(example, completion)
 
 
 class Even(Numbered):

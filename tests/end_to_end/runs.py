@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,11 @@ class Run:
         command: str = "rl",
         module: str = "ductile",
         terminal: bool = False,
+        begin: "Callable[..., subprocess.Popen[bytes]] | None" = None,
         **environment: str,
     ) -> None:
-        """terminal: on one of its own, which `self.terminal.close()` takes away."""
+        """terminal: on one of its own, which `self.terminal.close()` takes away. begin: starts a module with its
+        arguments, elsewhere than here; takes what `subprocess.Popen` does besides."""
         self.folder = config.parent / "run"
         self.began_s = time.time()
         self.mark = f"DUCTILE_TEST={uuid.uuid4().hex}"
@@ -100,12 +102,15 @@ class Run:
         # A session of its own: signals to its process group are not ours. The suite itself may run under nohup.
         prefix = ["env", "--default-signal=HUP", "setsid", "--ctty"] if terminal else []
         screen = self.terminal.slave if self.terminal else self.output
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, command, "@", str(config), *flags],
+        self.environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment, name: value}
+        if begin is None:
+            begin = lambda *words, **how: subprocess.Popen([*prefix, sys.executable, "-m", *words], **how)  # noqa: E731
+        self.process = begin(
+            *(module, command, "@", str(config), *flags),
             stdin=screen if self.terminal else subprocess.DEVNULL,
             stdout=screen,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment, name: value},
+            env=self.environment,
             start_new_session=not terminal,
         )
         if self.terminal:

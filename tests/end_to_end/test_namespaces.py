@@ -1,7 +1,6 @@
 """A run over three machines, as far as network namespaces are machines (`tests.cluster.namespaces`)."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,17 +17,14 @@ ENDS_S = 240.0
 def test_rl_over_three_machines(tmp_path: Path, model: Path):
     """The orchestrator and a train slot on node 0, another train slot and a generator on node 1, a generator and the
     scorer on node 2."""
-    config = write_config(tmp_path / "rl", model, max_steps=4, train='"0,2"', generate='"1,3,4"', score=5)
+    config = write_config(tmp_path / "rl", model, max_steps=4, train='"0,2"', generate="1,3,4", score=5)
     folder = tmp_path / "rl" / "run"
     with nodes(3) as network:
-        words = [sys.executable, "-m", "ductile", "rl", "@", str(config), "--cluster.num-nodes", "3"]
+        words = ["ductile", "rl", "@", str(config), "--cluster.num-nodes", "3"]
         environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
         output = (tmp_path / "output").open("w+")
-        run = network.popen(0, words, stdout=output, stderr=output, env=environment)
-        joined = [
-            network.popen(node, [sys.executable, "-m", "ductile", "join", str(folder)], stdout=output, stderr=output)
-            for node in (1, 2)
-        ]
+        run = network.begin(0, *words, stdout=output, stderr=output, env=environment)
+        joined = [network.begin(node, "ductile", "join", str(folder), stdout=output, stderr=output) for node in (1, 2)]
         try:
             code = run.wait(ENDS_S)
             codes = [agent.wait(30) for agent in joined]

@@ -1,6 +1,7 @@
 """`ductile` as users run it, of which more can be seen: `python -m tests.end_to_end.watched rl @ run.toml`.
 
-Data-parallel ranks write down each sample that they have trained (`trained_in`). A slot is struck with STRIKE_SEED set,
+Data-parallel ranks write down each sample that they have trained (`trained_in`), and where the run has several nodes
+the orchestrator each command that a slot gets (`commands_in`). A slot is struck with STRIKE_SEED set,
 or with RESIZE_STRIKE_SEED. With WATCHED_STATES set train slots also write down the state on both sides of each resize
 (`moved_in`); with WATCHED_DRAWS set generators draw tokens whatever the model says, so that completions are the same in
 runs that round differently. With WATCHED_FAULT set to "hangs" or "refuses", the first generator that receives version 1
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 
 from ductile import cli
-from ductile.cluster import local, make_cluster
+from ductile.cluster import joined, local, make_cluster
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.fabric.process import NODE_VARIABLE
 from ductile.generator.engine import sampler
 from ductile.generator.generate_role import GenerateRole
 from ductile.messages.resizes import Commit, Freeze
-from ductile.messages.workers import ForwardBackward, Receive
+from ductile.messages.workers import Command, ForwardBackward, Receive
 from ductile.observe import read_jsonl
 from ductile.records import RolloutGroup
 from ductile.roles import RoleAssignment
@@ -39,6 +41,7 @@ FOLDER = "WATCHED_FOLDER"
 STATES = "WATCHED_STATES"
 DRAWS = "WATCHED_DRAWS"
 FAULT = "WATCHED_FAULT"
+COMMANDS = "commands.jsonl"
 Side = Literal["before", "after"]
 
 
@@ -51,13 +54,16 @@ class WritesDown(TrainRole):
             self._write_state(command.epoch, "after")
         if isinstance(command, ForwardBackward) and self._live.context.counts_samples:
             samples = [sample for micro_batch in command.micro_batches for sample in micro_batch.samples]
-            with (Path(os.environ[FOLDER]) / f"trained_{os.getpid()}.jsonl").open("a") as file:
+            # Processes of several nodes may have the same pid.
+            me = "_of_".join(filter(None, [str(os.getpid()), os.environ.get(NODE_VARIABLE)]))
+            with (Path(os.environ[FOLDER]) / f"trained_{me}.jsonl").open("a") as file:
                 for sample in samples:
                     row = {
                         "tokens": sample.token_ids,
                         "prompt": sample.loss_mask.index(True),
                         "logprobs": sample.rollout_logprobs,
                         "step": self._live.step + 1,
+                        "time": time.time(),
                     }
                     file.write(json.dumps(row, default=list) + "\n")
         return reply
@@ -125,6 +131,21 @@ class WatchedCluster(local.LocalCluster):
             Striker(strike, self, Path(os.environ[FOLDER]) / "strike.json")
 
 
+class WatchedNodes(joined.JoinedCluster):
+    async def start(self) -> None:
+        await super().start()
+        self._commands = (Path(os.environ[FOLDER]) / COMMANDS).open("a", buffering=1)
+        self.mailbox.watch(self._write_down)
+
+    async def begin_again(self, slots: Sequence[int]) -> None:
+        await super().begin_again(slots)
+        self.mailbox.watch(self._write_down)
+
+    def _write_down(self, slot: int, running: type[Command] | None) -> None:
+        if running is not None:
+            self._commands.write(json.dumps({"slot": slot, "command": running.__name__}) + "\n")
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     tokens: tuple[int, ...]
@@ -132,6 +153,7 @@ class Trained:
     logprobs: tuple[float, ...]
     step: int
     """The first is 1."""
+    time_s: float
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -145,7 +167,15 @@ class Trained:
 def trained_in(folder: Path) -> Sequence[Trained]:
     """By any data-parallel rank, in no order."""
     rows = [row for path in sorted(folder.glob("trained_*.jsonl")) for row in read_jsonl(path)]
-    return [Trained(tuple(row["tokens"]), row["prompt"], tuple(row["logprobs"]), row["step"]) for row in rows]
+    return [
+        Trained(tuple(row["tokens"]), row["prompt"], tuple(row["logprobs"]), row["step"], row["time"]) for row in rows
+    ]
+
+
+def commands_in(folder: Path) -> list[dict[str, Any]]:
+    """Slot and class of each command so far, in their order. One that waits behind others comes when it is their
+    turn."""
+    return read_jsonl(folder / COMMANDS)
 
 
 def state_file(folder: Path, epoch: int, side: Side, slot: int) -> Path:
@@ -185,4 +215,5 @@ if __name__ == "__main__":
         local.ROLES["generate"] = "tests.end_to_end.watched:FailsOnce"
     local.ROLES["train"] = "tests.end_to_end.watched:WritesDown"
     make_cluster.LocalCluster = WatchedCluster
+    make_cluster.JoinedCluster = WatchedNodes
     raise SystemExit(cli.main())

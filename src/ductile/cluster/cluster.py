@@ -1,6 +1,6 @@
 """Who is there: the slots of a run as everything above sees them, wherever their processes are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ductile.concurrency.listeners import Listeners
@@ -97,6 +97,16 @@ class Cluster(Protocol):
 
     async def leave(self, slots: Sequence[int]) -> None:
         """End the processes of slots that hold nothing. They are gone then (`Mailbox.gone`), and not lost."""
+        ...
+
+    def startable(self, slots: Iterable[int]) -> frozenset[int]:
+        """Return those of the slots whose processes can be started anew: their nodes are there, and they were not told
+        to leave. None where the run has lost a process that all of it needs."""
+        ...
+
+    async def begin_again(self, slots: Sequence[int]) -> None:
+        """Kill all slots, and start these anew, as `start` does: `death` waits again, `mailbox` is another one, which
+        knows all others as lost, and every slot is needed. Raises StartFailed, with none of them running."""
         ...
 
     def condemn(self, slot: int, sentence: str) -> None:

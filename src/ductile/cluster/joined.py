@@ -217,6 +217,10 @@ class JoinedCluster(NodesCluster):
             raise StartFailed(f"slot {slot} would be on node {node}, which has not joined: there are nodes {there}")
         return node
 
+    def _is_out_of_reach(self, slot: int) -> bool:
+        node = self._remote.get(self.node_slots.node_of(slot))
+        return node is not None and node.is_silent
+
     async def stop(self) -> None:
         if not self._stopping:
             withdraw(self._folder, self.address)

@@ -57,6 +57,9 @@ class Devices:
 
 
 class Node:
+    lost = ""
+    """Never: with its process server the run, or the agent, ends."""
+
     def __init__(
         self,
         settings: NodeSettings,

@@ -7,7 +7,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,11 @@ CHECK_S = 1.0
 
 class SlotNode(Protocol):
     """What a cluster asks of a node: `Node` on this machine, `RemoteNode` on another one."""
+
+    @property
+    def lost(self) -> str:
+        """How the node was lost; "" while it is there."""
+        ...
 
     async def start(self) -> Devices:
         """Returns when slots can be started there. Raises StartFailed or CapNotPermitted."""
@@ -91,6 +96,8 @@ class NodesCluster(ABC):
         """One a slot: two that want the same slot get one process, and nobody else waits for it."""
         self._token = secrets.token_bytes(32)
         self._stopping = True
+        self._is_broken = False
+        """The run has lost a process that all of it needs, or the orchestrator its books."""
         self._leaving: set[int] = set()
         """Slots that are to leave: they end as they were told."""
         self._watching: asyncio.Task[None] | None = None
@@ -139,6 +146,31 @@ class NodesCluster(ABC):
 
     def ends_without(self, needed: Callable[[int], bool]) -> None:
         self._needed = needed
+
+    def startable(self, slots: Iterable[int]) -> frozenset[int]:
+        gone = self.mailbox.gone
+        return frozenset(slot for slot in slots if not self._is_broken and slot not in gone and self._has_node(slot))
+
+    def _has_node(self, slot: int) -> bool:
+        try:
+            return not self._nodes[self._node_of(slot)].lost
+        except StartFailed:
+            return False
+
+    async def begin_again(self, slots: Sequence[int]) -> None:
+        async with AsyncExitStack() as starting:
+            for slot in sorted({*self._starting, *slots}):  # who starts some is not to find another mailbox
+                await starting.enter_async_context(self._starting[slot])
+            for slot in self.processes:
+                self.condemn(slot, f"{self.mailbox.describe(slot)} was ended, as the run goes back")
+            await all_ended(self.processes.values(), KILL_S)
+            self._death = asyncio.get_running_loop().create_future()
+            self._needed = lambda slot: True
+            self.mailbox = Mailbox(self._router, on_error=self.fail_with, before=self.mailbox)
+            self.mailbox.subscribe(self._on_event)
+            # Ranks find each other as in a new run: what earlier ones have left in a store is not for them.
+            self.rendezvous = await self._home.host_store(self._host)
+            await self._add(slots)
 
     @property
     def has_failed(self) -> bool:
@@ -206,6 +238,7 @@ class NodesCluster(ABC):
             self._death.set_result(sentence)
 
     def fail_with(self, sentence: str, error: Exception) -> None:
+        self._is_broken = True
         if self._death.done():
             what = {"message": f"{capitalised(sentence)}.", "exception": error}
             asyncio.get_running_loop().call_exception_handler(what)
@@ -330,6 +363,7 @@ class NodesCluster(ABC):
             return
         slot = slot_of(process.name)
         if slot is None:
+            self._is_broken = True
             self.fail(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
         elif slot in self._leaving:
             self._lose(slot, self._left(slot))
@@ -346,6 +380,10 @@ class NodesCluster(ABC):
         if needed:
             self.fail(sentence)
         self.mailbox.lose(slot, sentence, is_gone=slot in self._leaving and not needed)
+
+    def _is_out_of_reach(self, slot: int) -> bool:
+        """Whether nothing comes from the slot's whole node: then it is the node that is about to be lost."""
+        return False
 
     def _on_event(self, slot: int, event: SlotEvent) -> None:
         if isinstance(event, Terminating):
@@ -365,7 +403,8 @@ class NodesCluster(ABC):
             checked_s = now_s
             for slot, process in self.processes.items():
                 silent_s = min(self.mailbox.silent_for_s(slot), now_s - awake_since_s)
-                if silent_s > limit_s and process.code is None and slot not in self.mailbox.lost:
+                is_there = process.code is None and slot not in self.mailbox.lost
+                if silent_s > limit_s and is_there and not self._is_out_of_reach(slot):
                     self.condemn(
                         slot,
                         f"{self.mailbox.describe(slot)} was silent for {silent_s:.0f} s while "

@@ -91,6 +91,11 @@ class RemoteNode:
         """ "node 1 (gpu-7, 10.0.0.7)"."""
         return f"node {self.settings.node} ({self.said.host}, {self.said.address})"
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has come from the agent for half of its lease."""
+        return not self.lost and self._num_silent * beat_s(self._lease_s) > self._lease_s / 2
+
     async def start(self) -> Devices:
         await self._send(Admit(self.settings, self._lease_s))
         hears = f"the lease of {self.name} is not kept any more"

@@ -68,6 +68,11 @@ class TrainerResizer:
         self._ended = ChangeSignal()
         cluster.ends_without(self.depends_on)
 
+    @property
+    def layout(self) -> ParallelLayout:
+        """Layout of the trainer."""
+        return self._trainer.layout
+
     async def resize(self, after: ParallelLayout, release: Release | None = None) -> Resized:
         """Have the trainer go on in this layout, with its order of slots, and wait for what comes of it.
 

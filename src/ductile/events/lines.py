@@ -57,6 +57,7 @@ KINDS: dict[str, type[RunEvent]] = {
         scheduling.PolicyFailed,
         resizes.TrainerResized,
         resizes.ResizeRolledBack,
+        resizes.TrainerWentBack,
         ending.StopAsked,
         ending.EndedAsAsked,
         ending.EndedByDeath,

@@ -40,5 +40,25 @@ class TrainerResized(_ResizeEnded, tag="resized", frozen=True):
     """The trainer has another layout."""
 
 
+class TrainerWentBack(RunEvent, tag="went_back", frozen=True):
+    """The trainer has lost slots, and goes on from the last checkpoint on those that are left. What was trained since
+    is trained anew: metrics of later steps are dropped, as a resume drops them."""
+
+    step: int
+    """Step of the checkpoint; 0 where there is none, and the run begins anew."""
+    lost: tuple[int, ...]
+    """Slots of the trainer that are lost. They get no role any more."""
+    before: tuple[int, ...]
+    """Slots of the trainer before, in rank order."""
+    after: tuple[int, ...]
+    """Slots of the trainer from now on, in rank order."""
+    after_dims: ParallelDims
+    """Sizes of the axes from now on."""
+    num_in_row: int = 1
+    """How often it has gone back to this checkpoint."""
+    last_kept: int | None = None
+    """Last step whose metrics stay as they are written; None where none does."""
+
+
 class ResizeRolledBack(_ResizeEnded, tag="resize_rolled_back", frozen=True):
     """A resize is aborted, and the trainer goes on as before."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.scheduling.facts.profile import Setting, StepProfile
 from ductile.events.lines import KINDS, UnreadEvent, read_event
-from ductile.events.resizes import ResizeRolledBack, TrainerResized
+from ductile.events.resizes import ResizeRolledBack, TrainerResized, TrainerWentBack
 from ductile.events.rollouts import CanaryDisagreed
 from ductile.events.scheduling import OrdersDone, TrainingHeld
 from ductile.events.servers import ServerChanged, ServerJoined, ServerLeft
@@ -60,6 +60,8 @@ class RunState(Listener):
     """State of each server that is in the run's fleet."""
     resizes: list[TrainerResized | ResizeRolledBack] = field(default_factory=list[TrainerResized | ResizeRolledBack])
     """Resizes of the trainer, done or not, those by a policy and those by `ductile resize`."""
+    goings_back: list[TrainerWentBack] = field(default_factory=list[TrainerWentBack])
+    """Times that the trainer lost slots and went back to a checkpoint, of all starts."""
     disagreements: list[CanaryDisagreed] = field(default_factory=list[CanaryDisagreed])
     """Canaries of which a generator did not say what the trainer says."""
     waits: list[TrainingHeld] = field(default_factory=list[TrainingHeld])
@@ -104,6 +106,8 @@ class RunState(Listener):
                 self._keep(self.profiles, profile)
             case TrainerResized() | ResizeRolledBack():
                 self._keep(self.resizes, event)
+            case TrainerWentBack():
+                self._keep(self.goings_back, event)
             case CanaryDisagreed():
                 self._keep(self.disagreements, event)
             case TrainingHeld():

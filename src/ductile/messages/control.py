@@ -158,6 +158,8 @@ class RunStatus(Words, tag="status"):
     """Slots that died, with the sentence that says how."""
     fleet: FleetStatus | None = None
     """The run's servers; None where it has none by its config."""
+    went_back: tuple[str, ...] = ()
+    """Sentences of the latest times that the trainer lost slots and went back to a checkpoint."""
     disagreed: tuple[str, ...] = ()
     """Sentences of the latest canaries of which a generator did not say what the trainer says."""
 

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +47,7 @@ class Transport(Protocol):
         ...
 
     def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
-        """Call `deliver` in the event loop with whatever a slot sends."""
+        """Call `deliver` in the event loop with whatever a slot sends, instead of whom this was called with before."""
         ...
 
 
@@ -66,14 +66,16 @@ class Mailbox:
         transport: Transport,
         clock: Callable[[], float] = time.monotonic,
         on_error: Callable[[str, Exception], None] = _raise,
+        before: "Mailbox | None" = None,
     ) -> None:
         """on_error: told when a listener raises, with a sentence. Its books are wrong from then on. Without it, asyncio
-        is told."""
-        self.epoch = 0
+        is told. before: the mailbox that this one takes the place of, whose slots are all lost, as they are here at
+        first. Numbers go on from there, so nothing is taken for another's."""
+        self.epoch = before.epoch + 1 if before else 0
         """Membership epoch, sent with every command; a slot refuses an older one than it has seen."""
-        self.lost: dict[int, str] = {}
+        self.lost: dict[int, str] = dict(before.lost) if before else {}
         """Slots that were given up, with the sentence that says why."""
-        self.gone: set[int] = set()
+        self.gone: set[int] = set(before.gone) if before else set()
         """Slots of `lost` that were emptied before they left: nothing was lost with them."""
         self.heard_at_s: dict[int, float] = {}
         """Time at which each slot last said anything, on `clock`."""
@@ -84,7 +86,7 @@ class Mailbox:
         self._pids: dict[int, int] = {}
         self._transport = transport
         self._clock, self._on_error = clock, on_error
-        self._sequence = itertools.count(1)
+        self._sequence: Iterator[int] = before._sequence if before else itertools.count(1)
         self._pending: dict[int, _PendingReply] = {}
         self._listeners: list[SlotListener] = []
         self._watchers: list[Watcher] = []

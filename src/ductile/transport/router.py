@@ -38,10 +38,13 @@ class Router:
         self._posting: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Held for each slot by the one that encodes and sends: a short command must not overtake a long one."""
         self._receiving: asyncio.Task[None] | None = None
+        self._deliver: Callable[[int, Envelope], None] = lambda slot, envelope: None
         self._on_error = on_error
 
     def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
-        self._receiving = start_reported(self._receive(deliver), "the slots cannot be heard any more", self._on_error)
+        self._deliver = deliver
+        if self._receiving is None:
+            self._receiving = start_reported(self._receive(), "the slots cannot be heard any more", self._on_error)
 
     async def post(self, slot: int, epoch: int, sequence: int, parcel: Parcel) -> None:
         connection = self._connections.get(slot)
@@ -60,7 +63,7 @@ class Router:
             await asyncio.wait([self._receiving], timeout=1.0)
         self._frames.close()
 
-    async def _receive(self, deliver: Callable[[int, Envelope], None]) -> None:
+    async def _receive(self) -> None:
         while True:
             connection, slot, payload = await self._frames.receive()
             try:
@@ -72,6 +75,6 @@ class Router:
             if isinstance(envelope.body, Hello):
                 self._connections[slot] = connection
             if self._connections.get(slot) == connection:
-                deliver(slot, envelope)
+                self._deliver(slot, envelope)
             else:
                 self.dropped["no Hello"] += 1

@@ -82,7 +82,7 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
         ),
         Unread(("trainer.data.fake",), "it is for `ductile trainer`, and here the generators make the data"),
     ),
-    SFTConfig: (_unscheduled("sft"),),
+    SFTConfig: (_unscheduled("sft", "max_restarts"),),
     TrainerRunConfig: (
         _unscheduled("trainer"),
         Unread(("weight_broadcast",), "it is for servers that generate, and `ductile trainer` has none"),

@@ -6,7 +6,7 @@ How a command ends, whatever happens to it, is `ductile.orchestrator.ending.supe
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 
 from rich.console import RenderableType
@@ -32,7 +32,7 @@ from ductile.config.schema.secrets import secret_of
 from ductile.config.schema.trainer import TrainerConfig
 from ductile.core.instances.instances import Serving
 from ductile.core.instances.placement import SPELLED, Placement
-from ductile.core.layout.choice.layout_rules import LayoutRules, layout_for
+from ductile.core.layout.choice.layout_rules import layout_for
 from ductile.core.layout.model.peak import arithmetic_of, compute_dtype
 from ductile.core.scheduling.facts.cluster_state import first_instances, groups_of
 from ductile.elastic.activity import SlotActivity
@@ -54,6 +54,7 @@ from ductile.fleet.trainer.remote_trainer import RemoteTrainer, VersionReceivers
 from ductile.messages.message import RoleName
 from ductile.orchestrator.commands.bench import Bench
 from ductile.orchestrator.commands.compose import Prepared, canaries_of, prepare, run_loop
+from ductile.orchestrator.commands.going_back import START_CANCEL_S, C, Life, Lives, P
 from ductile.orchestrator.commands.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
 from ductile.orchestrator.commands.routing import route_between, serve_several, with_key
 from ductile.orchestrator.commands.run_context import RunContext
@@ -68,10 +69,8 @@ from ductile.orchestrator.ending.final_summary import batches_summary, rl_summar
 from ductile.orchestrator.ending.meaning import Beginning
 from ductile.orchestrator.ending.run_until import SlotDied, Stopped, first_of, run_until
 from ductile.orchestrator.ending.supervise import Session, supervise
+from ductile.roles import Failure
 from ductile.transport.deadlines import Deadlines
-
-START_CANCEL_S = 8.0
-"""A start that is interrupted has processes to stop before it returns."""
 
 
 def run_rl(config: RLConfig) -> int:
@@ -83,7 +82,7 @@ def run_sft(config: SFTConfig) -> int:
 
 
 def run_trainer(config: TrainerRunConfig) -> int:
-    return supervise("trainer", config, prepare_fake, lambda prepared: prepared.max_steps, _batches)
+    return supervise("trainer", config, prepare_fake, lambda prepared: prepared.max_steps, _fake_batches)
 
 
 def run_orchestrator(config: OrchestratorRunConfig) -> int:
@@ -106,66 +105,101 @@ def _began(prepared: Prepared | PreparedBatches) -> Beginning:
 
 
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
-    """Start the slots, give them their roles, run the RL loop."""
-    placement, rules = placement_of(config), layout_rules(config)
-    async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
-        fleet = await run_until(
-            _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
+    """Start the slots, and run the RL loop on them."""
+    return await _on_slots(config, prepared, session, prepare, _live_rl)
+
+
+async def _batches(config: SFTConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
+    """The trainer alone, on data that is there."""
+    return await _on_slots(config, prepared, session, prepare_sft, _live_batches)
+
+
+async def _fake_batches(config: TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
+    """The trainer alone, on made-up data."""
+    return await _on_slots(config, prepared, session, prepare_fake, _live_batches)
+
+
+async def _on_slots(
+    config: C,
+    prepared: P,
+    session: Session,
+    prepare: Callable[[C], P],
+    live: Callable[[C, Life[P], Cluster, Session], Awaitable[RenderableType]],
+) -> RenderableType:
+    """Start the slots, and have the run live on them: once, and again from the last checkpoint when the trainer has
+    lost some (`Lives`)."""
+    life = Life(prepared, placement_of(config), layout_rules(config), session.began_s)
+    async with _slots(config, life.placement, prepared.trainer, session) as cluster:
+        lives = Lives(config, cluster, session, prepare)
+        while True:
+            try:
+                return await live(config, life, cluster, session)
+            except Failure as failure:
+                life = await lives.after(life, failure)
+                _announce(cluster, life.placement, session)
+
+
+async def _live_rl(config: RLConfig, life: Life[Prepared], cluster: Cluster, session: Session) -> RenderableType:
+    """Give the slots their roles, and run the RL loop."""
+    prepared, placement, stop = life.prepared, life.placement, session.interrupt.graceful
+    activity = _activity(cluster, session)
+    fleet = await run_until(_take_roles(config, life, cluster), stop, cluster.death())
+    _begin_traces(config, cluster, session, lambda: fleet.trainer.layout.slots, prepared.progress.step)
+    servers = Servers(config, fleet, session.record, session.folder, stop) if has_servers(config) else None
+    async with _live(config, life, cluster, fleet.trainer, activity, session, fleet, servers) as (resizer, drains):
+
+        async def change_over(slot: int) -> None:
+            await activity.change_over(slot)
+            await resizer.change_over(slot)
+
+        recovery = Recovery(
+            cluster,
+            fleet,
+            session.record,
+            config.cluster.max_restarts,
+            change_over,
+            is_scheduled=config.cluster.auto_scheduler,
+            replaced=replaced_roles(config.cluster),
+            groups=lambda role: groups_of(role, placement, cluster.slots, limits_of(config)),
         )
-        _begin_traces(config, cluster, session, lambda: fleet.trainer.layout.slots, prepared.progress.step)
-        stop = session.interrupt.graceful
-        servers = Servers(config, fleet, session.record, session.folder, stop) if has_servers(config) else None
-        live = _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, rules, fleet, servers)
-        async with live as (resizer, drains):
-
-            async def change_over(slot: int) -> None:
-                await activity.change_over(slot)
-                await resizer.change_over(slot)
-
-            recovery = Recovery(
-                cluster,
-                fleet,
-                session.record,
-                config.cluster.max_restarts,
-                change_over,
-                is_scheduled=config.cluster.auto_scheduler,
-                replaced=replaced_roles(config.cluster),
-                groups=lambda role: groups_of(role, placement, cluster.slots, limits_of(config)),
+        scheduling = Scheduling(
+            config, prepared, cluster, fleet, resizer, recovery, activity, session.record, placement
+        )
+        scheduling.on_controller.add(drains.begin)
+        context = _context(session, life.began_s, lambda: fleet.slots_by_role, resizer, cluster, drains, servers)
+        device = next(iter(cluster.devices.values()))
+        # They may not begin: then there is no loop.
+        async with recovery, servers or nullcontext(), scheduling, drains:
+            rl_loop = run_loop(
+                prepared,
+                fleet.trainer,
+                fleet.generators,
+                fleet.scorer,
+                context,
+                scheduling.begin,
+                scheduling.spent,
+                canaries_of(prepared, fleet.generators, fleet.trainer, fleet.scorer, device, session.record),
             )
-            scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
-            scheduling.on_controller.add(drains.begin)
-            context = _context(session, lambda: fleet.slots_by_role, resizer, cluster, drains, servers)
-            device = next(iter(cluster.devices.values()))
-            # They may not begin: then there is no loop.
-            async with recovery, servers or nullcontext(), scheduling, drains:
-                rl_loop = run_loop(
-                    prepared,
-                    fleet.trainer,
-                    fleet.generators,
-                    fleet.scorer,
-                    context,
-                    scheduling.begin,
-                    scheduling.spent,
-                    canaries_of(prepared, fleet.generators, fleet.trainer, fleet.scorer, device, session.record),
-                )
-                result = await run_until(rl_loop, session.interrupt.forced)
+            result = await run_until(rl_loop, session.interrupt.forced)
     return rl_summary(result)
 
 
-async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
-    """The trainer alone, on data that is there."""
-    placement, deadlines, rules = placement_of(config), Deadlines.of(config.cluster), layout_rules(config)
-    async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
-        settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(placement.train, rules)
-        taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
-        await run_until(taking, session.interrupt.graceful, cluster.death())
-        trainer = RemoteTrainer(cluster.mailbox, layout, deadlines, prepared.chat_format)
-        _begin_traces(config, cluster, session, lambda: trainer.layout.slots, prepared.progress.step)
-        async with _live(config, prepared.trainer, cluster, trainer, activity, session, rules) as (resizer, drains):
-            drains.begin(TrainerMover(trainer, resizer))
-            context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster, drains)
-            async with drains:
-                summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
+async def _live_batches(
+    config: SFTConfig | TrainerRunConfig, life: Life[PreparedBatches], cluster: Cluster, session: Session
+) -> RenderableType:
+    """Give the slots their role, and train on one batch after the other."""
+    prepared, deadlines, activity = life.prepared, Deadlines.of(config.cluster), _activity(cluster, session)
+    settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(life.placement.train, life.rules)
+    taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
+    await run_until(taking, session.interrupt.graceful, cluster.death())
+    trainer = RemoteTrainer(cluster.mailbox, layout, deadlines, prepared.chat_format)
+    _begin_traces(config, cluster, session, lambda: trainer.layout.slots, prepared.progress.step)
+    async with _live(config, life, cluster, trainer, activity, session) as (resizer, drains):
+        drains.begin(TrainerMover(trainer, resizer))
+        slots = lambda: {"train": trainer.layout.slots}  # noqa: E731
+        context = _context(session, life.began_s, slots, resizer, cluster, drains)
+        async with drains:
+            summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
     return batches_summary(summary, prepared.model_folder)
 
 
@@ -183,6 +217,7 @@ async def _rollout_only(
 
 def _context(
     session: Session,
+    began_s: float,
     slots: Callable[[], Mapping[str, Sequence[int]]],
     resizer: TrainerResizer,
     cluster: Cluster,
@@ -196,7 +231,7 @@ def _context(
         return await first_of(cluster.death(), *([servers.stuck()] if servers else []))
 
     stop, save_soon = session.interrupt.graceful, drains.save_soon
-    return RunContext(session.record, stop, slots, counts, death, save_soon, session.began_s)
+    return RunContext(session.record, stop, slots, counts, death, save_soon, began_s)
 
 
 def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
@@ -208,7 +243,7 @@ def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
 @asynccontextmanager
 async def _slots(
     config: SlotsConfig, placement: Placement, trainer: TrainerConfig, session: Session
-) -> AsyncGenerator[tuple[Cluster, SlotActivity]]:
+) -> AsyncGenerator[Cluster]:
     """The slots, which have no roles yet, from their start to their end.
 
     A benchmark measures the devices before the roles are taken (models leave little room to measure in, and what
@@ -218,24 +253,27 @@ async def _slots(
     tell = session.record.event
     cluster = make_cluster(placement.slots, config.cluster, session.folder, roles, per_node, tell, config.ray)
     try:
-        activity = await _start(cluster, placement, session)
+        await run_until(cluster.start(), session.interrupt.graceful, cancel_s=START_CANCEL_S)
+        _announce(cluster, placement, session)
         if bench:
             await _begin(bench, trainer, cluster, session)
-        yield cluster, activity
+        yield cluster
         await _hear_the_slots(cluster, session)
     finally:
         await cluster.stop()
 
 
-async def _start(cluster: Cluster, placement: Placement, session: Session) -> SlotActivity:
-    await run_until(cluster.start(), session.interrupt.graceful, cancel_s=START_CANCEL_S)
+def _activity(cluster: Cluster, session: Session) -> SlotActivity:
     activity = SlotActivity(cluster.mailbox)
     activity.on_slot.add(session.view.on_slot)
+    return activity
+
+
+def _announce(cluster: Cluster, placement: Placement, session: Session) -> None:
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
         sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
         session.record.event(SlotStarted(slot, roles, device, pid, sentence=sentence))
-    return activity
 
 
 async def _begin(bench: Bench, trainer: TrainerConfig, cluster: Cluster, session: Session) -> None:
@@ -269,19 +307,17 @@ async def _hear_the_slots(cluster: Cluster, session: Session) -> None:
 @asynccontextmanager
 async def _live(
     config: SlotsConfig,
-    trainer_config: TrainerConfig,
+    life: Life[Prepared] | Life[PreparedBatches],
     cluster: Cluster,
     trainer: RemoteTrainer,
     activity: SlotActivity,
     session: Session,
-    rules: LayoutRules,
     fleet: RunRoles | None = None,
     servers: Servers | None = None,
 ) -> AsyncGenerator[tuple[TrainerResizer, Drains]]:
-    """Meanwhile the run serves `ductile status`, `ductile resize`, `ductile drain` and `ductile fleet`. trainer_config:
-    as the slots have it. rules: the run's, which the resizer keeps from now on. fleet: has the trainer; None where
-    there is nothing else."""
-    command_s = Deadlines.of(config.cluster).command_s
+    """Meanwhile the run serves `ductile status`, `ductile resize`, `ductile drain` and `ductile fleet`. fleet: has the
+    trainer; None where there is nothing else."""
+    command_s, trainer_config = Deadlines.of(config.cluster).command_s, life.prepared.trainer
     options = ResizeOptions(
         settings=trainer_config.model_dump(mode="json"),
         rendezvous=cluster.rendezvous,
@@ -290,7 +326,8 @@ async def _live(
         keeps_old=trainer_config.resize.memory == "shadow",
         patience_s=command_s,
     )
-    resizer = TrainerResizer(cluster, trainer, options, session.record, most_slots(config), fleet, rules)
+    resizer = TrainerResizer(cluster, trainer, options, session.record, most_slots(config), fleet, life.rules)
+    life.trains_by(resizer)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     drains = Drains(cluster, trainer, session.record, session.interrupt.graceful.is_set)
     live = LiveRun(session, cluster, trainer, activity, resizer, drains, policy, servers)
@@ -299,15 +336,14 @@ async def _live(
             yield resizer, drains
 
 
-async def _take_roles(
-    config: RLConfig, prepared: Prepared, placement: Placement, cluster: Cluster, rules: LayoutRules
-) -> RunRoles:
+async def _take_roles(config: RLConfig, life: Life[Prepared], cluster: Cluster) -> RunRoles:
     """Give all slots their roles; they load their models at the same time."""
     mailbox, deadlines = cluster.mailbox, Deadlines.of(config.cluster)
+    prepared, placement = life.prepared, life.placement
     timeout_s = deadlines.command_s
     generate = config.inference.model_dump(mode="json")
     train = score = prepared.trainer.model_dump(mode="json")
-    layout = layout_for(placement.train, rules)
+    layout = layout_for(placement.train, life.rules)
     instances = first_instances(placement, limits_of(config))
     generators = [each for each in instances if each.role == "generate"]
     scorers = [each for each in instances if each.role == "score"]

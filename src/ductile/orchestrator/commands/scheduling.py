@@ -6,13 +6,12 @@ from typing import Self
 
 from ductile.cluster.cluster import Cluster
 from ductile.concurrency.listeners import Listeners
-from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import policy_arguments, policy_name, policy_of
 from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.schema.inference import shared_block_tokens
 from ductile.config.schema.run import RLConfig
-from ductile.core.instances.placement import slots_of
+from ductile.core.instances.placement import Placement, slots_of
 from ductile.core.layout.choice.layout_rules import LayoutRules
 from ductile.core.scheduling.costs.cost_model import CostModel
 from ductile.core.scheduling.facts.cluster_state import Limits
@@ -51,13 +50,16 @@ class Scheduling:
         recovery: Recovery,
         activity: SlotActivity,
         record: Recorder,
+        home: Placement,
     ) -> None:
-        self._config, self._prepared, self._record = config, prepared, record
+        """home: roles that the slots began with."""
+        self._config, self._prepared, self._record, self._home = config, prepared, record, home
         self._cluster, self._fleet, self._resizer, self._recovery = cluster, fleet, resizer, recovery
         self._activity = activity
         self.on_controller = Listeners[[ElasticController]]()
         """Told of the controller as soon as there is one."""
         self._controller: ElasticController | None = None
+        self._profiler: Profiler | None = None
         self._began_s = 0.0
 
     async def __aenter__(self) -> Self:
@@ -65,6 +67,8 @@ class Scheduling:
 
     async def __aexit__(self, *_: object) -> None:
         """Give up what of the controller is under way: where it has no policy, the loop does not do so."""
+        if self._profiler in self._record.listeners:
+            self._record.listeners.remove(self._profiler)
         if self._controller is not None:
             await self._controller.stop()
 
@@ -73,7 +77,7 @@ class Scheduling:
         `cluster.auto_scheduler`, when it has no policy, and only empties slots that are to be gone."""
         config, fleet = self._config, self._fleet
         on_gpu = any(device.startswith("cuda") for device in self._cluster.devices.values())
-        setting = setting_of(config, self._prepared, fleet, self._resizer.rules, on_gpu=on_gpu)
+        setting = setting_of(config, self._prepared, fleet, self._resizer.rules, self._home, on_gpu=on_gpu)
         measured = CostModel(_cache_bytes_per_token(config, on_gpu=on_gpu))
         began_s = self._began_s = self._activity.begin(self._cluster.slots)
         measuring = Measuring(self._cluster.mailbox, fleet, measured)
@@ -145,7 +149,7 @@ class Scheduling:
 
     def _profile(self, setting: Setting, measured: CostModel, began_s: float) -> None:
         fleet = self._fleet
-        profiler = Profiler(
+        profiler = self._profiler = Profiler(
             self._record,
             self._activity,
             measured,
@@ -181,8 +185,10 @@ def limits_of(config: RLConfig) -> Limits:
     return Limits(max_num_seqs=config.inference.max_num_seqs, slots_per_scorer=config.scorer.tp)
 
 
-def setting_of(config: RLConfig, prepared: Prepared, fleet: RunRoles, rules: LayoutRules, *, on_gpu: bool) -> Setting:
-    orchestrator, home = config.orchestrator, placement_of(config)
+def setting_of(
+    config: RLConfig, prepared: Prepared, fleet: RunRoles, rules: LayoutRules, home: Placement, *, on_gpu: bool
+) -> Setting:
+    orchestrator = config.orchestrator
     return Setting(
         home=home,
         limits=limits_of(config).at(

@@ -12,6 +12,7 @@ from typing import Any
 from ductile.config.schema.run import WandbConfig
 from ductile.error_text import error_text
 from ductile.events.checkpoints import RunResumed, SinkNotTakenBack, StartedAnew
+from ductile.events.resizes import TrainerWentBack
 from ductile.observe import Listener, Recorder, RunEvent, write_json
 
 KILLED = 255
@@ -38,6 +39,8 @@ class TensorboardSink(Listener):
 
     def on_event(self, event: RunEvent) -> None:
         """TensorBoard forgets what it was told of steps that are taken back."""
+        if isinstance(event, TrainerWentBack):
+            self._first = 0 if event.last_kept is None else event.last_kept + 1
         if isinstance(event, RunResumed | StartedAnew):
             start = self._log(status=self._log.START)
             self._writer.add_event(self._event(wall_time=time.time(), step=self._first, session_log=start))
@@ -75,15 +78,16 @@ class WandbSink(Listener):
             self._asked["mode"] = "offline" if wanted.offline else "online"
         file = record.folder / "wandb" / RUN_ID
         self._known = _read_id(file, project) if last_kept is not None else None
-        if self._known is not None:
-            self._run = self._go_on()
-            return
-        self._run = _init(self._wandb, self._asked)
-        file.parent.mkdir(exist_ok=True)
-        write_json(file, {"id": str(self._run.id), "project": project})
+        self._file = file
+        self._run = self._begin() if self._known is None else self._go_on()
 
     def on_event(self, event: RunEvent) -> None:
         """W&B forgets what it was told of steps that are taken back, and not before they are."""
+        if isinstance(event, TrainerWentBack):
+            self._last_kept, self._known = event.last_kept, str(self._run.id)
+            if event.last_kept is None:  # there is no step to go back to
+                self._run.finish(exit_code=1)
+                self._run, self._known = self._begin(), None
         if not isinstance(event, RunResumed) or self._known is None:
             return
         self._run.finish(exit_code=0)  # it goes back only where it begins
@@ -95,6 +99,12 @@ class WandbSink(Listener):
             said = f"{what}, and keeps what it was told of later steps: {error_text(error)}."
             self._record.event(SinkNotTakenBack(sentence=said))
             self._run = self._go_on()
+
+    def _begin(self) -> Any:
+        run = _init(self._wandb, self._asked)
+        self._file.parent.mkdir(exist_ok=True)
+        write_json(self._file, {"id": str(run.id), "project": self._asked["project"]})
+        return run
 
     def _go_on(self) -> Any:
         return _init(self._wandb, {**self._asked, "id": self._known, "resume": "allow"})

@@ -137,6 +137,7 @@ class LiveRun:
             changes=tuple(self._session.state.resizes),
             lost={slot: why for slot, why in mailbox.lost.items() if slot not in mailbox.gone},
             fleet=self._servers.status() if self._servers else None,
+            went_back=tuple(each.sentence for each in self._session.state.goings_back),
             disagreed=tuple(each.sentence for each in self._session.state.disagreements),
         )
 

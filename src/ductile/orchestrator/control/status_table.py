@@ -56,6 +56,7 @@ def status_table(known: RunStatus) -> RenderableType:
     parts += [fleet_table(known.fleet)] if known.fleet else []
     parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_CHANGES:]]
     parts += [f"lost: {sentence}" for sentence in known.lost.values()]
+    parts += [f"went back: {sentence}" for sentence in known.went_back[-NUM_CHANGES:]]
     parts += [f"canary: {sentence}" for sentence in known.disagreed[-NUM_CHANGES:]]
     return Group(*parts)
 

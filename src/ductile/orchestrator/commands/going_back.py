@@ -1,0 +1,202 @@
+"""Lives of a run in one process: when the trainer has lost slots, the next life goes on from the last checkpoint, as
+`--resume` does, on the slots that are left.
+
+    lost       a life ends as a run does that has lost a slot: what can be saved is saved, all that it had begun ends
+    way back   `ductile.core.scheduling.going_back` says on which slots; where there are none, the run ends after all
+    prepare    data and checkpoint are read anew: nothing of the life before is gone on with but its files
+    again      all slots are killed, and those that are left begin with new processes, in the nodes that there are
+
+So parameters, optimizer, random numbers, place in the data and metrics are those of a run that is resumed by hand on
+the same slots, and so are its versions: no process is left that has seen later ones, and servers outside are taken over
+as by any run that is resumed (membership epochs go up).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, Protocol, TypeVar
+
+from ductile.cluster.agent import BROKEN_S
+from ductile.cluster.cluster import Cluster, StartFailed
+from ductile.cluster.make_cluster import has_several_nodes
+from ductile.config.checks.asked_placement import SlotsConfig
+from ductile.config.checks.asked_servers import asked_servers
+from ductile.config.reading.imports import ImportPathError
+from ductile.config.schema.run import RLConfig, TrainerRunConfig
+from ductile.config.schema.trainer import TrainerConfig
+from ductile.core.instances.placement import Placement, slots_of
+from ductile.core.layout.choice.layout_rules import LayoutRules
+from ductile.core.scheduling.going_back import TrainerLoss, WayBack, sentence_of, way_back
+from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.events.resizes import TrainerWentBack
+from ductile.orchestrator.ending.meaning import Beginning
+from ductile.orchestrator.ending.progress import CheckpointError, Checkpoints
+from ductile.orchestrator.ending.run_until import SlotDied, run_until
+from ductile.orchestrator.ending.supervise import Session
+from ductile.roles import Failure
+from ductile.tasks.task import TaskError
+from ductile.tasks.tokenizer import TokenizerError
+
+NEWS_S = BROKEN_S + 3.0
+"""How long after a failure the news may come that a node is lost: its peers see broken connections earlier."""
+START_CANCEL_S = 8.0
+"""A start that is interrupted has processes to stop before it returns."""
+UNREADABLE = (TaskError, TokenizerError, ImportPathError, CheckpointError, OSError)
+
+
+class Restored(Protocol):
+    """What a command prepares before its slots begin (`Prepared`, `PreparedBatches`)."""
+
+    @property
+    def trainer(self) -> TrainerConfig: ...
+
+    @property
+    def checkpoints(self) -> Checkpoints | None: ...
+
+    @property
+    def began(self) -> Beginning: ...
+
+
+P = TypeVar("P", bound=Restored)
+C = TypeVar("C", bound=SlotsConfig)
+
+
+class Life(Generic[P]):
+    """A run from the moment at which its slots get their roles to the loss of its trainer, or to its end."""
+
+    def __init__(self, prepared: P, placement: Placement, rules: LayoutRules, began_s: float) -> None:
+        """rules: which layout the trainer has on how many slots. began_s: `time.perf_counter()` of its beginning."""
+        self.prepared, self.placement, self.began_s = prepared, placement, began_s
+        self._rules = rules
+        self._resizer: TrainerResizer | None = None
+
+    def trains_by(self, resizer: TrainerResizer) -> None:
+        """The slots have their roles; the resizer knows from now on which of them train."""
+        self._resizer = resizer
+
+    @property
+    def is_at_work(self) -> bool:
+        return self._resizer is not None
+
+    @property
+    def rules(self) -> LayoutRules:
+        return self._resizer.rules if self._resizer else self._rules
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Slots of the trainer, in rank order."""
+        return self._resizer.layout.slots if self._resizer else self.placement.train
+
+
+class Lives(Generic[C, P]):
+    """What comes after a life that has ended with a failure."""
+
+    def __init__(self, config: C, cluster: Cluster, session: Session, prepare: Callable[[C], P]) -> None:
+        self._config, self._cluster, self._session, self._prepare = config, cluster, session, prepare
+        self._num_in_row = 0
+        """How often the run has gone back to the checkpoint of `_step`."""
+        self._step = 0
+
+    async def after(self, life: Life[P], failure: Failure) -> Life[P]:
+        """Have slots begin again, and return their life. Raises the failure where the run ends with it: that is not
+        for lack of slots of the trainer, or the user wants to stop. Raises SlotDied, which has why, where it would go
+        back and cannot."""
+        checkpoints, most = life.prepared.checkpoints, self._config.cluster.max_restarts
+        if checkpoints is None or not most or self._session.measures or not (life.is_at_work or self._num_in_row):
+            raise failure
+        lost = await self._lost(life)
+        while lost and not self._session.interrupt.graceful.is_set():
+            saved = await asyncio.to_thread(checkpoints.steps)
+            step = saved[-1] if saved else 0
+            if step > self._step:
+                self._step, self._num_in_row = step, 0
+            why = self._why(failure, lost)
+            back = way_back(self._loss(life, lost), life.rules)
+            if not back.goes_on:
+                raise self._ends(why, back.reason) from failure
+            self._num_in_row += 1
+            try:
+                return await self._begin_again(life, back, lost, why)
+            except UNREADABLE as error:
+                raise self._ends(why, str(error)) from error
+            except StartFailed as error:
+                assert back.placement is not None
+                failure = SlotDied(str(error))
+                life = Life(life.prepared, back.placement, life.rules, life.began_s)
+                lost = frozenset(life.placement.slots)
+        raise failure
+
+    async def _lost(self, life: Life[P]) -> frozenset[int]:
+        """Return the slots with which the life has ended: all that it had while they got their roles, then those that
+        train."""
+        mailbox, needed = self._cluster.mailbox, life.trained if life.is_at_work else life.placement.slots
+
+        def lost() -> frozenset[int]:
+            return frozenset(slot for slot in needed if slot in mailbox.lost and slot not in mailbox.gone)
+
+        is_spread = has_several_nodes(self._config.cluster, self._config.ray)
+        if is_spread and not lost() and not self._cluster.has_failed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NEWS_S):
+                    await self._cluster.death()
+        return lost()
+
+    def _why(self, failure: Failure, lost: frozenset[int]) -> str:
+        known = self._cluster.mailbox.lost
+        why = str(failure) if isinstance(failure, SlotDied) else known[min(lost)]
+        return why if len(lost) == 1 else f"{why} ({slots_of(lost)} are lost)"
+
+    def _loss(self, life: Life[P], lost: frozenset[int]) -> TrainerLoss:
+        config, home = self._config, life.placement
+        startable = self._cluster.startable(home.slots + life.trained)
+        has_servers = isinstance(config, RLConfig) and (
+            bool(asked_servers(config).urls) or config.inference.registry is not None
+        )
+        return TrainerLoss(
+            home=home,
+            # A policy's slots change roles by themselves, so the trainer is where the run began: on what is left of it.
+            trained=home.train if config.cluster.auto_scheduler else life.trained,
+            # While slots get their roles, all fail with one: those on nodes that are there may be tried once more.
+            lost=lost if life.is_at_work else lost - startable,
+            startable=startable,
+            num_in_row=self._num_in_row,
+            max_restarts=config.cluster.max_restarts,
+            servers_generate=has_servers,
+            slots_per_scorer=config.scorer.tp if isinstance(config, RLConfig) else 1,
+        )
+
+    async def _begin_again(self, life: Life[P], back: WayBack, lost: frozenset[int], why: str) -> Life[P]:
+        """Raises StartFailed, or what `prepare` raises."""
+        assert back.placement is not None
+        assert back.layout is not None
+        stop, record, began_s = self._session.interrupt.graceful, self._session.record, time.perf_counter()
+        # In a thread: the nodes of the run are to hear that the orchestrator is there.
+        prepared = await run_until(asyncio.to_thread(self._prepare, resumed(self._config)), stop)
+        step = prepared.began.progress.step
+        num_lost = max(0, (record.last_step or 0) - step)
+        record.event(
+            TrainerWentBack(
+                step=step,
+                lost=tuple(sorted(lost)),
+                before=life.trained,
+                after=back.layout.slots,
+                after_dims=back.layout.dims,
+                num_in_row=self._num_in_row,
+                last_kept=prepared.began.last_kept,
+                sentence=sentence_of(step, back, why, num_lost),
+            )
+        )
+        again = self._cluster.begin_again(back.placement.slots)
+        await run_until(again, stop, cancel_s=START_CANCEL_S)
+        return Life(prepared, back.placement, life.rules, began_s)
+
+    def _ends(self, why: str, reason: str) -> SlotDied:
+        return SlotDied(f"{why}; the trainer cannot go back to a checkpoint: {reason}")
+
+
+def resumed(config: C) -> C:
+    """Return the config of a run that goes on from its last checkpoint."""
+    if isinstance(config, TrainerRunConfig):
+        return config  # it has none
+    return config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"resume_step": -1})})
