@@ -95,13 +95,14 @@ def serve(task: Task) -> None:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._reply(200, msgspec.json.encode(ServerState("i", "m", 0, "", 0, update=progress[0])))
+            if self._has_key():  # a server with an API key asks for it here, too
+                self._reply(200, msgspec.json.encode(ServerState("i", "m", 0, "", 0, update=progress[0])))
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers["Authorization"] != f"Bearer {TOKEN}":
-                self._reply(401, f"the token is not {self.headers['Authorization']}".encode())
-            elif self.path == "/weights/prepare":
+            if not self._has_key():
+                return
+            if self.path == "/weights/prepare":
                 task.prepare = msgspec.json.decode(body, type=PrepareUpdate)
                 progress[0] = UpdateProgress(task.prepare.update.update_id, "prepared")
                 self._reply(200, b"")
@@ -110,6 +111,12 @@ def serve(task: Task) -> None:
                 self._reply(503, b"there are too many buckets at once")
             else:
                 self._load(body)
+
+        def _has_key(self) -> bool:
+            if self.headers["Authorization"] == f"Bearer {TOKEN}":
+                return True
+            self._reply(401, f"the token is not {self.headers['Authorization']}".encode())
+            return False
 
         def _load(self, body: bytes) -> None:
             _, _, _, update_id, sender, index = self.path.split("/")

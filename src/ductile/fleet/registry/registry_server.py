@@ -8,7 +8,9 @@
 | DELETE /servers?url=...&incarnation=... | the server has left; nothing happens to the lease of another process there |
 | PUT /authority | {"owner", "ttl_s"}: 200 with {"token"} for the one who rules, 409 with {"owner"} for another |
 
-With a token, every route needs `Authorization: Bearer <token>`.
+With a token, every route needs `Authorization: Bearer <token>`; without one, a `Host` of this machine, or a web page
+could announce a server in its visitor's name (DNS rebinding). Connections have the limits of `ductile inference`: who
+says nothing is hung up on.
 """
 
 import asyncio
@@ -26,8 +28,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ductile.config.checks.access import is_loopback
+from ductile.config.schema.http_server import HttpServerConfig
 from ductile.fleet.registry.registries import MOST_SERVERS
 from ductile.messages.server_lease import MOST_BYTES, LeaseError, ServerLease, lease_from
+from ductile.transport.http_server.listener import uvicorn_settings
+from ductile.transport.http_server.middleware import host_name
+
+TIMEOUT_S = 10.0
+"""Seconds that a client has to send a request's headers, again for its body, and to take the response."""
+MAX_CONNECTIONS = 256
+"""Connections that are open at a time. One more takes the place of the one that has waited longest."""
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -118,6 +129,11 @@ def registry_app(book: LeaseTable, token: str | None = None) -> Starlette:
             given = request.headers.get("Authorization", "")
             if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
                 return _json({"error": "the registry's token is missing or another one"}, 401)
+            host = request.headers.get("Host", "")
+            if token is None and not is_loopback(host_name(host)):
+                return _json(
+                    {"error": f"a registry without a token is for its own machine, not for {host[:80]!r}"}, 403
+                )
             return await route(request)
 
         return call
@@ -134,8 +150,8 @@ def registry_app(book: LeaseTable, token: str | None = None) -> Starlette:
 async def serve_registry(app: Starlette, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
     """Serve the registry in this event loop; gives its URL. port: 0 takes a free one. Raises OSError."""
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", ws="none")
-    server = _Server(config)
+    limits = HttpServerConfig(max_connections=MAX_CONNECTIONS, max_body_bytes=MOST_BYTES, timeout_s=TIMEOUT_S)
+    server = _Server(uvicorn_settings(app, limits))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     bound, number = listener.getsockname()[:2]
     try:

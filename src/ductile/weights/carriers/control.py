@@ -37,6 +37,9 @@ from ductile.weights.carriers.channel import (
 NONCE_BYTES = 16
 HELLO_S = 5.0
 """A stranger that connects has so long to prove itself."""
+MAX_UNPROVEN = 64
+"""Connections at most that have not proven themselves. For one more, the one that has had most time for it is closed: a
+stranger that connects and says nothing keeps no receiver out, and takes no more descriptors."""
 TICK_S = 0.05
 """Time after which a wait sees that its update has been ended."""
 
@@ -95,6 +98,10 @@ class ControlListener:
                 channel = Channel(self._socket.accept()[0])
             except OSError:
                 return
+            if len(unproven) >= MAX_UNPROVEN:
+                longest = next(iter(unproven))
+                del unproven[longest]
+                longest.close()
             nonce = secrets.token_bytes(NONCE_BYTES)
             try:
                 channel.send(Challenge(nonce), timeout_s=0)

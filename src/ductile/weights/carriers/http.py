@@ -116,9 +116,10 @@ class _Poster:
         self._instance, self._timeout_s = receiver.instance, update.bucket_timeout_s
         self._update_id = update.update_id
         self._token = receiver.token
+        self._access = {"Authorization": f"Bearer {receiver.token}"} if receiver.token else {}
+        """Of a server with an API key, every route asks for it."""
         self._headers = {"Content-Type": "application/octet-stream", "X-Ductile-Epoch": str(update.epoch)}
-        if receiver.token:
-            self._headers["Authorization"] = f"Bearer {receiver.token}"
+        self._headers |= self._access
         root = self._root = urlsplit(receiver.url)
         self._connection = _connection(root, update.bucket_timeout_s)
         self._state_path = f"{root.path.rstrip('/')}/fleet/state"
@@ -188,7 +189,7 @@ class _Poster:
 
     def _wait_until_prepared(self) -> None:
         while not self._prepared:
-            status, reply = self._ask("GET", self._state_path, None, {})
+            status, reply = self._ask("GET", self._state_path, None, self._access)
             if status != 200:
                 raise UpdateFailed(f"does not say its state: HTTP {status}: {self._shown(reply)}")
             try:
