@@ -21,7 +21,7 @@ from ductile.fabric import rendezvous
 
 PRELOADED = ["torch", "numpy.ma", "pytest", "ductile.trainer.train_role", "ductile.scorer.score_role", "tests.tiny"]
 """What ranks need in any test: a function that they run is found in its test's module, which imports pytest."""
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
@@ -54,7 +54,7 @@ def run_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     slots: Sequence[int] = (),
-    timeout_s: float = 30.0,
+    timeout_s: float = 90.0,
     mourned: Sequence[int] = (),
 ) -> list[Any]:
     """Call `function(groups, members, *arguments)` on `num_ranks` slots at once; their results, in rank order.

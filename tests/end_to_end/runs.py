@@ -54,7 +54,7 @@ optim.lr = 1e-3
 ckpt.interval = {interval}
 """
 
-STOPS_WITHIN_S = 10.0
+STOPS_WITHIN_S = 60.0
 
 
 def write_config(path: Path, model: Path, **changes: Any) -> Path:
@@ -119,7 +119,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         return read_jsonl(self.folder / "metrics.jsonl")
 
-    def until(self, condition, deadline_s: float = 60.0) -> None:
+    def until(self, condition, deadline_s: float = 150.0) -> None:
         deadline = time.monotonic() + deadline_s
         while not condition():
             assert self.process.poll() is None, f"the run ended before its time:\n{self.said()}"
