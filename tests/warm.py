@@ -71,6 +71,7 @@ IMPORTED = (
     "ductile.trainer.train_role",
     "ductile.weights.sender",
     "tests.slot.echo",
+    "numpy.ma",
     "torch.distributed.tensor.debug",
     "torch.nn.attention.bias",
     "torch.optim.adamw",
