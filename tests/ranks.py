@@ -19,7 +19,15 @@ from typing import Any
 
 from ductile.fabric import rendezvous
 
-PRELOADED = ["torch", "numpy.ma", "pytest", "ductile.trainer.train_role", "ductile.scorer.score_role", "tests.tiny", "tests.nightly"]
+PRELOADED = [
+    "torch",
+    "numpy.ma",
+    "pytest",
+    "ductile.trainer.train_role",
+    "ductile.scorer.score_role",
+    "tests.tiny",
+    "tests.nightly",
+]
 """What ranks need in any test: a function that they run is found in its test's module, which imports pytest."""
 DEADLINE_S = 120.0
 

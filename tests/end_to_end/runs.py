@@ -36,6 +36,7 @@ task = {{ type = "import", import_path = "tests.end_to_end.letters.Letters" }}
 sampling.max_tokens = 8
 
 [orchestrator.graders]
+num_workers = 1
 env = ["DUCTILE_TEST"]  # the mark by which `Run.ends` finds them, and whatever rewards leave
 
 [orchestrator.eval]
