@@ -119,7 +119,7 @@ def test_an_orchestrator_benches_a_server_that_is_there(bench: Bench) -> None:
             said = figures[key] if isinstance(figures[key], str) else figures[key]["reason"]
             assert "the server's devices and their memory are its own" in said
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0
     finally:
         server.kill()
         server.wait(10)
