@@ -39,9 +39,11 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Most tests wait for processes of their own; `make test JOBS=4` runs more of them at a time where there are the cores.
-JOBS ?= 2
+# Most tests wait for processes of their own for half of the time: two a core. Each needs some two GiB (`make test JOBS=2`).
+JOBS ?= 4
 PYTEST_FLAGS ?=
+# A thousand processes import ductile in the tests, and each would compile it.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test: setup

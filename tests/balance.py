@@ -1,4 +1,4 @@
-"""Which worker runs which tests: the longest first, by what they took before.
+"""Which worker runs which tests: the longest first, by what they took before. And which compiles which of them first.
 
 A unit is what goes to a worker at once: a file, but for its long tests, each of which is one of its own.
 `durations.json` has the seconds of units, and others count as a second; `make test PYTEST_FLAGS=--write-durations`
@@ -9,12 +9,15 @@ Where it is out of date, a worker is idle for longer at the end, and nothing els
 import json
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-FILE = Path(__file__).with_name("durations.json")
+TESTS = Path(__file__).parent
+FILE = TESTS / "durations.json"
 LONG_S = 2.0
 """Seconds from which on a test is a unit, unless it shares a fixture with others of its file."""
 UNKNOWN_S = 1.0
@@ -27,6 +30,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the files of the whole suite, each worker from another one on: what one has compiled (with assertions that
+    tell their values, which takes a quarter of a minute in all), the others find."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or [Path(path).resolve() for path in session.config.args] != [TESTS]:
+        return
+    modules = [".".join(file.relative_to(TESTS.parent).with_suffix("").parts) for file in TESTS.rglob("test_*.py")]
+    first = len(modules) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    modules.sort()
+    for module in (*modules[first:], *modules[:first]):
+        with suppress(Exception, pytest.skip.Exception):  # the collection tells of it
+            import_module(module)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

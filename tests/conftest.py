@@ -2,6 +2,7 @@
 examples there are (`tests.nightly`), and one thread a process, as in the product's CPU workers.
 """
 
+import multiprocessing.util
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 torch.set_num_threads(1)
 subprocess.Popen = warm.Popen
+multiprocessing.util.spawnv_passfds = warm.spawnv_passfds
 register_profiles()
 
 
@@ -34,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--cold"):
         subprocess.Popen = warm.EXECUTED
+        multiprocessing.util.spawnv_passfds = warm.SPAWNED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

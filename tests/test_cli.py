@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from ductile.cli import COMMANDS, TOOLS, main
 from ductile.orchestrator.ending.progress import Checkpoints, Progress
 from ductile.user_files import read_text
 from tests.config.stories import MODEL, furnish
+from tests.nightly import mostly_nightly
 
 PYTHON = [sys.executable, "-m", "ductile"]
 
@@ -28,7 +30,7 @@ def _furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ductile_command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PYTHON, *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*PYTHON, *words], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ HEAVY = frozenset({"torch", "transformers", "fastapi", "zmq", "reasoning_gym"})
 
 def imported_by(*words: str) -> set[str]:
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "ductile", *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-X", "importtime", "-m", "ductile", *words], capture_output=True, text=True, timeout=120
     )
     return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
 
@@ -123,7 +125,7 @@ def test_help_for_a_key_that_is_not_there(capsys: pytest.CaptureFixture[str]) ->
 
 def test_help_into_a_closed_pipe() -> None:
     line = f"set -o pipefail; {' '.join(PYTHON)} rl --help | head -1"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
 
 
@@ -511,9 +513,14 @@ def test_a_complaint_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str
     assert not set(said) & set(steering) - set("]0;owned")
 
 
-def test_the_example_of_sft_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_rows", mostly_nightly([500, None], 500))
+def test_the_example_of_sft_is_good(num_rows: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many rows of its data; None: with all of them, which takes a while."""
     monkeypatch.chdir(Path(__file__).parents[1])
-    assert main(["check", "sft", "@", "examples/sft/sft.toml", "--output-dir", "runs/none"]) == 0
+    with Path("examples/quickstart/sft.jsonl").open() as data:
+        (tmp_path / "rows.jsonl").write_text("".join(islice(data, num_rows)))
+    words = ["--data.path", str(tmp_path / "rows.jsonl"), "--output-dir", "runs/none"]
+    assert main(["check", "sft", "@", "examples/sft/sft.toml", *words]) == 0
 
 
 @pytest.mark.parametrize(
@@ -695,6 +702,6 @@ def test_a_terminal_that_lacks_a_character_gets_its_escape(locale: dict[str, str
     child = "import subprocess, sys; print(chr(246), flush=True)"
     child += "; subprocess.run([sys.executable, '-c', 'print(chr(8594))'])"
     script = f"from ductile import cli; cli._main = lambda words: exec({child!r}); cli.main()"
-    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=60)
+    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=120)
     assert said.stderr == b""
     assert said.stdout.split() == [rb"\xf6", rb"\u2192"]

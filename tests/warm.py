@@ -17,6 +17,7 @@ import gc
 import importlib
 import inspect
 import json
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -72,6 +73,10 @@ IMPORTED = (
     "ductile.trainer.train_role",
     "ductile.weights.sender",
     "tests.slot.echo",
+    "tests.tiny",
+    "numpy.ma",
+    "pytest",
+    "tests.nightly",
     "torch.distributed.tensor.debug",
     "torch.nn.attention.bias",
     "torch.optim.adamw",
@@ -158,6 +163,16 @@ def cold() -> Iterator[None]:
         _enabled = before
 
 
+def spawnv_passfds(path: bytes, words: Sequence[Any], fds: Sequence[int]) -> int:
+    """Like `multiprocessing.util.spawnv_passfds`, in whose place it is: but the forkserver that ranks come from
+    (`tests.ranks`) is a fork of the template, too."""
+    *_, code = map(os.fsdecode, words)
+    if "multiprocessing.forkserver" not in code or not _enabled or _template is None:
+        return SPAWNED(path, words, fds)
+    command = Command(("-m", "tests.rank_server", code), dict(os.environ), os.getcwd(), (0, 1, 2, *fds), False)
+    return _template.fork(command, {fd: fd for fd in command.targets})
+
+
 class Template:
     """The tests' end of a process that forks on request. It starts when it is first needed."""
 
@@ -198,7 +213,7 @@ class Template:
         return self._control
 
 
-EXECUTED, _execv = subprocess.Popen, os.execv
+EXECUTED, SPAWNED, _execv = subprocess.Popen, multiprocessing.util.spawnv_passfds, os.execv
 """As they are without this module."""
 _enabled = True
 _template: Template | None = Template()

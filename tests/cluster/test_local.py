@@ -28,7 +28,7 @@ CPU = ClusterConfig(device="cpu")
 
 
 def run(story) -> None:
-    asyncio.run(asyncio.wait_for(story, 60))
+    asyncio.run(asyncio.wait_for(story, 150))
 
 
 def assert_gone(pids: list[int]) -> None:
@@ -39,18 +39,18 @@ def test_a_killed_slot_is_told_in_a_sentence_and_fails_what_was_asked(tmp_path: 
     async def story():
         async with LocalCluster([0, 1], CPU, tmp_path, ECHO) as cluster:
             mailbox, pid = cluster.mailbox, cluster.processes[1].pid
-            await mailbox.ask(1, AssignRole("train", {"sleep_s": 300}, ParallelLayout.of((1,))), 10)
+            await mailbox.ask(1, AssignRole("train", {"sleep_s": 300}, ParallelLayout.of((1,))), 60)
             asking = asyncio.create_task(mailbox.ask(1, OptimStep(1.0), 300))
             await asyncio.sleep(0.1)
             os.kill(pid, signal.SIGKILL)
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(60):
                 sentence = await cluster.death()
             assert sentence == f"slot 1 (train, pid {pid}) was killed by SIGKILL while running OptimStep"
             with pytest.raises(SlotLost, match=re.escape(sentence)):
                 await asking
             with pytest.raises(SlotLost, match=re.escape(sentence)):
-                await mailbox.ask(1, Ping(), 10)
-            await mailbox.ask(0, Ping(), 10)
+                await mailbox.ask(1, Ping(), 60)
+            await mailbox.ask(0, Ping(), 60)
             pids = [process.pid for process in cluster.processes.values()]
         assert_gone(pids)
 
@@ -62,8 +62,8 @@ def test_a_slot_whose_log_is_on_a_full_disk_lives_on_and_says_what_is_wrong(tmp_
         (tmp_path / "slot_0.log").symlink_to("/dev/full")
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
             with pytest.raises(Refused, match="does not hold the role"):
-                await cluster.mailbox.ask(0, OptimStep(1.0), 10)
-            await cluster.mailbox.ask(0, Ping(), 10)
+                await cluster.mailbox.ask(0, OptimStep(1.0), 60)
+            await cluster.mailbox.ask(0, Ping(), 60)
 
     run(story())
 
@@ -73,7 +73,7 @@ def test_a_process_whose_log_is_on_a_full_disk_says_why_it_ended(tmp_path: Path)
         server = ProcessServer(tmp_path / "log", {}, lambda process: None)
         await server.start(["ductile.slot.store"], 30)
         process = await server.fork("store", "ductile.slot.store:no_such_thing", {}, Path("/dev/full"))
-        await asyncio.wait_for(process.ended.wait(), 10)
+        await asyncio.wait_for(process.ended.wait(), 60)
         assert process.ending == "ended with exit code 1 (KeyError: 'no_such_thing')"
         await server.stop(5)
 
@@ -90,10 +90,10 @@ def test_a_process_whose_log_is_on_a_full_disk_says_why_it_ended(tmp_path: Path)
 def test_a_slot_that_fails_at_its_own_work(tmp_path: Path, step: str, sentence: str):
     async def story():
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
-            await cluster.mailbox.ask(0, AssignRole("generate", {"step": step}, ParallelLayout.of((0,))), 10)
+            await cluster.mailbox.ask(0, AssignRole("generate", {"step": step}, ParallelLayout.of((0,))), 60)
             with contextlib.suppress(SlotLost):  # it may fail before its reply to this is out
-                await cluster.mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 10)
-            assert re.match(sentence, await asyncio.wait_for(cluster.death(), 5))
+                await cluster.mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 60)
+            assert re.match(sentence, await asyncio.wait_for(cluster.death(), 60))
 
     run(story())
     if step == "fails":
@@ -107,7 +107,7 @@ def test_a_mistake_in_the_orchestrators_own_books_ends_the_run_with_its_tracebac
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
             cluster.mailbox.subscribe(lambda slot, event: {}["books"])
             with pytest.raises(KeyError, match="books") as raised:
-                await asyncio.wait_for(cluster.death(), 30)  # a heartbeat comes every second
+                await asyncio.wait_for(cluster.death(), 60)  # a heartbeat comes every second
             assert raised.traceback[-1].path == Path(__file__)
             [note] = raised.value.__notes__
             assert re.fullmatch(r"What slot 0.* said \(Heartbeat\) could not be taken in.", note)
@@ -121,14 +121,14 @@ def test_a_silent_slot_is_lost_and_killed(tmp_path: Path):
         async with LocalCluster([0, 1], config, tmp_path, ECHO) as cluster:
             pid = cluster.processes[0].pid
             os.kill(pid, signal.SIGSTOP)
-            sentence = await asyncio.wait_for(cluster.death(), 30)
+            sentence = await asyncio.wait_for(cluster.death(), 60)
             assert re.fullmatch(
                 rf"slot 0 \(pid {pid}\) was silent for \d+ s while idle \(cluster.heartbeat_timeout_s = 2.5\) "
                 "and has been killed",
                 sentence,
             )
             await eventually(lambda: not is_running(pid))
-            await cluster.mailbox.ask(1, Ping(), 10)
+            await cluster.mailbox.ask(1, Ping(), 60)
 
     run(story())
 
@@ -142,7 +142,7 @@ def test_a_helper_process_that_dies_ends_the_run_too(tmp_path: Path, name: str):
             pid = {"store": processes["store"], "server": server._server}[name].pid
             slots = [process.pid for process in cluster.processes.values()]
             os.kill(pid, signal.SIGKILL)
-            sentence = await asyncio.wait_for(cluster.death(), 5)
+            sentence = await asyncio.wait_for(cluster.death(), 60)
             called = {"store": "store", "server": "process server"}[name]
             assert sentence == f"the process {called!r} (pid {pid}) was killed by SIGKILL"
         assert_gone([pid, *slots])
@@ -153,12 +153,12 @@ def test_a_helper_process_that_dies_ends_the_run_too(tmp_path: Path, name: str):
 def test_stopping_does_not_wait_for_a_slot_that_hangs(tmp_path: Path):
     async def story():
         async with LocalCluster([0, 1, 2], CPU, tmp_path, ECHO) as cluster:
-            await cluster.mailbox.ask(0, AssignRole("train", {"sleep_s": 300}, ParallelLayout.of((0,))), 10)
+            await cluster.mailbox.ask(0, AssignRole("train", {"sleep_s": 300}, ParallelLayout.of((0,))), 60)
             hanging = asyncio.create_task(cluster.mailbox.ask(0, OptimStep(1.0), 300))
-            await cluster.mailbox.ask(1, AssignRole("train", {}, ParallelLayout.of((0,))), 10)
+            await cluster.mailbox.ask(1, AssignRole("train", {}, ParallelLayout.of((0,))), 60)
             os.kill(cluster.processes[2].pid, signal.SIGSTOP)
             pids = [process.pid for process in cluster.processes.values()]
-            async with asyncio.timeout(9):
+            async with asyncio.timeout(60):
                 await cluster.stop()
             hanging.cancel()
             await asyncio.wait([hanging])
@@ -186,7 +186,7 @@ def test_a_process_server_that_never_was_ready_is_told_by_start_alone(tmp_path: 
         with pytest.raises(StartFailed, match=r"importing ductile.nowhere failed"):
             await server.start(["ductile.nowhere"], 30.0)
         assert server._hearing is not None
-        await asyncio.wait_for(server._hearing, 10)
+        await asyncio.wait_for(server._hearing, 60)
         await server.stop(5.0)
         assert exited == []
 
@@ -262,7 +262,7 @@ def test_a_fork_that_is_given_up_before_it_is_asked_for_is_not_waited_for(tmp_pa
             forking = asyncio.create_task(server.fork(*hosting, deadline_s=1000))
             await asyncio.sleep(0)
             forking.cancel()
-            await asyncio.wait([forking], timeout=10)
+            await asyncio.wait([forking], timeout=60)
             assert forking.cancelled()
         again = await server.fork(*hosting)
         await server.stop(5)
@@ -360,7 +360,7 @@ def test_a_slot_that_cannot_be_measured_does_not_start(tmp_path: Path):
             with pytest.raises(StartFailed, match="slot 1 did not reply to Survey"):
                 await cluster.add([1])
             assert 1 in cluster.mailbox.lost
-            await cluster.mailbox.ask(0, Ping(), 10)
+            await cluster.mailbox.ask(0, Ping(), 60)
 
     run(story())
 
@@ -369,7 +369,7 @@ def test_two_that_want_the_same_slot_get_one_process(tmp_path: Path):
     async def story():
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
             assert await asyncio.gather(cluster.add([1]), cluster.add([1, 2])) == [[1], [2]]
-            await asyncio.gather(*(cluster.mailbox.ask(slot, Ping(), 10) for slot in range(3)))
+            await asyncio.gather(*(cluster.mailbox.ask(slot, Ping(), 60) for slot in range(3)))
 
     run(story())
 

@@ -24,7 +24,7 @@ async def caller_goes():
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    await asyncio.wait_for(reached.wait(), 5)
+    await asyncio.wait_for(reached.wait(), 60)
     await asyncio.sleep(0.01)
     gc.collect()
     assert not said

@@ -29,7 +29,7 @@ from tests.tiny import make_model_folder
 from tests.transport.transports import eventually
 
 TRAINER = 9
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 DEADLINES = Deadlines.same(TIMEOUT_S)
 NUM_TOKENS = 300
 """About half a second of a generator that has nothing else to do."""
@@ -56,7 +56,7 @@ class Harness:
         self.trainer = RemoteTrainer(self.mailbox, layout, DEADLINES)
 
     def run(self, story: Coroutine[Any, Any, None]) -> None:
-        self.runner.run(asyncio.wait_for(self._with_generators(story), 60))
+        self.runner.run(asyncio.wait_for(self._with_generators(story), 150))
 
     async def _with_generators(self, story: Coroutine[Any, Any, None]) -> None:
         await self.cluster.add([0, 1, 2])

@@ -17,7 +17,7 @@ from tests.cluster.processes import parent_of, processes_with
 from tests.end_to_end.runs import Run, checkpointed_steps, write_config, write_sft
 from tests.full_disk import enlarge, small_disk
 
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = 200.0
 NEVER = 100_000
 KEPT = 2
 """Checkpoints, where nothing else is said."""

@@ -19,7 +19,7 @@ from tests.end_to_end.runs import Run
 
 ROOT = Path(ductile.__file__).parents[2]
 MODEL = ROOT / "examples/quickstart/model"
-ENDS_WITHIN_S = 90.0
+ENDS_WITHIN_S = 200.0
 SFT = """
 model.name = "{model}"
 data = {{ path = "{data}", batch_size = 16, seq_len = 128 }}

@@ -21,12 +21,12 @@ from tests.end_to_end.watched import FOLDER, trained_in
 
 MAX_STEPS = 4
 SAMPLES_PER_STEP, GROUP_SIZE = 32, 8
-VERDICT_WITHIN_S = 60.0
-"""Of a run that takes 8 s on an idle machine and is told to wait 4 s for a sign of life."""
-HEARTBEAT_TIMEOUT_S = 4.0
+VERDICT_WITHIN_S = 200.0
+"""Of a run that takes 8 s on an idle machine and is told to wait 8 s for a sign of life."""
+HEARTBEAT_TIMEOUT_S = 8.0
 FLAGS = (
-    "--cluster.heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}", "--cluster.command-timeout-s", "20",
-    "--trainer.resize.timeout-s", "5", "--trainer.dist-timeout-seconds", "20",
+    "--cluster.heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}", "--cluster.command-timeout-s", "60",
+    "--trainer.resize.timeout-s", "15", "--trainer.dist-timeout-seconds", "20",
 )  # fmt: skip
 POLICIES = {
     "restless": ("tests.end_to_end.moves.Restless",),

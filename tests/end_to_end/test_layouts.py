@@ -38,7 +38,7 @@ ALIKE = (
     "--orchestrator.drop-zero-advantage", "false",
     "--trainer.loss.type", "grpo",
 )  # fmt: skip
-PATIENT = ("--cluster.heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}", "--trainer.resize.timeout-s", "5")
+PATIENT = ("--cluster.heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}", "--trainer.resize.timeout-s", "15")
 LEARNING_STEPS, LEAST_GAIN = 12, 0.25
 TOLERANCE = 1e-4
 MAX_STEPS = 4
@@ -82,7 +82,7 @@ def test_a_run_resized_through_four_meshes_learns_what_it_learns_alone(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(int(NUM_TRIALS)) if NUM_TRIALS else IN_SUITE)
 def test_a_run_killed_around_a_resize_goes_on_and_trains_each_sample_once(
     tmp_path: Path, model: Path, start, seed: int

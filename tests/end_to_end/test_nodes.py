@@ -19,7 +19,7 @@ def end_with(run: Run, *agents) -> None:
         assert agent.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sft_over_two_nodes_learns_what_it_learns_on_one(tmp_path: Path, model: Path, start):
     """Node 0 is the orchestrator's own machine, and slot 1 is on node 1."""
     changes = {"max_steps": NUM_STEPS, "train": '"0-1"', "interval": NUM_STEPS}

@@ -19,7 +19,7 @@ NUM_STEPS = 20
 
 def ductile(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ductile", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 def resize(run: Run, train: str, *words: object) -> str:
@@ -32,7 +32,7 @@ def resize(run: Run, train: str, *words: object) -> str:
 @pytest.mark.nightly
 def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, start):
     plain = start(write_sft(tmp_path / "plain", model, max_steps=NUM_STEPS), command="sft")
-    assert plain.ends(within_s=90) == 0, plain.said()
+    assert plain.ends(within_s=200) == 0, plain.said()
     run = start(write_sft(tmp_path / "resized", model, max_steps=NUM_STEPS), command="sft")
     for step, train, way in [
         (3, [0, 1, 2], "from slot 0 to slots 0-2"),
@@ -41,7 +41,7 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
     ]:
         run.until_step(step)
         assert LiveRun(run.folder).resize(train).sentence.startswith(f"Trainer resized {way} in ")
-    assert run.ends(within_s=90) == 0, run.said()
+    assert run.ends(within_s=200) == 0, run.said()
     assert [row["step"] for row in run.metrics()] == list(range(1, NUM_STEPS + 1))
     for expected, row in zip(plain.metrics(), run.metrics(), strict=True):
         assert row["tokens"] == expected["tokens"]
@@ -64,7 +64,7 @@ def test_sft_learns_the_same_in_whatever_layout(tmp_path: Path, model: Path, sta
     """By text, by number of slots, by what the config lists; and what cannot be is refused in words."""
     max_steps = 60  # many more than are resized: a command may take as long to start as several steps
     plain = start(write_sft(tmp_path / "plain", model, max_steps=max_steps), command="sft")
-    assert plain.ends(within_s=90) == 0, plain.said()
+    assert plain.ends(within_s=200) == 0, plain.said()
     listed = ("--resize.layouts", '["pp=2,dp_shard=1,tp=2"]')
     run = start(write_sft(tmp_path / "resized", model, max_steps=max_steps), *listed, command="sft")
     for step, words, way in [
@@ -86,7 +86,7 @@ def test_sft_learns_the_same_in_whatever_layout(tmp_path: Path, model: Path, sta
     assert "trainer: slots 1-2 as cp 2" in ductile("status", run.folder).stdout
     run.until_step(run.metrics()[-1]["step"] + 2)
     run.process.send_signal(signal.SIGINT)
-    assert run.ends(within_s=90) == 130, run.said()
+    assert run.ends(within_s=200) == 130, run.said()
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert rows[-1]["train_slots"] == 2, "steps in the last layout are among those compared"
@@ -132,7 +132,7 @@ def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, st
     assert next(slot.roles for slot in live.status().slots if slot.slot == 2) == ("generate",)
     run.until_step(run.metrics()[-1]["step"] + 2)
     run.process.send_signal(signal.SIGINT)
-    assert run.ends(within_s=30) == 130, run.said()
+    assert run.ends(within_s=200) == 130, run.said()
     last = run.metrics()[-1]["step"]
     assert [row["step"] for row in run.metrics()] == list(range(last + 1))
     assert checkpointed_steps(run.folder)[-1] == last
@@ -161,6 +161,6 @@ def test_after_a_resize_deaths_count_by_what_a_slot_does_now(tmp_path: Path, mod
     assert (stale.returncode, "no run is at work" in stale.stderr.lower()) == (2, True)
     saved = max(checkpointed_steps(run.folder))
     again = start(config, "--resume", "--max-steps", str(saved + 2), command="sft")
-    assert again.ends(within_s=60) == 0, again.said()
+    assert again.ends(within_s=200) == 0, again.said()
     assert summary(run.folder)["slots"] == {"train": [0]}, "as the config says"
     assert [row["step"] for row in again.metrics()] == list(range(1, saved + 3))

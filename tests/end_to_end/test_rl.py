@@ -16,7 +16,7 @@ from tests.end_to_end.runs import checkpointed_steps, summary, write_config
 def test_a_run_from_start_to_end(tmp_path: Path, model: Path, start):
     config = write_config(tmp_path, model)
     run = start(config)
-    assert run.ends(within_s=90) == 0, run.said()
+    assert run.ends(within_s=200) == 0, run.said()
     folder = tmp_path / "run"
 
     metrics = run.metrics()
@@ -48,10 +48,9 @@ def test_a_run_from_start_to_end(tmp_path: Path, model: Path, start):
 @pytest.mark.slow
 def test_a_resolved_config_runs_again_on_other_slots(tmp_path: Path, model: Path, start):
     first = start(write_config(tmp_path, model, max_steps=1))
-    assert first.ends(within_s=90) == 0, first.said()
+    assert first.ends(within_s=200) == 0, first.said()
     config = (tmp_path / "run" / "config.toml").rename(tmp_path / "again.toml")
     placements = (
-        {"train": [0, 1], "generate": [2], "score": [2]},
         {"train": [0, 1, 2], "generate": [1], "score": [1, 2]},
         {"train": [0], "generate": [0], "score": [0]},
     )
@@ -60,6 +59,6 @@ def test_a_resolved_config_runs_again_on_other_slots(tmp_path: Path, model: Path
         placement = json.dumps({"actor": actor, "rollout": rollout, "inference": inference})
         flags = ("--resume", "--max-steps", str(max_steps), "--cluster.component-placement", placement)
         again = start(config, *flags)
-        assert again.ends(within_s=90) == 0, again.said()
+        assert again.ends(within_s=200) == 0, again.said()
         assert [row["step"] for row in again.metrics()] == list(range(max_steps + 1))
         assert summary(tmp_path / "run")["slots"] == slots

@@ -71,7 +71,7 @@ async def ended(*tasks: "asyncio.Task[Generation]") -> None:
 
 
 def run(story) -> None:
-    asyncio.run(asyncio.wait_for(story, 20))
+    asyncio.run(asyncio.wait_for(story, 100))
 
 
 def test_a_completion_goes_to_who_asked():

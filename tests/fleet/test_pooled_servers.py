@@ -74,7 +74,7 @@ def test_two_that_need_a_server_at_once_share_one_connection() -> None:
         await case.members.remove(SERVER.instance, "it has left")
         assert case.ports[0].is_released
 
-    asyncio.run(asyncio.wait_for(story(), 10))
+    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 def test_one_that_is_removed_while_it_is_opened_leaves_no_connection_and_is_no_receiver() -> None:
@@ -88,7 +88,7 @@ def test_one_that_is_removed_while_it_is_opened_leaves_no_connection_and_is_no_r
         assert case.updates.receivers == []
         assert case.ports[0].is_released
 
-    asyncio.run(asyncio.wait_for(story(), 10))
+    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 async def turns() -> None:

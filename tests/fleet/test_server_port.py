@@ -81,7 +81,7 @@ async def fleet(
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 20))
+    asyncio.run(asyncio.wait_for(story, 100))
 
 
 def is_whole(generation: Generation, number: int, length: int = LENGTH) -> bool:

@@ -73,7 +73,7 @@ def token_file(folder: Path, process: tuple[str, Any]) -> Path:
 @pytest.fixture(scope="module")
 def client(process: tuple[str, Any], token_file: Path) -> Iterator[httpx.Client]:
     token = json.loads(token_file.read_text())["token"]
-    with httpx.Client(base_url=process[0], headers={"Authorization": f"Bearer {token}"}, timeout=30) as client:
+    with httpx.Client(base_url=process[0], headers={"Authorization": f"Bearer {token}"}, timeout=60) as client:
         yield client
 
 
@@ -509,7 +509,7 @@ def test_one_that_is_told_to_end_is_heard_to_leave_by_its_fleet_before_its_port_
     with server(qwen3.folder, tmp_path) as (url, process):
         (file,) = (tmp_path / "ductile" / "servers").iterdir()
         token = json.loads(file.read_text())["token"]
-        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=30) as client:
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=60) as client:
             post(client, "/pause", PauseServer(1, lease_s=60))
             assert not state(client)["leaving"]
             with ThreadPoolExecutor(1) as pool:
@@ -522,7 +522,7 @@ def test_one_that_is_told_to_end_is_heard_to_leave_by_its_fleet_before_its_port_
                 assert "this server is leaving" in refused.text
                 post(client, "/resume", ResumeServer())
                 assert waiting.result(30)["choices"][0]["finish_reason"] == "length"
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 ADAPTERS: dict[str, Any] = {"rank": 2, "alpha": 4.0, "target_modules": ["q_proj", "k_proj"]}

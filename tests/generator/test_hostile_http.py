@@ -35,7 +35,7 @@ MAX_CPU_S = 1.0
 MAX_GROWTH_BYTES = 200 * MIB
 TIMEOUT_S = 1.0
 """The server's, for a client that is slow."""
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 """Ours, on a busy machine."""
 
 
@@ -101,7 +101,7 @@ def hostile(qwen3: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         assert one.most_memory_bytes < before + MAX_GROWTH_BYTES
         wait_for(lambda: metric(url, "sequences_running") == metric(url, "sequences_waiting") == 0)
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(100) == 0
         assert process.stdout is not None
         log = process.stdout.read()
         assert not [line for line in complaints(log) if " WARNING refused: " not in line]

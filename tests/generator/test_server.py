@@ -327,7 +327,7 @@ class Stuck(Engine):
     release = threading.Event()
 
     def step(self) -> list[Generation]:
-        self.release.wait(30)
+        self.release.wait(60)
         return super().step()
 
 

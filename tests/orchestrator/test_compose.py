@@ -292,7 +292,7 @@ def test_a_death_while_the_checkpoint_is_read_ends_the_run(tmp_path, folder):
 
     rl(config(tmp_path, folder), folder)
     with pytest.raises(SlotDied, match="slot 1"):
-        asyncio.run(asyncio.wait_for(story(), 30))
+        asyncio.run(asyncio.wait_for(story(), 100))
 
 
 def test_resuming_a_run_without_a_checkpoint_starts_it(tmp_path, folder):

@@ -76,11 +76,11 @@ def serve(folder: Path, story: Callable[[dict[str, Any]], Any], respond: Callabl
         async with Endpoint(folder, respond):
             return await asyncio.to_thread(story, json.loads((folder / control.FILE).read_text()))
 
-    return asyncio.run(asyncio.wait_for(both(), 30))
+    return asyncio.run(asyncio.wait_for(both(), 100))
 
 
 def say(known: dict[str, Any], line: bytes) -> Response:
-    with socket.create_connection((known["host"], known["port"]), timeout=10) as connection:
+    with socket.create_connection((known["host"], known["port"]), timeout=60) as connection:
         connection.sendall(line)
         return msgspec.json.decode(connection.makefile("rb").readline(), type=Response)
 
@@ -164,7 +164,7 @@ def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("ductile.orchestrator.control.endpoint.READ_S", 0.5)
 
     def story(known: dict[str, Any]) -> None:
-        silent = [socket.create_connection((known["host"], known["port"]), timeout=10) for _ in range(3)]
+        silent = [socket.create_connection((known["host"], known["port"]), timeout=60) for _ in range(3)]
         assert [connection.recv(1) for connection in silent] == [b""] * 3
         assert Run(tmp_path).status() == STATUS
         for connection in silent:
@@ -178,7 +178,7 @@ def test_who_says_nothing_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("ductile.orchestrator.control.endpoint.MAX_SILENT", 2)
 
     def story(known: dict[str, Any]) -> None:
-        silent = [socket.create_connection((known["host"], known["port"]), timeout=10) for _ in range(4)]
+        silent = [socket.create_connection((known["host"], known["port"]), timeout=60) for _ in range(4)]
         assert Run(tmp_path).status() == STATUS
         assert [connection.recv(1) for connection in silent[:3]] == [b""] * 3, "the longest silent ones made room"
         silent[3].sendall(b"{}\n")
@@ -216,10 +216,10 @@ def test_a_run_that_ends_meanwhile_or_does_not_reply(tmp_path: Path, monkeypatch
         with pytest.raises(RunFailed, match=r"did not reply within 0\.2 s"):
             Run(tmp_path).resize([0], timeout_s=0.2)
         # This one is still waiting when the run ends.
-        connection = socket.create_connection((known["host"], known["port"]), timeout=10)
+        connection = socket.create_connection((known["host"], known["port"]), timeout=60)
         request = {"version": VERSION, "token": known["token"], "ask": {"type": "status"}}
         connection.sendall(json.dumps(request).encode() + b"\n")
-        assert asked.wait(10)
+        assert asked.wait(60)
         waiting.append(connection)
 
     serve(tmp_path, story, never)

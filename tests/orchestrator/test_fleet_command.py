@@ -39,12 +39,12 @@ def live(folder: Path, asked: list[FleetRequest]) -> Iterator[None]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    ready.wait(5)
+    ready.wait(60)
     try:
         yield
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(5)
+        thread.join(60)
         loop.close()
 
 

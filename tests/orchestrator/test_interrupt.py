@@ -17,11 +17,11 @@ def test_the_first_asks_and_the_second_insists(signum: signal.Signals):
         interrupt = Interrupt()
         with interrupts(interrupt):
             os.kill(os.getpid(), signum)
-            await asyncio.wait_for(interrupt.graceful.wait(), 5)
+            await asyncio.wait_for(interrupt.graceful.wait(), 60)
             assert not interrupt.forced.is_set()
             await asyncio.sleep(1.1 * ONE_PRESS_S)
             os.kill(os.getpid(), signum)
-            await asyncio.wait_for(interrupt.forced.wait(), 5)
+            await asyncio.wait_for(interrupt.forced.wait(), 60)
 
     asyncio.run(story())
 
@@ -44,7 +44,7 @@ def test_a_batch_system_that_gives_notice_asks(signum: signal.Signals):
         interrupt = Interrupt()
         with interrupts(interrupt):
             os.kill(os.getpid(), signum)
-            await asyncio.wait_for(interrupt.graceful.wait(), 5)
+            await asyncio.wait_for(interrupt.graceful.wait(), 60)
             assert not interrupt.forced.is_set()
 
     asyncio.run(story())
@@ -65,11 +65,11 @@ def test_a_lost_terminal_asks_however_often_it_says_so(terminal: None):
             for signum in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
                 os.kill(os.getpid(), signum)
                 await asyncio.sleep(0.01)
-            await asyncio.wait_for(interrupt.graceful.wait(), 5)
+            await asyncio.wait_for(interrupt.graceful.wait(), 60)
             assert not interrupt.forced.is_set()
             await asyncio.sleep(1.1 * ONE_PRESS_S)
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(interrupt.forced.wait(), 5)
+            await asyncio.wait_for(interrupt.forced.wait(), 60)
 
     asyncio.run(story())
 
@@ -80,7 +80,7 @@ def test_under_nohup_a_lost_terminal_is_nothing(terminal: None):
         with interrupts(interrupt):
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGWINCH)
-            await asyncio.wait_for(seen.wait(), 5)
+            await asyncio.wait_for(seen.wait(), 60)
             assert not interrupt.graceful.is_set()
 
     seen = asyncio.Event()

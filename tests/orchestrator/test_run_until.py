@@ -34,7 +34,7 @@ def run(work, *, stop_after_s: float | None = None, death=None, cancel_s: float 
         if stop_after_s is not None:
             asyncio.get_running_loop().call_later(stop_after_s, stop.set)
         try:
-            return await asyncio.wait_for(run_until(work, stop, death, cancel_s), 10)
+            return await asyncio.wait_for(run_until(work, stop, death, cancel_s), 60)
         finally:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:

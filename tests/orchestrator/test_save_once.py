@@ -50,7 +50,7 @@ def test_weights_do_not_change_while_they_are_saved_and_who_asks_does_not_wait_f
         later = asyncio.create_task(once.when(stop))
         await later  # these weights belong to no step
 
-    asyncio.run(asyncio.wait_for(story(), 10))
+    asyncio.run(asyncio.wait_for(story(), 60))
     assert order == ["saving 1", "saved 1", "update"]
 
 

@@ -375,7 +375,7 @@ def test_done_prints_the_closing_and_keeps_the_config(tmp_path: Path, capsys):
 def test_a_run_that_is_stopped_in_its_first_step_has_done_none(tmp_path: Path, capsys):
     async def run(config, prepared, session: Session):
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(session.interrupt.graceful.wait(), 5)
+        await asyncio.wait_for(session.interrupt.graceful.wait(), 60)
         return ""
 
     assert end(tmp_path, run) == 130
@@ -386,7 +386,7 @@ def test_the_first_ctrl_c_lets_the_step_end(tmp_path: Path, capsys):
     async def run(config, prepared, session: Session):
         session.record.metrics(1, {})
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(session.interrupt.graceful.wait(), 5)
+        await asyncio.wait_for(session.interrupt.graceful.wait(), 60)
         return "saved"
 
     assert end(tmp_path, run) == 130

@@ -15,6 +15,7 @@ from ductile.parallel.parallel_context import ParallelContext
 from ductile.trainer.joint_publisher import JointPublisher
 from ductile.trainer.state import named_state, parts_of
 from ductile.trainer.trainer import Trainer
+from tests.nightly import mostly_nightly
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
@@ -60,13 +61,18 @@ def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, size
 
 @pytest.mark.parametrize(
     ("num_ranks", "sizes", "style"),
-    [
-        (2, {}, "ring"),
-        (3, {}, "ring"),
+    mostly_nightly(
+        [
+            (2, {}, "ring"),
+            (3, {}, "ring"),
+            (4, {"dp_replicate": 2}, "ring"),
+            (2, {"cp": 2}, "ring"),
+            (4, {"cp": 2}, "ulysses"),
+        ],
         (4, {"dp_replicate": 2}, "ring"),
         (2, {"cp": 2}, "ring"),
         (4, {"cp": 2}, "ulysses"),
-    ],
+    ),
 )
 def test_a_trainer_asks_for_what_gloo_has_on_a_gpu(tmp_path, num_ranks: int, sizes: dict[str, int], style: str) -> None:
     model = {"name": str(make_model_folder(tmp_path / "model", "qwen3")), "cp_style": style}

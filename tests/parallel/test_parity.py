@@ -68,7 +68,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("num_ranks", "replicas"),
-    mostly_nightly([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (6, 2), (6, 3), (5, 5)], (4, 1), (6, 2)),
+    mostly_nightly([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (6, 2), (6, 3), (5, 5)], (4, 1)),
 )
 @pytest.mark.parametrize(
     ("family", "lengths", "mode", "options"),

@@ -13,7 +13,7 @@ from ductile.fleet.router.request_router import RequestRouter
 from ductile.fleet.router.routed_request import COMPLETIONS, read_request
 from tests.router.stub_replicas import StubReplica, eventually, routed
 
-DEADLINE_S = 30
+DEADLINE_S = 90
 
 
 async def ask(router: RequestRouter, session: str = "", **body: Any) -> Response:

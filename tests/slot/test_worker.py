@@ -43,7 +43,7 @@ class Harness:
         self.runner.run(self.cluster.__aenter__())
         self.mailbox = self.cluster.mailbox
 
-    def ask(self, command, deadline_s: float = 10.0):
+    def ask(self, command, deadline_s: float = 60.0):
         return self.runner.run(self.mailbox.ask(0, command, deadline_s))
 
     def close(self) -> None:
@@ -131,10 +131,10 @@ def test_what_is_done_beside_neither_waits_for_a_command_nor_makes_an_older_one_
     order = ResizeOrder(1, ParallelLayout.of((0,)), ParallelLayout.of((0,)))
 
     async def story():
-        running = [asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 10)) for _ in range(2)]
+        running = [asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 60)) for _ in range(2)]
         await asyncio.sleep(0.1)
         slot.mailbox.next_epoch()
-        assert await slot.mailbox.ask(0, Prepare(order), 10) == Done()
+        assert await slot.mailbox.ask(0, Prepare(order), 60) == Done()
         assert not any(task.done() for task in running)
         assert slot.mailbox.doing(0) == "running OptimStep"
         assert await asyncio.gather(*running) == [Done(), Done()]
@@ -162,7 +162,7 @@ def test_heartbeats_come_while_the_main_thread_works(slot: Harness, assign):
     assign("train", sleep_s=2.5)
 
     async def story():
-        asking = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 10))
+        asking = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 60))
         await eventually(lambda: slot.mailbox.heartbeats[0].busy_for_s > 1)
         assert slot.mailbox.heartbeats[0].busy_with == "OptimStep"
         assert not asking.done()
@@ -203,10 +203,10 @@ def test_a_role_joins_beside_what_another_one_does(slot: Harness, assign):
     assign("train", sleep_s=1.0)
 
     async def story():
-        running = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 10))
+        running = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 60))
         await asyncio.sleep(0.1)
         joining = AssignRole("generate", {}, ParallelLayout.of((0,)), joining=True)
-        assert await slot.mailbox.ask(0, joining, 10) == Done()
+        assert await slot.mailbox.ask(0, joining, 60) == Done()
         assert not running.done()
         assert await running == Done()
 
@@ -222,7 +222,7 @@ def test_a_role_that_is_to_be_released_first_is_held_again_after_that(slot: Harn
     async def story():
         joining = AssignRole("generate", {}, ParallelLayout.of((0,)), joining=True)
         commands = [OptimStep(1.0), ReleaseRole("generate"), joining]
-        assert await asyncio.gather(*(slot.mailbox.ask(0, command, 10) for command in commands)) == [Done()] * 3
+        assert await asyncio.gather(*(slot.mailbox.ask(0, command, 60) for command in commands)) == [Done()] * 3
 
     slot.runner.run(story())
     assert slot.mailbox.roles(0) == ("train", "generate")
@@ -235,7 +235,7 @@ def test_a_role_that_waited_for_its_release_joins_beside_what_another_one_does(s
     async def story():
         joining = AssignRole("generate", {"made_in_s": 0.5}, ParallelLayout.of((0,)), joining=True)
         commands = [OptimStep(1.0), ReleaseRole("generate"), joining, OptimStep(1.0)]
-        asked = [asyncio.create_task(slot.mailbox.ask(0, command, 10)) for command in commands]
+        asked = [asyncio.create_task(slot.mailbox.ask(0, command, 60)) for command in commands]
         await asked[2]
         assert not asked[3].done(), "that step did not wait until the role was made"
         assert await asyncio.gather(*asked) == [Done()] * 4
@@ -249,12 +249,12 @@ def test_a_release_that_waits_is_not_of_a_role_that_is_assigned_after_it(slot: H
     async def story():
         alone = ParallelLayout.of((0,))
         refused, joining = (AssignRole("generate", each, alone, joining=True) for each in ({"refuse": True}, {}))
-        step = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 10))
+        step = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 60))
         with pytest.raises(Refused, match="cannot live in slot 0"):
-            await slot.mailbox.ask(0, refused, 10)
+            await slot.mailbox.ask(0, refused, 60)
         assert not step.done(), "the release will wait for it"
         released, joined, _ = await asyncio.gather(
-            *(slot.mailbox.ask(0, command, 10) for command in (ReleaseRole("generate"), joining)),
+            *(slot.mailbox.ask(0, command, 60) for command in (ReleaseRole("generate"), joining)),
             step,
             return_exceptions=True,
         )
@@ -268,11 +268,11 @@ def test_a_release_that_waits_is_not_of_a_role_that_is_assigned_after_it(slot: H
 def test_a_role_that_is_released_while_it_is_made_is_not_held(slot: Harness):
     async def story():
         joining = AssignRole("generate", {"made_in_s": 0.5}, ParallelLayout.of((0,)), joining=True)
-        making = asyncio.create_task(slot.mailbox.ask(0, joining, 10))
+        making = asyncio.create_task(slot.mailbox.ask(0, joining, 60))
         await asyncio.sleep(0.1)
         with pytest.raises(Refused, match="holds the role 'generate' already"):
-            await slot.mailbox.ask(0, joining, 10)
-        assert await slot.mailbox.ask(0, ReleaseRole("generate"), 10) == Done()
+            await slot.mailbox.ask(0, joining, 60)
+        assert await slot.mailbox.ask(0, ReleaseRole("generate"), 60) == Done()
         with pytest.raises(Refused, match="the role 'generate' was released while it was made"):
             await making
 
@@ -310,9 +310,9 @@ def test_a_reply_that_comes_later_keeps_no_command_waiting(slot: Harness, assign
     assign("train", later_s=0.5)
 
     async def story() -> None:
-        later = asyncio.create_task(slot.mailbox.ask(0, OptimStep(2.0), 10))
-        failing = asyncio.create_task(slot.mailbox.ask(0, OptimStep(0.0), 10))
-        assert await slot.mailbox.ask(0, Ping(), 10) == Done()
+        later = asyncio.create_task(slot.mailbox.ask(0, OptimStep(2.0), 60))
+        failing = asyncio.create_task(slot.mailbox.ask(0, OptimStep(0.0), 60))
+        assert await slot.mailbox.ask(0, Ping(), 60) == Done()
         assert not later.done()
         assert not failing.done()
         assert await later == Done()

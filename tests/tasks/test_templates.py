@@ -2,6 +2,7 @@
 those that `apply_chat_template` makes of it, the trained ones its assistant masks, where a template has them."""
 
 import re
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,7 +72,12 @@ BACKEND = small_bpe()
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 THEIRS = PreTrainedTokenizerFast(tokenizer_object=BACKEND, **SPECIAL)
 EOS = [BACKEND.token_to_id(token) for token in ENDS]
-OURS = {name: Tokenizer(THEIRS.backend_tokenizer, SPECIAL, EOS, ChatTemplate(text)) for name, text in TEMPLATES.items()}
+
+
+@cache
+def tokenizer_of(name):
+    """Return ours with that template. To parse all of them takes long: none is, before a test asks for it."""
+    return Tokenizer(THEIRS.backend_tokenizer, SPECIAL, EOS, ChatTemplate(TEMPLATES[name]))
 
 
 def user(text):
@@ -151,10 +157,10 @@ def compare(name, row):
         )
     except Exception:  # whatever a template raises
         with pytest.raises(TaskError, match=rf"^{where}: "):
-            tokenise(where, row, OURS[name])
+            tokenise(where, row, tokenizer_of(name))
         return False
     try:
-        ours = tokenise(where, row, OURS[name])
+        ours = tokenise(where, row, tokenizer_of(name))
     except TaskError as error:
         assert_left_out(str(error).removeprefix(f"{where}: the chat template leaves out "), row, template)
         return False
@@ -194,7 +200,7 @@ def assert_left_out(sentence, row, template):
 
 
 def trained_text(name, row):
-    tokens = tokenise("rows.jsonl:1", row, OURS[name])
+    tokens = tokenise("rows.jsonl:1", row, tokenizer_of(name))
     return [token for token, trained in zip(tokens.ids, tokens.trained, strict=True) if trained]
 
 
@@ -210,7 +216,7 @@ def test_rows_are_rendered_as_by_transformers(name):
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.startswith(("idefics3", "llava", "smolvlm"))])
 def test_the_assistant_s_words_are_trained_and_nobody_else_s(name):
     row = {"messages": [user("frage eins"), assistant("antwort uno"), user("frage zwei"), assistant("antwort dos")]}
-    text = OURS[name].decode(trained_text(name, row), skip_special_tokens=False)
+    text = tokenizer_of(name).decode(trained_text(name, row), skip_special_tokens=False)
     assert re.search("antwort uno.*antwort dos", text, re.DOTALL)
     assert not re.search("frage|(?<!to=)user\n", text)
 
@@ -222,7 +228,7 @@ def test_answers_of_tools_within_a_turn_are_not_trained(name):
     row = {"messages": [user("rain?"), calls, result("sunny"), assistant("No.")], "tools": [TOOL]}
     if not compare(name, row):
         return
-    text = OURS[name].decode(trained_text(name, row), skip_special_tokens=False)
+    text = tokenizer_of(name).decode(trained_text(name, row), skip_special_tokens=False)
     assert re.search("Rome.*Let me.*No\\.", text, re.DOTALL)
     assert "sunny" not in text
 
@@ -230,7 +236,7 @@ def test_answers_of_tools_within_a_turn_are_not_trained(name):
 def test_words_that_begin_as_the_generation_prompt_ends_are_trained_whole():
     """DeepSeek-R1's prompt ends with `<think>`; a completion may begin with another tag."""
     row = {"messages": [user("a"), assistant("<answer>4</answer>")]}
-    ours = OURS["deepseek_r1_distill"]
+    ours = tokenizer_of("deepseek_r1_distill")
     assert ours.decode(trained_text("deepseek_r1_distill", row), skip_special_tokens=False).startswith("<answer>4")
 
 
@@ -259,7 +265,7 @@ def test_a_template_without_marks_trains_what_its_twin_marks(name):
         if "gemma" in name and "tool_calls" in str(row):
             continue
         try:
-            ours, twin = (tokenise("rows.jsonl:1", row, OURS[each]) for each in (name, f"{name}_training"))
+            ours, twin = (tokenise("rows.jsonl:1", row, tokenizer_of(each)) for each in (name, f"{name}_training"))
         except TaskError:
             continue
         if ours.ids == twin.ids:

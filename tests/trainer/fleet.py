@@ -38,7 +38,7 @@ from ductile.trainer.prepare import ResizeFailed
 from ductile.trainer.train_role import TrainRole
 from tests.ranks import start, stop
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class SlotFailed(Exception):

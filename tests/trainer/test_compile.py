@@ -44,9 +44,9 @@ MOST_GRAPHS, MOST_RECOMPILES = 8, 4
 SPEC = ModelSpec("qwen3", 102, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=3)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_model_folder(tmp_path / "model", "qwen3", num_hidden_layers=3)
 
 
 def settings_for(folder: Path, compile: dict[str, Any] | None) -> dict[str, Any]:

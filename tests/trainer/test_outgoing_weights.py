@@ -97,7 +97,7 @@ def published(role: TrainRole, version: int) -> dict[str, Tensor]:
 
 def sent(role: TrainRole, told: "queue.Queue[Any]", order: WeightUpdate) -> Sent:
     offer = role.handle(BeginUpdate(order)).offer
-    report = told.get(timeout=20).report
+    report = told.get(timeout=60).report
     role.handle(FinishUpdate(order.update_id, False))
     return offer, MemorySender.made[-1].content, report
 
@@ -178,8 +178,8 @@ def held_and_stepped(
     step.join(0.3)
     waited = step.is_alive()
     hold.unlink()
-    step.join(20)
-    digest = told.get(timeout=20).report.digest
+    step.join(60)
+    digest = told.get(timeout=60).report.digest
     return waited, digest == before, whole_digest(published(role, 2).items()) == before
 
 
@@ -206,9 +206,9 @@ def test_an_update_that_is_aborted_frees_the_step_that_waits(folder: str, tmp_pa
         step = threading.Thread(target=role.handle, args=(OptimStep(20.0),))
         step.start()
         role.handle(FinishUpdate("u1", True))  # as the thread beside does it
-        step.join(20)
+        step.join(60)
         assert not step.is_alive()
-        assert told.get(timeout=20).report.failed == {"everybody": "the update was aborted"}
+        assert told.get(timeout=60).report.failed == {"everybody": "the update was aborted"}
 
     _with_role(story, RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu"), settings_of(folder))
     MemorySender.hold = None
@@ -220,7 +220,7 @@ def stuck(role: TrainRole, told: "queue.Queue[Any]", place: RoleAssignment, hold
     role.handle(batch_of(place))
     stepped = role.handle(OptimStep(20.0))
     role.handle(FinishUpdate("u1", True))
-    return stepped.report, told.get(timeout=20).report
+    return stepped.report, told.get(timeout=60).report
 
 
 def test_a_sender_that_is_stuck_holds_no_rank_longer_than_its_update_may_take(folder: str, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def close_beside_a_stuck_sender(role: TrainRole, told: "queue.Queue[Any]", place
     assert instance is not None
     role.handle(Publish(1))
     role.handle(BeginUpdate(update(1)))
-    told.get(timeout=20)
+    told.get(timeout=60)
     memory.keep(memory.take(2, 10_000))
     assert segments() == {"ductile-buckets", "ductile-weights-1"}
     stuck = patch.object(MemorySender, "finish", side_effect=TimeoutError("the sender is still at work"))
@@ -302,7 +302,7 @@ def test_a_receiver_that_takes_nothing_keeps_no_rank_from_finishing(folder: str)
             assert isinstance(source.next(), Coming)
             role.handle(FinishUpdate("u1", True))
             source.close()
-        assert told.get(timeout=20).report.failed == {"a": "a was left out: the update was aborted"}
+        assert told.get(timeout=60).report.failed == {"a": "a was left out: the update was aborted"}
 
     _with_role(story, RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu"), settings_of(folder))
 
@@ -344,7 +344,7 @@ def test_what_was_finished_cannot_begin(folder: str) -> None:
         begun = role.handle(BeginUpdate(update(2)))
         assert role.handle(BeginUpdate(update(2))) == begun
         role.handle(BeginUpdate(update(3)))  # the second is aborted: nobody finished it
-        told.get(timeout=20)
+        told.get(timeout=60)
 
     _with_role(story, RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu"), settings_of(folder))
 
@@ -367,7 +367,7 @@ def test_a_receiver_gets_the_version_from_all_ranks_while_they_train(carrier: We
             received = pool.submit(receive, PrepareUpdate(order, carrier, offers), load, threading.Event())
             fleet.forward_backward(SAMPLES)
             fleet.optim_step(20.0)  # waits for the receiver
-            received.result(timeout=20)
+            received.result(timeout=60)
         fleet.ask(dict.fromkeys((0, 1), FinishUpdate("u1", False)))
         fleet.release((0, 1))
     whole = {name: parameter.detach() for name, parameter in load_model(folder).named_parameters()}

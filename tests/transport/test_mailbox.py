@@ -47,7 +47,7 @@ def respond(slot: int, command: Command) -> Reply | None:
 
 
 def run(story) -> None:
-    asyncio.run(asyncio.wait_for(story, 20))
+    asyncio.run(asyncio.wait_for(story, 100))
 
 
 def test_each_command_gets_its_reply(slots):

@@ -45,7 +45,7 @@ def test_strangers_are_dropped_counted_and_disturb_nobody(frames: list[bytes], r
             assert await mailbox.ask(0, Ping(), 5) == Done()
             stranger.destroy(linger=0)
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 def test_a_receiver_that_fails_is_told_of():
@@ -60,7 +60,7 @@ def test_a_receiver_that_fails_is_told_of():
         slot.stop()
         await router.close()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 def test_a_stale_token_never_becomes_a_slot():
@@ -74,7 +74,7 @@ def test_a_stale_token_never_becomes_a_slot():
         stale.stop()
         await router.close()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 def test_a_command_of_an_older_epoch_never_comes_after_one_of_a_newer():
@@ -107,7 +107,7 @@ def test_a_command_of_an_older_epoch_never_comes_after_one_of_a_newer():
         dealer.close()
         await router.close()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 def test_a_short_command_never_overtakes_a_long_one():
@@ -139,7 +139,7 @@ def test_a_short_command_never_overtakes_a_long_one():
             dealer.close()
         await router.close()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 @pytest.mark.parametrize("num_tokens", [4, 400_000])
@@ -161,7 +161,7 @@ def test_the_same_command_for_several_slots_is_encoded_once(num_tokens, monkeypa
         assert got == commands
         assert encoded == [first, second]
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 def test_long_messages_arrive_in_order():
@@ -185,7 +185,7 @@ def test_long_messages_arrive_in_order():
         dealer.close()
         await router.close()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 def test_other_tasks_have_a_turn_between_two_messages_however_many_wait():
@@ -215,4 +215,4 @@ def test_other_tasks_have_a_turn_between_two_messages_however_many_wait():
         dealer.close()
         await router.close()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))

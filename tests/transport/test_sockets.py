@@ -35,7 +35,7 @@ def test_slots_of_the_same_user_are_heard():
         folder.remove()
         assert not folder.path.exists()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -54,7 +54,7 @@ def test_another_user_does_not_even_connect():
         await router.close()
         folder.remove()
 
-    asyncio.run(asyncio.wait_for(story(), 40))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 def test_no_port_is_open():
@@ -66,7 +66,7 @@ def test_no_port_is_open():
         await router.close()
         folder.remove()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 def listening() -> set[str]:

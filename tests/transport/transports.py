@@ -19,7 +19,7 @@ TOKEN = b"the run's token, 32 bytes of it."
 ON_LOOPBACK = "tcp://127.0.0.1:*"
 
 
-async def eventually(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
+async def eventually(condition: Callable[[], bool], deadline_s: float = 90.0) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110  (the conditions belong to others, who set no event for us)
             await asyncio.sleep(0.005)
@@ -40,7 +40,7 @@ class SocketSlot:
 
     def stop(self) -> None:
         self._leave.set()
-        self._thread.join(5)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:

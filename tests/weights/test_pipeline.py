@@ -72,7 +72,7 @@ def test_with_one_slot_a_bucket_is_waited_for_when_the_next_one_has_been_sent() 
 
     def load(item: int, _buffer: int) -> None:
         if item < 2:
-            assert sent[item + 1].wait(5)
+            assert sent[item + 1].wait(60)
         events.append(f"acknowledged {item}")
 
     def transfer(item: int, _buffer: int) -> None:
@@ -134,7 +134,7 @@ def test_who_waits_looks_and_may_end_the_wait(num_items: int) -> None:
     let_go, loaded = threading.Event(), list[int]()
 
     def load(item: int, _buffer: int) -> None:
-        assert let_go.wait(5)
+        assert let_go.wait(60)
         loaded.append(item)
 
     def look() -> None:

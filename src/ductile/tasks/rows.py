@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from ductile.config.checks.generation import RESERVED_VARIABLES
+from ductile.core.rollouts.sampling_limits import RESERVED_VARIABLES
 from ductile.error_text import error_text
 from ductile.tasks.messages import BadMessage, TemplateMessage, for_template, type_of
 from ductile.tasks.task import TaskError

@@ -11,10 +11,13 @@ from ductile.config.schema.inference import InferenceConfig
 from ductile.config.schema.model import ChatModelConfig
 from ductile.config.schema.orchestrator import OrchestratorConfig, SamplingConfig, to_sampling
 from ductile.core.layout.model.spec import ModelSpec
-from ductile.core.rollouts.sampling_limits import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS, wrong_values
-
-RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
-"""Variables that no caller may give a chat template: `self` is Jinja's own, and a conversation has the others."""
+from ductile.core.rollouts.sampling_limits import (
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    RESERVED_VARIABLES,
+    wrong_values,
+)
 
 
 def length_findings(config: OrchestratorConfig, max_model_len: int) -> Iterator[Finding]:

@@ -1,4 +1,7 @@
-"""Which values of `Sampling` make sense: asked by `ductile check`, and by the engine at each request."""
+"""Which values of `Sampling`, and variables of a template, make sense: asked by `ductile check`, and at each request.
+
+What a grader's process asks, too: it is small, and imports no more of the config than its own tables.
+"""
 
 import json
 import math
@@ -19,6 +22,9 @@ it again with every token."""
 
 MAX_STOP_TOKEN_IDS = 128
 """Most stop token ids of a request to the server."""
+
+RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+"""Variables that no caller may give a chat template: `self` is Jinja's own, and a conversation has the others."""
 
 
 def wrong_values(sampling: Sampling) -> Iterator[tuple[str, object, str]]:

@@ -22,9 +22,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ductile.config.checks.generation import RESERVED_VARIABLES
 from ductile.config.reading.errors import did_you_mean, show
-from ductile.core.rollouts.sampling_limits import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from ductile.core.rollouts.sampling_limits import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS, RESERVED_VARIABLES
 from ductile.generator.server.kv_params import KVTransferParams
 from ductile.records import Sampling
 from ductile.tasks.messages import BadMessage, TemplateMessage, for_template
