@@ -3,7 +3,7 @@
 0     the run is over
 1     the node was lost: the orchestrator is gone, or a process of the node ended that it needs
 2     there is no such run, or it does not take this machine
-130   asked to leave, by Ctrl-C or SIGTERM
+130   asked to leave, by Ctrl-C or SIGTERM, also where its slots were emptied first
 """
 
 import argparse
@@ -25,6 +25,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "run",
         metavar="RUN",
+        nargs="?",
         help="the run's output_dir, on a file system that both machines have; or host:port of the orchestrator, with "
         "what its cluster.key has in DUCTILE_CLUSTER_KEY",
     )
@@ -41,7 +42,19 @@ def main(words: Sequence[str]) -> int:
         help="interface or address of this machine that the other nodes reach; default: the one that leads to the "
         "orchestrator",
     )
+    parser.add_argument(
+        "--new-key",
+        action="store_true",
+        help="print a new key and stop: for DUCTILE_CLUSTER_KEY of a run and of its nodes, where they share no folder",
+    )
     asked = parser.parse_args(list(words))
+    if asked.new_key:
+        from ductile.transport.curve import RunKey
+
+        print(RunKey.new().secret)
+        return 0
+    if asked.run is None:
+        parser.error("write which run: its output_dir, or host:port of its orchestrator")
     if asked.wait_s < 0:
         parser.error("--wait-s must not be negative")
     from ductile.cluster.join import CannotJoin, join_run  # what it imports takes a while
