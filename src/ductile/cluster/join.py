@@ -17,26 +17,37 @@ from ductile.transport.network import NoSuchInterface, address_of, address_towar
 POLL_S = 0.5
 HEARD_S = 10.0
 """An orchestrator says something within so long; else its folder is looked at again: it may have begun anew."""
+COMES_AGAIN = (0, 1)
+"""Exit codes after which a run may begin anew: it is over, or the node was lost."""
 
 
 class CannotJoin(Exception):
     """This machine cannot become a node of the run. The text is a sentence without its full stop."""
 
 
-def join_run(where: str, wait_s: float, node_rank: int | None, interface: str = "", ends_with_run: bool = False) -> int:
+def join_run(
+    where: str,
+    wait_s: float,
+    node_rank: int | None,
+    interface: str = "",
+    ends_with_run: bool = False,
+    again: bool = False,
+) -> int:
     """Be a node of a run until it is over; return the exit code of `ductile join`. Raises CannotJoin.
 
-    where, interface: as `ductile join` has them. wait_s: how long to wait for the run. ends_with_run: whoever sends
-    this process a signal sends it to the orchestrator, too, which then ends the run in order: a node that has joined
-    does not leave by itself.
+    where, interface, again: as `ductile join` has them. wait_s: how long to wait for the run. ends_with_run: whoever
+    sends this process a signal sends it to the orchestrator, too, which then ends the run in order: a node that has
+    joined does not leave by itself.
     """
     try:
-        return asyncio.run(_join(where, wait_s, node_rank, interface, ends_with_run))
+        return asyncio.run(_join(where, wait_s, node_rank, interface, ends_with_run, again))
     except (NotInvited, NoSuchInterface, OSError) as error:
         raise CannotJoin(str(error)) from error
 
 
-async def _join(where: str, wait_s: float, node_rank: int | None, interface: str, ends_with_run: bool) -> int:
+async def _join(
+    where: str, wait_s: float, node_rank: int | None, interface: str, ends_with_run: bool, again: bool
+) -> int:
     until = time.monotonic() + wait_s
     loop, asked_to_leave = asyncio.get_running_loop(), asyncio.Event()
     agent: Agent | None = None
@@ -69,6 +80,10 @@ async def _join(where: str, wait_s: float, node_rank: int | None, interface: str
         leaving.cancel()
         if agent.was_heard.is_set() or asked_to_leave.is_set():
             print(f"ductile join: {as_sentence(capitalised(departure.why))}", file=sys.stderr)
+            if again and departure.code in COMES_AGAIN and not asked_to_leave.is_set():
+                until = time.monotonic() + wait_s
+                await asyncio.sleep(POLL_S)
+                continue
             return departure.code
         if time.monotonic() >= until:
             raise NotInvited(

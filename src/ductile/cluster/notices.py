@@ -15,7 +15,7 @@ class Notices:
         self._now_s = now_s
         self._listeners: list[Callable[[Notice], None]] = []
         self._kept: dict[tuple[int, ...], tuple[float, Notice]] = {}
-        """When the first notice about these slots came, and the notice."""
+        """The time of the first notice about these slots, and the notice."""
 
     def add(self, listener: Callable[[Notice], None]) -> None:
         self._listeners.append(listener)

@@ -162,7 +162,7 @@ class ElasticController(StepListener):
         def plan(state: ClusterState) -> DrainStep:
             # After a change that failed each drain is by itself: a slot that hangs holds up its own.
             others = self._leaving.difference(slots)
-            return plan_drain(state, slots, others, together=not self._num_failed)
+            return plan_drain(state, slots, others, merged=not self._num_failed)
 
         try:
             await self._until_done(plan, self._leaving)

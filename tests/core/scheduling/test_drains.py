@@ -63,7 +63,7 @@ def test_what_cannot_be_emptied_stays_and_says_why(placement, limits, leaving, w
 
 
 @pytest.mark.parametrize(
-    ("placement", "limits", "leaving", "others", "together", "changed"),
+    ("placement", "limits", "leaving", "others", "merged", "changed"),
     [
         ({"actor": "0-2", "rollout": "3"}, None, {0}, {1}, True, {0: NONE, 1: NONE}),
         ({"actor": "0-2", "rollout": "3"}, None, {0}, {1}, False, {0: NONE}),
@@ -74,10 +74,10 @@ def test_what_cannot_be_emptied_stays_and_says_why(placement, limits, leaving, w
     ids=["in one step", "after a failure", "the others cannot go", "nor can the last", "others get nothing"],
 )
 def test_a_drain_is_done_beside_others_and_without_them_where_they_cannot_be(
-    placement, limits, leaving, others, together, changed
+    placement, limits, leaving, others, merged, changed
 ):
     state = scene(placement, limits=limits, to_start=4)
-    step = plan_drain(state, leaving, others, together=together)
+    step = plan_drain(state, leaving, others, merged=merged)
     assert step.verdict == "change", step.reason
     assert not violations(state, step.decision)
     before = {slot.slot: slot.roles for slot in state.slots}

@@ -180,14 +180,14 @@ class _Slots:
 
 
 def plan_drain(
-    state: ClusterState, leaving: Collection[int], others: Collection[int] = (), *, together: bool = True
+    state: ClusterState, leaving: Collection[int], others: Collection[int] = (), *, merged: bool = True
 ) -> DrainStep:
     """Return the next step of emptying slots.
 
-    others: slots that are to be gone as well, by other notices. together: these are emptied in the same step, where
+    others: slots that are to be gone as well, by other notices. merged: these are emptied in the same step, where
     that can be.
     """
-    if together and others and any(slot.slot in leaving and slot.roles for slot in state.slots):
+    if merged and others and any(slot.slot in leaving and slot.roles for slot in state.slots):
         step = _plan_drain(state, {*leaving, *others}, ())
         if step.verdict == "change":
             return step
