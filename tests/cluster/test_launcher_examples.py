@@ -79,7 +79,7 @@ def test_a_manifest_is_as_the_schema_of_kubernetes_wants_it(name: str) -> None:
     [
         ("Job ductile-rl", lambda it: it["spec"].update(completion_mode="Indexed"), "completion_mode"),
         ("Job ductile-rl", lambda it: it["spec"].update(completions="2"), "'2' is not of type 'integer'"),
-        ("Job ductile-rl", lambda it: it["spec"]["template"]["spec"].update(terminationGracePeriod=9), "terminationGrace"),
+        ("Job ductile-rl", lambda it: it["spec"]["template"]["spec"].update(terminationGracePeriod=9), "terminationG"),
         ("Job ductile-rl", lambda it: it.update(apiVersion="batch/v1beta1"), "batch/v1"),
         ("Deployment ductile-router", lambda it: it["spec"].pop("selector"), "'selector' is a required property"),
         (
