@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ductile.cluster.cluster import Cluster, StartFailed
+from ductile.cluster.notices import Notices
 from ductile.cluster.survey import survey
-from ductile.concurrency.listeners import Listeners
 from ductile.core.layout.model.peak import Arithmetic
-from ductile.core.scheduling.drains import Notice
 from ductile.messages.workers import Surveyed
 from ductile.transport.mailbox import Mailbox
 
@@ -38,7 +37,7 @@ class MemoryCluster:
         start_s: seconds that a start takes."""
         self.mailbox, self.slots = mailbox, tuple(slots)
         self.rendezvous = "127.0.0.1:1"
-        self.on_notice = Listeners[[Notice]]()
+        self.on_notice = Notices()
         self._needed: Callable[[int], bool] = lambda slot: True
         self.devices = dict.fromkeys(slots, "cpu")
         self.processes: dict[int, MemoryProcess] = {}

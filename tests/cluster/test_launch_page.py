@@ -54,8 +54,10 @@ LINES = {
     "own_template": "rl @ my_config.toml --slurm.template-path path/to/my_template.sbatch.j2 --dry-run",
     "servers": "inference @ infer.toml @ servers.toml --dry-run",
     "one_server": "inference @ infer.toml --slurm --dry-run",
-    "example_rl": f"rl @ {EXAMPLES / 'rl.toml'} --model.name model --dry-run",
-    "example_sft": f"sft @ {EXAMPLES / 'sft.toml'} --model.name model --data.path data.jsonl --dry-run",
+    "example_rl": f"rl @ {EXAMPLES / 'rl.toml'} @ {EXAMPLES / 'slurm.toml'} --model.name model --dry-run",
+    "example_sft": (
+        f"sft @ {EXAMPLES / 'sft.toml'} @ {EXAMPLES / 'slurm.toml'} --model.name model --data.path data.jsonl --dry-run"
+    ),
     "128_nodes": "rl @ base_rl.toml @ my_slurm.toml @ 128_nodes.toml --dry-run",
 }
 

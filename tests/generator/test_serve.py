@@ -75,8 +75,8 @@ def url(qwen3: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     folder = tmp_path_factory.mktemp("server")
     with server(qwen3.folder, folder) as (url, process):
         yield url
-        # Everything the tests did ends in an orderly way.
-        process.send_signal(signal.SIGTERM)
+        # Everything the tests did ends in an orderly way, here at the notice of a batch system.
+        process.send_signal(signal.SIGUSR1)
         assert process.wait(60) == 0
         assert process.stdout is not None
         assert not complaints(process.stdout.read())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from ductile.fleet.router.request_router import RequestRouter
 from ductile.fleet.router.routed_request import COMPLETIONS, read_request
+from ductile.fleet.router.router_server import StopSignals
 from tests.router.stub_replicas import StubReplica, eventually, routed
 
 DEADLINE_S = 90
@@ -166,5 +168,22 @@ def test_requests_wait_for_a_server_that_comes_back() -> None:
             assert not waiting.done()
             router.servers.add(only.url)
             assert (await waiting).status_code == 200
+
+    run(story)
+
+
+def test_a_batch_system_s_notice_stops_a_router_and_does_not_insist() -> None:
+    async def story() -> None:
+        heard: list[tuple[bool, bool]] = []
+        with StopSignals() as stop:
+            for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(signum)
+                await asyncio.sleep(0)
+                async with asyncio.timeout(DEADLINE_S):
+                    await stop.first.wait()
+                    if signum == signal.SIGINT:
+                        await stop.second.wait()
+                heard.append((stop.first.is_set(), stop.second.is_set()))
+        assert heard == [(True, False), (True, False), (True, False), (True, True)]
 
     run(story)

@@ -58,6 +58,7 @@ BEATS = 4
 LONGEST_BEAT_S = 1.0
 BROKEN_S = 2.0
 """A connection may be broken for so long, and made anew."""
+INTERRUPTED = 130
 FIRST_LEASE_S = 30.0
 """The lease of an agent that waits to be admitted."""
 
@@ -239,7 +240,7 @@ class Agent:
         elif not self._over.done() and self._processes.get(slot) is process and process.code is not None:
             self._outbox.put_nowait(SlotEnded(slot, process.pid, process.code, process.ending))
             if self._is_noticed and not self._has_slots:
-                self.end("the machine was to be taken away, and its slots are empty", 0)
+                self.end("the machine was to be taken away, and its slots are empty", INTERRUPTED)
 
     def _on_error(self, sentence: str, error: Exception) -> None:
         self.end(f"{sentence}: {error_text(error)}")

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ductile.concurrency.listeners import Listeners
+from ductile.cluster.notices import Notices
 from ductile.core.layout.model.peak import Arithmetic
-from ductile.core.scheduling.drains import Notice
 from ductile.messages.workers import Surveyed
 from ductile.transport.mailbox import Mailbox
 
@@ -49,7 +48,7 @@ class Cluster(Protocol):
         ...
 
     @property
-    def on_notice(self) -> Listeners[[Notice]]:
+    def on_notice(self) -> Notices:
         """Told, in the event loop, which slots will be gone by when: SIGTERM has come to a slot's process."""
         ...
 

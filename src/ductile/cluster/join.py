@@ -2,12 +2,13 @@
 
 import asyncio
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
-from ductile.cluster.agent import Agent, Departure, hello
-from ductile.cluster.invitation import NotInvited, invitation_of
+from ductile.cluster.agent import INTERRUPTED, Agent, Departure, hello
+from ductile.cluster.invitation import KEY_VARIABLE, NotInvited, invitation_of, json_file
 from ductile.config.reading.command_line import as_sentence
 from ductile.error_text import capitalised
 from ductile.transport.curve import RunKey
@@ -16,27 +17,37 @@ from ductile.transport.network import NoSuchInterface, address_of, address_towar
 POLL_S = 0.5
 HEARD_S = 10.0
 """An orchestrator says something within so long; else its folder is looked at again: it may have begun anew."""
-INTERRUPTED = 130
+COMES_AGAIN = (0, 1)
+"""Exit codes after which a run may begin anew: it is over, or the node was lost."""
 
 
 class CannotJoin(Exception):
     """This machine cannot become a node of the run. The text is a sentence without its full stop."""
 
 
-def join_run(where: str, wait_s: float, node_rank: int | None, interface: str = "", ends_with_run: bool = False) -> int:
+def join_run(
+    where: str,
+    wait_s: float,
+    node_rank: int | None,
+    interface: str = "",
+    ends_with_run: bool = False,
+    again: bool = False,
+) -> int:
     """Be a node of a run until it is over; return the exit code of `ductile join`. Raises CannotJoin.
 
-    where, interface: as `ductile join` has them. wait_s: how long to wait for the run. ends_with_run: whoever sends
-    this process a signal sends it to the orchestrator, too, which then ends the run in order: a node that has joined
-    does not leave by itself.
+    where, interface, again: as `ductile join` has them. wait_s: how long to wait for the run. ends_with_run: whoever
+    sends this process a signal sends it to the orchestrator, too, which then ends the run in order: a node that has
+    joined does not leave by itself.
     """
     try:
-        return asyncio.run(_join(where, wait_s, node_rank, interface, ends_with_run))
+        return asyncio.run(_join(where, wait_s, node_rank, interface, ends_with_run, again))
     except (NotInvited, NoSuchInterface, OSError) as error:
         raise CannotJoin(str(error)) from error
 
 
-async def _join(where: str, wait_s: float, node_rank: int | None, interface: str, ends_with_run: bool) -> int:
+async def _join(
+    where: str, wait_s: float, node_rank: int | None, interface: str, ends_with_run: bool, again: bool
+) -> int:
     until = time.monotonic() + wait_s
     loop, asked_to_leave = asyncio.get_running_loop(), asyncio.Event()
     agent: Agent | None = None
@@ -55,7 +66,10 @@ async def _join(where: str, wait_s: float, node_rank: int | None, interface: str
         address, key = await _invitation(where, until, wait_s, asked_to_leave)
         if asked_to_leave.is_set():
             break
-        said = hello(_own_address(interface, address), node_rank)
+        own = await _own_address(interface, address, until, asked_to_leave)
+        if asked_to_leave.is_set():
+            break
+        said = hello(own, node_rank)
         agent = Agent(address, key, said, lambda sentence: print(f"ductile join: {sentence}", file=sys.stderr))
         leaving = asyncio.create_task(asked_to_leave.wait())
         leaving.add_done_callback(lambda _, agent=agent: agent.end("the node was asked to leave", INTERRUPTED))
@@ -66,6 +80,10 @@ async def _join(where: str, wait_s: float, node_rank: int | None, interface: str
         leaving.cancel()
         if agent.was_heard.is_set() or asked_to_leave.is_set():
             print(f"ductile join: {as_sentence(capitalised(departure.why))}", file=sys.stderr)
+            if again and departure.code in COMES_AGAIN and not asked_to_leave.is_set():
+                until = time.monotonic() + wait_s
+                await asyncio.sleep(POLL_S)
+                continue
             return departure.code
         if time.monotonic() >= until:
             raise NotInvited(
@@ -86,6 +104,11 @@ async def _invitation(where: str, until: float, wait_s: float, leaving: asyncio.
     """Wait for the run's folder to say where its orchestrator is. Raises NotInvited."""
     while (found := invitation_of(where)) is None:
         if time.monotonic() >= until:
+            if json_file(Path(where)).exists():
+                raise NotInvited(
+                    f"{json_file(Path(where))} is of a run with another key, and has been for {wait_s:g} s (--wait-s): "
+                    f"has this machine the {KEY_VARIABLE} that the run was given?"
+                )
             raise NotInvited(
                 f"{Path(where)} has no cluster.json after {wait_s:g} s (--wait-s): no run is at work there that takes "
                 "nodes. One that does has cluster.num_nodes or cluster.max_nodes above 1"
@@ -96,11 +119,20 @@ async def _invitation(where: str, until: float, wait_s: float, leaving: asyncio.
     return found
 
 
-def _own_address(interface: str, orchestrator: str) -> str:
+async def _own_address(interface: str, orchestrator: str, until: float, leaving: asyncio.Event) -> str:
+    """Return the address of this machine at which the run's other machines reach it. A name of the orchestrator's that
+    is not known yet, as that of a pod which has not begun, is waited for. Raises NotInvited."""
     if interface:
         return address_of(interface)
     host, _, port = orchestrator.rpartition(":")
     try:
-        return address_towards(host.strip("[]"), int(port))
+        while not leaving.is_set():
+            try:
+                return await asyncio.to_thread(address_towards, host.strip("[]"), int(port))
+            except socket.gaierror:
+                if time.monotonic() >= until:
+                    raise
+            await asyncio.sleep(POLL_S)
+        return ""
     except OSError as error:
         raise NotInvited(f"no route leads from this machine to {orchestrator} ({error.strerror or error})") from None

@@ -17,7 +17,7 @@ import zmq
 
 from ductile.cluster.agent import num_gpus
 from ductile.cluster.cluster import StartFailed
-from ductile.cluster.invitation import KEY_VARIABLE, Invitation, key_file, withdraw
+from ductile.cluster.invitation import KEY_VARIABLE, Invitation, NotInvited, given_key, key_file, withdraw
 from ductile.cluster.node import Node
 from ductile.cluster.nodes import NodesCluster, SlotNode
 from ductile.cluster.reception import Reception, Visitor
@@ -52,11 +52,14 @@ class JoinedCluster(NodesCluster):
         tell: Callable[[RunEvent], None] = lambda event: None,
     ) -> None:
         """folder: the run's, which says where the orchestrator is, and has the logs. tell: hears of nodes that come
-        and go."""
+        and go. Raises StartFailed where the environment has a key that is none."""
         super().__init__(slots, config, folder / "logs", roles, "")
         self._folder, self._per_node, self._tell = folder, per_node, tell
-        self.key = RunKey.new()
-        self._token = self.key.token
+        try:
+            given = given_key()
+        except NotInvited as error:
+            raise StartFailed(str(error)) from None
+        self.key, self._key_is_given = given or RunKey.new(), given is not None
         on_cpus = config.device == "cpu"
         each = per_node.on_cpus if on_cpus else per_node.on_gpus
         self.node_slots = NodeSlots(each, config.max_nodes or config.num_nodes)
@@ -97,7 +100,9 @@ class JoinedCluster(NodesCluster):
     async def _gather_nodes(self) -> None:
         """Wait until all nodes that the run begins with have arrived, and number them."""
         config = self._config
-        invitation = Invitation(self.address, config.num_nodes, self.node_slots.max_nodes, self.key.public)
+        invitation = Invitation(
+            self.address, config.num_nodes, self.node_slots.max_nodes, self.key.public, self._key_is_given
+        )
         invitation.write(self._folder, self.key)
         awaited = config.num_nodes - len(self._head)
         if awaited:
@@ -124,6 +129,8 @@ class JoinedCluster(NodesCluster):
     async def _started(self) -> None:
         """Let in who has come too early, and all who come from now on."""
         self._is_open = True
+        for number in self._remote:
+            self._notice_again(number)
         for visitor in list(self._reception.waiting):
             self._on_visitor(visitor)
 
@@ -154,7 +161,7 @@ class JoinedCluster(NodesCluster):
             self._on_exit,
             self.fail_with,
             lambda why: self._tell(NodeWasLost(number, sentence=f"{capitalised(as_sentence(why))}")),
-            lambda: self._notice(number, f"SIGTERM to the agent of node {number}"),
+            lambda: self._notice(number, _sigterm_to(number)),
         )
         self._remote[number] = node
         self._reception.admit(visitor, node)
@@ -170,6 +177,11 @@ class JoinedCluster(NodesCluster):
         if slots:
             self.on_notice(Notice(slots, self._config.drain_deadline_s if within_s is None else within_s, source))
         return slots
+
+    def _notice_again(self, number: int) -> None:
+        """Tell of the slots of a node, too, that were started after its notice."""
+        if self._remote[number].is_noticed:
+            self._notice(number, _sigterm_to(number))
 
     def node_of(self, slot: int) -> int:
         return self.node_slots.node_of(slot)
@@ -198,6 +210,7 @@ class JoinedCluster(NodesCluster):
             device, pid = self.devices[slot], self.processes[slot].pid
             sentence = f"Slot {slot} runs on {device} of {node.name}, pid {pid}."
             self._tell(SlotStarted(slot, (), device, pid, sentence=sentence))
+        self._notice_again(number)
 
     def _tell_joined(self, node: RemoteNode) -> None:
         number, slots = node.settings.node, self.node_slots.of(node.settings.node)
@@ -229,8 +242,10 @@ class JoinedCluster(NodesCluster):
 
     def _how_to_join(self, number: int) -> str:
         nodes = f"{number} {'more ' if self._head else ''}node{'s' if number > 1 else ''}"
-        folder = pasteable("join", self._folder.absolute())
-        elsewhere = f"{KEY_VARIABLE}=... {pasteable('join', self.address)}"
+        folder, address = pasteable("join", self._folder.absolute()), pasteable("join", self.address)
+        if self._key_is_given:
+            return f"{nodes}; on each, run {folder}, or {address}, with this run's {KEY_VARIABLE} in the environment"
+        elsewhere = f"{KEY_VARIABLE}=... {address}"
         return f"{nodes}; on each, run {folder}, or {elsewhere} with what {key_file(self._folder)} has"
 
     def _missing(self) -> str:
@@ -242,6 +257,10 @@ class JoinedCluster(NodesCluster):
             f"{len(there)} of {self._config.num_nodes} nodes (cluster.num_nodes) have joined within {limit_s:g} s "
             f"(cluster.start_timeout_s): {have}. Missing: {self._how_to_join(number)}"
         )
+
+
+def _sigterm_to(number: int) -> str:
+    return f"SIGTERM to the agent of node {number}"
 
 
 def _head_address(config: ClusterConfig) -> str:

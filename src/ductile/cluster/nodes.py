@@ -16,10 +16,10 @@ from typing import Any, Protocol, Self
 from ductile.cluster.cluster import StartFailed
 from ductile.cluster.cpu_cap import CapNotPermitted
 from ductile.cluster.node import KILL_S, Devices, Node, slot_of
+from ductile.cluster.notices import Notices
 from ductile.cluster.processes import ForkedProcess, all_ended
 from ductile.cluster.survey import survey
 from ductile.concurrency.background import start_reported
-from ductile.concurrency.listeners import Listeners
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.core.scheduling.drains import Notice
@@ -86,7 +86,7 @@ class NodesCluster(ABC):
         self.rendezvous = ""
         self.devices: dict[int, str] = {}
         self.processes: dict[int, ForkedProcess] = {}
-        self.on_notice = Listeners[[Notice]]()
+        self.on_notice = Notices()
         self._needed: Callable[[int], bool] = lambda slot: True
         self._measured: Arithmetic | None = None
         """Arithmetic that the slots were measured at, as slots that are added later will be; None: not measured."""

@@ -68,7 +68,9 @@ class RemoteNode:
         self.settings, self.said = settings, said
         self._send_message, self._lease_s = send, lease_s
         self._on_exit, self._on_error, self._on_lost = on_exit, on_error, on_lost
-        self._on_notice, self._is_noticed = on_notice, False
+        self._on_notice = on_notice
+        self.is_noticed = False
+        """Its agent has said that the machine is about to be taken away."""
         self._ready: asyncio.Future[Devices] = asyncio.get_running_loop().create_future()
         self._attempts = itertools.count(1)
         self._starting: dict[int, asyncio.Future[ForkedProcess]] = {}
@@ -143,7 +145,7 @@ class RemoteNode:
                 if not self._ready.done():
                     self._ready.set_result(Devices(num_devices, slots_per_device, first_slot))
             case NodeNoticed():
-                self._is_noticed = True
+                self.is_noticed = True
                 self._on_notice()
             case NodeLost(why):
                 self._lose(f"ended: {why}")
@@ -195,7 +197,7 @@ class RemoteNode:
                 waiting.set_exception(failed)
                 waiting.exception()  # it may be that nothing awaits it any more
         start(self._send(Leave()))  # one that was only silent goes on otherwise, and its slots
-        if not self._is_noticed or any(process.code is None for process in self._processes.values()):
+        if not self.is_noticed or any(process.code is None for process in self._processes.values()):
             self._on_lost(f"{self.name} is lost: its agent, pid {self.said.pid}, {how}")
         for process in self._processes.values():
             if process.code is None:

@@ -152,17 +152,24 @@ class ElasticController(StepListener):
             await asyncio.wait(tasks, timeout=limit_s)
 
     @asynccontextmanager
-    async def emptied(self, slots: Collection[int]) -> AsyncGenerator[None]:
+    async def emptied(self, slots: Collection[int]) -> AsyncGenerator[set[int]]:
         """Begin the block when the slots hold nothing any more, and give them nothing in it: they may end. They are
-        gone afterwards, or as they are where the block raises.
+        gone afterwards, but for those that the block takes out of the set that it gets; or as they are where it raises.
 
         What was begun goes on when the caller is cancelled. Raises CannotDrain when the slots cannot be emptied, and
         what ends the run."""
         self._leaving.update(slots)
+
+        def plan(state: ClusterState) -> DrainStep:
+            # After a change that failed each drain is by itself: a slot that hangs holds up its own.
+            others = self._leaving.difference(slots)
+            return plan_drain(state, slots, others, merged=not self._num_failed)
+
         try:
-            await self._until_done(lambda state: plan_drain(state, self._leaving), self._leaving)
-            yield
-            self._gone.update(slots)
+            await self._until_done(plan, self._leaving)
+            gone = {*slots}
+            yield gone
+            self._gone |= gone
         finally:
             self._leaving.difference_update(slots)
             self.notify()

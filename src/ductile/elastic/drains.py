@@ -6,8 +6,10 @@
     gone        its process has left: the event `slot_gone`. It is not started again, and no policy uses it
     back        `ductile drain --back`: a new process, with what it held, or for the policy to use: `slot_back`
 
-What is not done by the deadline, or cannot be, is told in the event `slot_not_emptied`. Where a part of the trainer's
-state is on such a slot, the last whole step is saved at once. The slot works on, and its death is one as any other.
+A notice that comes before the slots have roles is heeded once they have. What is not done by the deadline, or cannot
+be, is told in the event `slot_not_emptied`. Where a part of the trainer's
+state is on such a slot, the last whole step is saved at once. The slot works on, and its death is one as any other;
+so is that of one that dies before it is gone.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from ductile.cluster.cluster import Cluster
-from ductile.concurrency.background import start_reported
+from ductile.concurrency.background import finish, start_reported
 from ductile.core.instances.placement import slots_of
 from ductile.core.scheduling.drains import CannotDrain, Notice
 from ductile.error_text import capitalised
@@ -37,8 +39,9 @@ class Mover(Protocol):
     """Moves what slots hold: `ductile.elastic.controller.ElasticController`, or `TrainerMover` where there is nothing
     but a trainer."""
 
-    def emptied(self, slots: Collection[int]) -> AbstractAsyncContextManager[None]:
-        """Begin the block when the slots hold nothing any more, and give them nothing in it. Raises CannotDrain."""
+    def emptied(self, slots: Collection[int]) -> AbstractAsyncContextManager[set[int]]:
+        """Begin the block when the slots hold nothing any more, and give them nothing in it. After it those are gone
+        that are left in the set that it gets. Raises CannotDrain."""
         ...
 
     async def restore(self, slots: Collection[int]) -> None:
@@ -62,6 +65,7 @@ class Drains:
         """Set when the last whole step is to be saved at once: a part of the trainer's state is about to be lost."""
         self._cluster, self._trainer, self._record = cluster, trainer, record
         self._is_ending, self._mover = is_ending, mover
+        self._has_begun = asyncio.Event()
         self._under_way: dict[int, asyncio.Task[Drained]] = {}
         """Drain of each slot that is to be gone."""
         self._tasks: set[asyncio.Task[Drained]] = set()
@@ -71,6 +75,7 @@ class Drains:
     def begin(self, mover: Mover) -> None:
         """Slots can be emptied from now on."""
         self._mover = mover
+        self._has_begun.set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -178,15 +183,20 @@ class Drains:
         began_s = now_s()
         held = {slot: self._cluster.mailbox.roles(slot) for slot in slots}
         try:
-            async with asyncio.timeout(limit_s):
-                async with self._require_mover().emptied(slots):
+            async with asyncio.timeout(limit_s) as limit:
+                if self._mover is None:
+                    await self._has_begun.wait()
+                async with self._require_mover().emptied(slots) as gone:
                     emptied_s = now_s() - began_s
                     for slot in slots:
                         await self._trainer.has_withdrawn(slot, limit_s)
-                    await self._cluster.leave(slots)
+                    # Whoever leaves is left alone: half of it would be a death. It takes seconds at most.
+                    limit.reschedule(None)
+                    await finish(self._cluster.leave(slots))
+                    gone &= self._cluster.mailbox.gone
         except (TimeoutError, CannotDrain) as error:
-            why = str(error) or f"they are not empty after {limit_s:.3g} s"
-            raise self._not_emptied(slots, why) from error
+            state = "they are not empty" if self._mover else "the run is still starting, and its slots have no roles,"
+            raise self._not_emptied(slots, str(error) or f"{state} after {limit_s:.3g} s") from error
         if dead := [slot for slot in slots if slot not in self._cluster.mailbox.gone]:
             raise self._not_emptied(slots, self._cluster.mailbox.lost.get(dead[0], f"slot {dead[0]} has not left"))
         for slot in slots:

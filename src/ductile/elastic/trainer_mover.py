@@ -23,14 +23,16 @@ class TrainerMover:
         """Slots that trained when they were emptied, and have not come back."""
 
     @asynccontextmanager
-    async def emptied(self, slots: Collection[int]) -> AsyncGenerator[None]:
+    async def emptied(self, slots: Collection[int]) -> AsyncGenerator[set[int]]:
         self._leaving.update(slots)
         try:
             trained = {*slots}.intersection(self._trainer.layout.slots)
             while not {*slots}.isdisjoint(self._trainer.layout.slots):
-                await self._train_on(left_of(self._trainer.layout.slots, self._leaving, self._resizer))
-            self._trained |= trained
-            yield
+                others = self._leaving.difference(slots)
+                await self._train_on(left_of(self._trainer.layout.slots, slots, others, self._resizer))
+            gone = {*slots}
+            yield gone
+            self._trained |= trained & gone
         finally:
             self._leaving.difference_update(slots)
 
@@ -54,10 +56,14 @@ class TrainerMover:
         await asyncio.sleep(RETRY_S)
 
 
-def left_of(slots: Sequence[int], leaving: Collection[int], resizer: TrainerResizer) -> Sequence[int]:
-    """Return as many of the slots that stay as are a layout. Raises CannotDrain."""
-    staying = [slot for slot in slots if slot not in leaving]
-    number = max((each for each in dims_allowed(len(slots), resizer.rules) if each <= len(staying)), default=0)
-    if not number:
-        raise CannotDrain("no other slot can take the trainer's state over")
-    return staying[:number]
+def left_of(
+    slots: Sequence[int], leaving: Collection[int], others: Collection[int], resizer: TrainerResizer
+) -> Sequence[int]:
+    """Return as many of the slots that stay as are a layout. others: slots that are to be gone as well, by other
+    notices: they stay where it does not go without them. Raises CannotDrain."""
+    allowed = dims_allowed(len(slots), resizer.rules)
+    for going in ({*leaving, *others}, leaving):
+        staying = sorted((slot for slot in slots if slot not in going), key=lambda slot: slot in others)
+        if number := max((each for each in allowed if each <= len(staying)), default=0):
+            return staying[:number]
+    raise CannotDrain("no other slot can take the trainer's state over")

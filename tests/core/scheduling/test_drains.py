@@ -62,6 +62,36 @@ def test_what_cannot_be_emptied_stays_and_says_why(placement, limits, leaving, w
     assert (step.verdict, step.reason) == ("cannot", why)
 
 
+@pytest.mark.parametrize(
+    ("placement", "limits", "leaving", "others", "merged", "changed"),
+    [
+        ({"actor": "0-2", "rollout": "3"}, None, {0}, {1}, True, {0: NONE, 1: NONE}),
+        ({"actor": "0-2", "rollout": "3"}, None, {0}, {1}, False, {0: NONE}),
+        (QUICKSTART, None, {1}, {0, 2, 3}, True, {1: NONE}),
+        ({"actor": "0-1", "rollout": "2"}, APART, {0}, {1}, True, {0: NONE}),
+        (QUICKSTART, None, {0}, {1}, False, {0: NONE, 2: TG}),
+    ],
+    ids=["in one step", "after a failure", "the others cannot go", "nor can the last", "others get nothing"],
+)
+def test_a_drain_is_done_beside_others_and_without_them_where_they_cannot_be(
+    placement, limits, leaving, others, merged, changed
+):
+    state = scene(placement, limits=limits, to_start=4)
+    step = plan_drain(state, leaving, others, merged=merged)
+    assert step.verdict == "change", step.reason
+    assert not violations(state, step.decision)
+    before = {slot.slot: slot.roles for slot in state.slots}
+    after = roles_after(state, step.decision)
+    assert {slot: roles for slot, roles in after.items() if roles != before[slot]} == changed
+
+
+def test_a_drain_waits_neither_for_slots_of_others_nor_for_their_end():
+    assert plan_drain(scene(QUICKSTART, roles={1: NONE}), {1}, {2}).verdict == "done"
+    state = scene(QUICKSTART, not_ready=[2], to_start=4)
+    assert plan_drain(state, {1}, {2}).decision.moves[0].slot == 1
+    assert plan_drain(state, {2}, {1}).reason == "slot 2 is not ready for another role"
+
+
 def test_empty_slots_are_done_and_busy_ones_are_waited_for():
     assert plan_drain(scene(QUICKSTART, roles={1: NONE}), {1, 7}).verdict == "done"
     waits = plan_drain(scene(QUICKSTART, not_ready=[1]), {1})

@@ -131,10 +131,15 @@ class RayCluster(JoinedCluster):
 
     def _hear_notices(self, draining: Mapping[str, float | None]) -> None:
         for node, within_s in draining.items():
-            if node in self._agents and node not in self._noticed:
+            # A node whose slots are still being started is looked at again.
+            if self._has_slots(node) and node not in self._noticed:
                 self._noticed.add(node)
                 self._take_notice(self._agents[node], within_s)
         self._noticed &= draining.keys()
+
+    def _has_slots(self, node: str) -> bool:
+        of_node = self.node_slots.of(self._agents[node]) if node in self._agents else ()
+        return self._is_open and any(slot in self.processes for slot in of_node)
 
     def _take_notice(self, number: int, within_s: float | None) -> None:
         """Called once when Ray is about to take a node away, in so many seconds if it says."""

@@ -8,6 +8,9 @@
 
 Cannot be: none of that is there. Then the reason says what lacks, and the slots stay as they are.
 
+Slots that are to be gone by other notices are emptied in the same step, where that can be: one resize instead of two.
+Else a step is about its own slots alone: the others keep what they hold, and get nothing more.
+
 It knows no clock: how often a step is tried, and until when, is for `ductile.elastic.drains`.
 """
 
@@ -69,21 +72,28 @@ class _Slots:
 
     after: dict[int, tuple[Role, ...]]
     leaving: frozenset[int]
+    closed: frozenset[int]
+    """Slots that keep what they hold, and get nothing more."""
     train_order: tuple[int, ...]
     sizes: Sequence[int]
     """Numbers of slots that the trainer may have, ascending."""
     groups: InstanceGroups
     may_share: bool
     num_external: int = 0
+    there: tuple[int, ...] = field(init=False)
+    """Slots that may hold something."""
     order: tuple[int, ...] = field(init=False)
+    """Those of them that may get something."""
 
     def __post_init__(self) -> None:
-        self.order = tuple(slot for slot in sorted(self.after) if slot not in self.leaving)
+        self.there = tuple(slot for slot in sorted(self.after) if slot not in self.leaving)
+        self.order = tuple(slot for slot in self.there if slot not in self.closed)
 
     @property
     def trainers(self) -> list[int]:
-        held = [slot for slot in self.order if "train" in self.after[slot]]
-        return sorted(held, key=lambda slot: (slot not in self.train_order, self._rank(slot)))
+        """Slots that train, those last that are the first to do without."""
+        held = [slot for slot in self.there if "train" in self.after[slot]]
+        return sorted(held, key=lambda slot: (slot in self.closed, slot not in self.train_order, self._rank(slot)))
 
     def _rank(self, slot: int) -> int:
         return self.train_order.index(slot) if slot in self.train_order else slot
@@ -98,16 +108,17 @@ class _Slots:
 
     def instances(self, role: Serving) -> list[tuple[int, ...]]:
         """Groups of slots that hold the role and stay."""
-        return [group for group in self._there(role) if all(role in self.after[slot] for slot in group)]
+        there = (group for group in self.groups[role] if all(slot in self.there for slot in group))
+        return [group for group in there if all(role in self.after[slot] for slot in group)]
 
-    def _there(self, role: Serving) -> Iterator[tuple[int, ...]]:
+    def _open(self, role: Serving) -> Iterator[tuple[int, ...]]:
         return (group for group in self.groups[role] if all(slot in self.order for slot in group))
 
     def end_split_instances(self) -> None:
         """An instance on several slots ends with any of them."""
         for role in NOUNS:
             whole = {slot for group in self.instances(role) for slot in group}
-            self.take([slot for slot in self.order if role in self.after[slot] and slot not in whole], role)
+            self.take([slot for slot in self.there if role in self.after[slot] and slot not in whole], role)
 
     def train_on(self) -> None:
         """Have the largest number of the trainer's slots train that is a layout; or, where it has none left, the
@@ -150,7 +161,7 @@ class _Slots:
 
     def _may_serve(self, role: Serving) -> Iterator[tuple[int, ...]]:
         """Groups of slots on which an instance may begin, the best first."""
-        there = list(self._there(role))
+        there = list(self._open(role))
         yield from (group for group in there if not any(self.after[slot] for slot in group))
         if self.may_share:
             best: tuple[Role, ...] = ("train",) if role == "generate" else ("generate",)
@@ -168,8 +179,23 @@ class _Slots:
         return {*group} <= {*trainers} and len(trainers) - len(group) in self.sizes
 
 
-def plan_drain(state: ClusterState, leaving: Collection[int]) -> DrainStep:
-    """Return the next step of emptying slots."""
+def plan_drain(
+    state: ClusterState, leaving: Collection[int], others: Collection[int] = (), *, merged: bool = True
+) -> DrainStep:
+    """Return the next step of emptying slots.
+
+    others: slots that are to be gone as well, by other notices. merged: these are emptied in the same step, where
+    that can be.
+    """
+    if merged and others and any(slot.slot in leaving and slot.roles for slot in state.slots):
+        step = _plan_drain(state, {*leaving, *others}, ())
+        if step.verdict == "change":
+            return step
+    return _plan_drain(state, leaving, others)
+
+
+def _plan_drain(state: ClusterState, leaving: Collection[int], closed: Collection[int]) -> DrainStep:
+    """closed: slots that keep what they hold, and get nothing more."""
     held = {slot.slot: slot.roles for slot in state.slots}
     going = [slot for slot in held if slot in leaving and held[slot]]
     if not going:
@@ -180,7 +206,7 @@ def plan_drain(state: ClusterState, leaving: Collection[int]) -> DrainStep:
     if state.lending:
         return _step(state, dict.fromkeys(state.lending, ("train",)), f"{why}: first the trainer gets its devices back")
     try:
-        after = _roles_without(held, leaving, state)
+        after = _roles_without(held, leaving, state, closed)
     except CannotDrain as error:
         return DrainStep("cannot", str(error))
     resizes = any(("train" in after[slot]) != ("train" in held[slot]) for slot in held)
@@ -236,12 +262,15 @@ def _in_order(first: Sequence[int], slots: Sequence[int]) -> tuple[int, ...]:
     return (*(slot for slot in first if slot in slots), *(slot for slot in slots if slot not in first))
 
 
-def _roles_without(held: Roles, leaving: Collection[int], state: ClusterState) -> dict[int, tuple[Role, ...]]:
-    """Roles of all slots once those that leave have none. Raises CannotDrain."""
+def _roles_without(
+    held: Roles, leaving: Collection[int], state: ClusterState, closed: Collection[int] = ()
+) -> dict[int, tuple[Role, ...]]:
+    """Roles of all slots once those that leave have none. closed: as `_plan_drain` has it. Raises CannotDrain."""
     after = {slot: () if slot in leaving else roles for slot, roles in held.items()}
     slots = _Slots(
         after,
         frozenset(leaving),
+        frozenset(closed),
         state.trainer.layout.slots,
         _sizes(len(held), state),
         {role: state.groups(role) for role in NOUNS},

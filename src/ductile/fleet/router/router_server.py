@@ -14,7 +14,9 @@ from ductile.fleet.router.request_router import RequestRouter
 from ductile.fleet.router.router_app import create_router_app
 from ductile.transport.http_server.listener import uvicorn_settings
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PRESSES = (signal.SIGINT, signal.SIGTERM)
+HINTS = (signal.SIGUSR1, signal.SIGUSR2)
+"""A batch system's notice: it asks, and does not insist."""
 
 
 class _Server(uvicorn.Server):
@@ -25,22 +27,28 @@ class _Server(uvicorn.Server):
 
 
 class StopSignals:
-    """SIGINT and SIGTERM of this process. The first one asks it to finish what it has, the second one to end now."""
+    """SIGINT and SIGTERM of this process, and a batch system's notice. The first one asks it to finish what it has; a
+    second SIGINT or SIGTERM, to end now."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
+        self._is_pressed = False
 
     def __enter__(self) -> "StopSignals":
-        for signum in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(signum, self._heard)
+        for signum in (*PRESSES, *HINTS):
+            asyncio.get_running_loop().add_signal_handler(signum, self._heard, signum)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for signum in SIGNALS:
+        for signum in (*PRESSES, *HINTS):
             asyncio.get_running_loop().remove_signal_handler(signum)
 
-    def _heard(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+    def _heard(self, signum: signal.Signals) -> None:
+        self.first.set()
+        if signum in PRESSES:
+            if self._is_pressed:
+                self.second.set()
+            self._is_pressed = True
 
 
 async def serve_router(

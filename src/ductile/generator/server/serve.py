@@ -40,12 +40,15 @@ from ductile.transport.http_server.log_limit import log_to_stderr
 
 LOG = logging.getLogger("ductile.generator.server.serve")  # this file's __name__ is "__main__" in the process
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals at which the server leaves. The last two are a batch system's notice, as by `sbatch --signal=USR1@120`."""
+
 LOOK_S = 0.1
 """Seconds between two looks for whether a server that leaves may end."""
 
 
 def serve(config: InferenceRunConfig) -> int:
-    """Returns the exit code: 0 after SIGINT or SIGTERM, 1 when it could not start or its engine is dead (stderr says
+    """Returns the exit code: 0 after one of `STOPS`, 1 when it could not start or its engine is dead (stderr says
     why)."""
     try:
         name, listener = _model_name(config), listen(config.server)
@@ -72,10 +75,10 @@ def serve(config: InferenceRunConfig) -> int:
         def leave(signum: int, frame: FrameType | None) -> None:
             server.should_exit = True
 
-        # uvicorn takes these two for itself while it serves, and raises them again once it is through. Until then they
-        # end the server before it has begun.
-        signal.signal(signal.SIGINT, leave)
-        signal.signal(signal.SIGTERM, leave)
+        # uvicorn takes the first two for itself while it serves, and raises them again once it is through. Until then
+        # all of them end the server before it has begun.
+        for signum in STOPS:
+            signal.signal(signum, leave)
 
         def lease() -> ServerLease:
             state = app.state.service.control.state()
