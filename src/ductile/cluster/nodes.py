@@ -23,6 +23,7 @@ from ductile.concurrency.listeners import Listeners
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.core.scheduling.drains import Notice
+from ductile.core.scheduling.node_demand import NodeDemand
 from ductile.error_text import capitalised
 from ductile.messages.agents import NodeSettings
 from ductile.messages.message import RoleName
@@ -139,6 +140,14 @@ class NodesCluster(ABC):
 
     def ends_without(self, needed: Callable[[int], bool]) -> None:
         self._needed = needed
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that the run has now."""
+        return len(self._nodes)
+
+    def want(self, demand: NodeDemand) -> None:  # noqa: B027
+        """Ask who manages the machines for nodes, where somebody does. Returns at once."""
 
     @property
     def has_failed(self) -> bool:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 
 from rich.console import RenderableType
 
-from ductile.cluster.cluster import Cluster
+from ductile.cluster.cluster import Cluster, ClusterSpec
 from ductile.cluster.local import ROLES
 from ductile.cluster.make_cluster import make_cluster
 from ductile.concurrency.deadline import Deadline
@@ -38,6 +38,7 @@ from ductile.core.scheduling.facts.cluster_state import first_instances, groups_
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.drains import Drains
 from ductile.elastic.loss_log import LossLog
+from ductile.elastic.node_demands import NodeDemands
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_mover import TrainerMover
 from ductile.elastic.trainer_resizer import TrainerResizer
@@ -216,9 +217,13 @@ async def _slots(
     """
     roles, per_node, bench = _roles(config, placement), slots_per_node_of(config, placement), session.bench
     tell = session.record.event
-    cluster = make_cluster(placement.slots, config.cluster, session.folder, roles, per_node, tell, config.ray)
+    spec = ClusterSpec(placement.slots, config.cluster, session.folder, roles, per_node, tell)
+    cluster = make_cluster(spec, config.ray)
     try:
         activity = await _start(cluster, placement, session)
+        if config.ray is not None and config.ray.request_nodes:
+            demands = NodeDemands(config.cluster, lambda: activity.ledger, lambda: cluster.num_nodes, cluster.want)
+            session.record.listeners.append(demands)
         if bench:
             await _begin(bench, trainer, cluster, session)
         yield cluster, activity
