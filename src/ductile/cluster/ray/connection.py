@@ -24,6 +24,7 @@ from ductile.error_text import error_text
 from ductile.transport.sockets import LOOPBACK
 
 INSTALL = 'pip install "ductile[ray]"'
+OF_A_TOKEN = "If it asks for a token, set RAY_AUTH_MODE=token here (docs/ray.md)"
 ASK_S = 20.0
 """How long Ray may take to answer; the first time, `cluster.start_timeout_s`."""
 LOST = 1
@@ -50,7 +51,9 @@ class RayConnection:
         except TimeoutError:
             raise StartFailed(f"{self._named} did not answer within {within_s:g} s (cluster.start_timeout_s)") from None
         except Exception as error:
-            raise StartFailed(f"{self._named} cannot be used: {error_text(error)}") from error
+            hint = "" if "RAY_AUTH_MODE" in os.environ else f". {OF_A_TOKEN}"
+            what = f"{self._named} cannot be used: {error_text(error).rstrip('.')}"
+            raise StartFailed(f"{what}{hint if isinstance(error, ConnectionError) else ''}") from error
 
     async def nodes(self) -> Sequence[PoolNode]:
         """Return the nodes that are alive."""
