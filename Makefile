@@ -170,10 +170,11 @@ lora: setup
 	$(BIN)/python -m pytest tests/end_to_end/lora_run.py -s
 
 # Runs as jobs of a real SLURM with two nodes on this machine, which apt-get installs where it is missing, and on a real Ray cluster
-# of several nodes here: some ten minutes on two cores, as root.
+# of several nodes here, beside the same runs on this machine; and how long each took to start. Some ten minutes on two cores, as
+# root, where no Ray is at work.
 cluster-test: setup
 	$(PIP) install -e '.[dev,ray]'
-	$(BIN)/python -m pytest tests/cluster/slurm_run.py tests/cluster/ray_run.py --cold -q -s
+	$(BIN)/python -m pytest tests/cluster/real/slurm_run.py tests/cluster/real/ray_run.py --cold -s
 
 # Seven faults of weights and sampling, each named right, and a thousand versions without a false alarm.
 provenance: setup

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from ductile.cluster.cluster import ClusterSpec
 from ductile.cluster.joined import JoinedCluster
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.node_slots import SlotsPerNode
@@ -55,7 +56,7 @@ def joined_cluster(
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     config = ClusterConfig(**{"device": "cpu", "num_nodes": num_nodes, "interface": HEAD, **keys})
     tell = (lambda event: None) if events is None else events.append
-    return JoinedCluster(slots, config, folder, roles, SlotsPerNode(per_node, per_node), tell)
+    return JoinedCluster(ClusterSpec(slots, config, folder, roles, SlotsPerNode(per_node, per_node), tell))
 
 
 @asynccontextmanager

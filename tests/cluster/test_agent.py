@@ -306,6 +306,28 @@ def test_nodes_join_a_run_that_is_at_work_up_to_the_most_that_it_may_have(tmp_pa
     play(tmp_path, story, events, max_nodes=2)
 
 
+def test_a_restarted_agent_waits_for_its_number(tmp_path: Path):
+    """The loss of the one before is noticed only after a while, here when the test ends it."""
+    events: list[RunEvent] = []
+
+    async def story(cluster: JoinedCluster, deaths):
+        agent = agent_of(cluster)
+        os.kill(agent, signal.SIGSTOP)
+        again = join(tmp_path, 0, "--node-rank", "0", "--wait-s", "200")
+        assert again.stderr is not None
+        said = (await asyncio.to_thread(again.stderr.readline)).decode()
+        why = "Node 0 is there already: join with another --node-rank, or without it."
+        assert said == f"ductile join: {why} It is tried again for 200 s (--wait-s).\n"
+        os.kill(agent, signal.SIGKILL)
+        await eventually(lambda: sum(isinstance(event, SlotStarted) for event in events) == 2, 60.0)
+        assert agent_of(cluster) == again.pid
+        assert await cluster.mailbox.ask(0, Ping(), 10) == Done()
+        again.send_signal(signal.SIGINT)
+        await asyncio.to_thread(stderr_of, again)
+
+    play(tmp_path, story, events)
+
+
 def test_a_slot_beyond_the_nodes_is_refused(tmp_path: Path):
     async def story(cluster: JoinedCluster, deaths):
         with pytest.raises(StartFailed, match="slot 2 would be on node 1, which has not joined: there are nodes 0"):

@@ -58,6 +58,7 @@ LINES = {
     "example_sft": (
         f"sft @ {EXAMPLES / 'sft.toml'} @ {EXAMPLES / 'slurm.toml'} --model.name model --data.path data.jsonl --dry-run"
     ),
+    "ray_nodes": "sft @ sft.toml @ my_slurm.toml @ sft_nodes.toml --ray '{}' --dry-run",
     "128_nodes": "rl @ base_rl.toml @ my_slurm.toml @ 128_nodes.toml --dry-run",
 }
 
@@ -136,7 +137,9 @@ def partition_of_the_page() -> str | None:
     return f"no controller has a partition `cluster`: {known.stderr.strip()}" if known.returncode else None
 
 
-@pytest.mark.parametrize("name", ["single_node", "six_and_two_gpus", "rl_nodes", "sft_nodes", "servers", "128_nodes"])
+@pytest.mark.parametrize(
+    "name", ["single_node", "six_and_two_gpus", "rl_nodes", "sft_nodes", "servers", "ray_nodes", "128_nodes"]
+)
 def test_sbatch_accepts_the_script(name: str) -> None:
     if why := partition_of_the_page():
         pytest.skip(why)

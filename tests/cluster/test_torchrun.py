@@ -57,6 +57,7 @@ def test_between_machines_nothing_is_on_loopback() -> None:
         (["--cluster.num-nodes", "2"], "cluster.num_nodes is 2, and torchrun has started 4 ranks"),
         (["--bench", "{}"], "a benchmark has a folder of its own"),
         (["--ray", "{}"], "[ray] has Ray start the nodes"),
+        (["--cluster.head-is-node", "false"], "cluster.head_is_node is false, and rank 0, which runs the command"),
     ],
 )
 def test_what_contradicts_torchrun_is_refused(given: list[str], says: str) -> None:

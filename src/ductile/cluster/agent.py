@@ -30,25 +30,7 @@ from ductile.cluster.node import Node, slot_of
 from ductile.cluster.processes import ForkedProcess
 from ductile.concurrency.background import start_reported
 from ductile.error_text import error_text
-from ductile.messages.agents import (
-    Admit,
-    AgentHello,
-    FromAgent,
-    Leave,
-    NodeLeft,
-    NodeLost,
-    NodeNoticed,
-    NodeReady,
-    NodeSettings,
-    Refuse,
-    Renew,
-    SignalSlot,
-    SlotEnded,
-    SlotNotSpawned,
-    SlotSpawned,
-    StartSlot,
-    ToAgent,
-)
+from ductile.messages import agents
 from ductile.transport.codec import BadFrame, decode_as, encode_message
 from ductile.transport.curve import RunKey
 from ductile.transport.frames import FrameDealer
@@ -71,6 +53,10 @@ class Departure:
     """Exit code: 0 the run is over; 1 the node was lost; 2 it was not let in; 130 it was asked to leave."""
     why: str
     """A sentence without its full stop."""
+    is_for_now: bool = False
+    """It was not let in, and may be soon."""
+    preempted: bool = False
+    """Who manages the machines has taken this one away."""
 
 
 def beat_s(lease_s: float) -> float:
@@ -78,9 +64,9 @@ def beat_s(lease_s: float) -> float:
     return min(LONGEST_BEAT_S, lease_s / BEATS)
 
 
-def hello(address: str, node_rank: int | None) -> AgentHello:
+def hello(address: str, node_rank: int | None) -> agents.AgentHello:
     """Return what an agent on this machine says of itself. address: at which other nodes reach the machine."""
-    return AgentHello(os.getpid(), socket.gethostname(), address, num_gpus(), node_rank, version())
+    return agents.AgentHello(os.getpid(), socket.gethostname(), address, num_gpus(), node_rank, version())
 
 
 def version() -> str:
@@ -103,7 +89,7 @@ class Agent:
     """Made inside a running event loop; `run` ends it."""
 
     def __init__(
-        self, address: str, key: RunKey, said: AgentHello, tell: Callable[[str], None] = lambda sentence: None
+        self, address: str, key: RunKey, said: agents.AgentHello, tell: Callable[[str], None] = lambda sentence: None
     ) -> None:
         """address: host:port of the orchestrator. tell: hears sentences for people."""
         self._hello, self._tell = said, tell
@@ -111,7 +97,7 @@ class Agent:
         self._dealer = FrameDealer(f"tcp://{address}", key.token, 0, key)
         self._lease_s = FIRST_LEASE_S
         self._node: Node | None = None
-        self._outbox: asyncio.Queue[FromAgent] = asyncio.Queue()
+        self._outbox: asyncio.Queue[agents.FromAgent] = asyncio.Queue()
         self._processes: dict[int, ForkedProcess] = {}
         self._over: asyncio.Future[Departure] = asyncio.get_running_loop().create_future()
         self._is_noticed = False
@@ -138,16 +124,16 @@ class Agent:
             if self._node is not None:
                 # First: slots that train with others should not be waited for while they are killed.
                 if self._over.done() and self._over.result().code:
-                    await self._dealer.send(encode_message(NodeLost(self._over.result().why)))
+                    await self._dealer.send(encode_message(agents.NodeLost(self._over.result().why)))
                 await self._node.stop()
-            await self._dealer.send(encode_message(NodeLeft()))
+            await self._dealer.send(encode_message(agents.NodeLeft()))
             self._dealer.close()
         return departure
 
-    def end(self, why: str, code: int = 1) -> None:
+    def end(self, why: str, code: int = 1, is_for_now: bool = False) -> None:
         """Have `run` return soon. The first reason stays."""
         if not self._over.done():
-            self._over.set_result(Departure(code, why))
+            self._over.set_result(Departure(code, why, is_for_now))
 
     def give_notice(self) -> bool:
         """Tell the run that the machine is about to be taken away: it empties the slots, and the agent ends when they
@@ -155,7 +141,7 @@ class Agent:
         if self._is_noticed or self._over.done() or not self._has_slots:
             return False
         self._is_noticed = True
-        self._outbox.put_nowait(NodeNoticed())
+        self._outbox.put_nowait(agents.NodeNoticed())
         self._tell("This machine is about to be taken away: its slots are emptied. Signal again to leave at once.")
         return True
 
@@ -172,29 +158,29 @@ class Agent:
                 self.end(f"nothing came from the orchestrator at {self._address} for {self._lease_s:g} s")
                 return
             try:
-                message: ToAgent = decode_as(ToAgent, payload)
+                message: agents.ToAgent = decode_as(agents.ToAgent, payload)
             except BadFrame as error:
                 print(f"dropped a message: {error}", file=sys.stderr)
                 continue
             self.was_heard.set()
             self._understand(message)
 
-    def _understand(self, message: ToAgent) -> None:
+    def _understand(self, message: agents.ToAgent) -> None:
         match message:
-            case Admit(node, lease_s) if self._node is None:
+            case agents.Admit(node, lease_s) if self._node is None:
                 self._lease_s = lease_s
                 start_reported(self._prepare(node), "the node cannot be made ready", self._on_error)
-            case Refuse(why):
-                self.end(why, 2)
-            case Leave():
+            case agents.Refuse(why, is_for_now):
+                self.end(why, 2, is_for_now)
+            case agents.Leave():
                 self.end("the run is over", 0)
-            case StartSlot(slot, attempt):
+            case agents.StartSlot(slot, attempt):
                 start_reported(self._start_slot(slot, attempt), f"slot {slot} cannot be started", self._on_error)
-            case SignalSlot(slot, pid, signum):
+            case agents.SignalSlot(slot, pid, signum):
                 process = self._processes.get(slot)
                 if process is not None and process.pid == pid:
                     process.signal(signal.Signals(signum))
-            case Renew() | Admit():
+            case agents.Renew() | agents.Admit():
                 pass
 
     async def _send(self) -> None:
@@ -203,14 +189,14 @@ class Agent:
                 async with asyncio.timeout(beat_s(self._lease_s)):
                     message = await self._outbox.get()
             except TimeoutError:
-                message = Renew()
+                message = agents.Renew()
             await self._dealer.send(encode_message(message))
 
     async def _watch_connection(self) -> None:
         await self._dealer.broken(BROKEN_S)
         self.end(f"the orchestrator at {self._address} is gone")
 
-    async def _prepare(self, settings: NodeSettings) -> None:
+    async def _prepare(self, settings: agents.NodeSettings) -> None:
         self._tell(f"This machine is node {settings.node} of the run at {self._address}.")
         try:
             os.makedirs(settings.logs, exist_ok=True)  # on this machine, where no file system is shared
@@ -219,17 +205,17 @@ class Agent:
         except (StartFailed, CapNotPermitted, OSError) as error:
             self.end(str(error))
         else:
-            self._outbox.put_nowait(NodeReady(devices.num_devices))
+            self._outbox.put_nowait(agents.NodeReady(devices.num_devices))
 
     async def _start_slot(self, slot: int, attempt: int) -> None:
         assert self._node is not None, "the orchestrator starts slots on nodes that are ready"
         try:
             process = await self._node.start_slot(slot)
         except (StartFailed, CapNotPermitted) as error:
-            self._outbox.put_nowait(SlotNotSpawned(slot, attempt, str(error)))
+            self._outbox.put_nowait(agents.SlotNotSpawned(slot, attempt, str(error)))
             return
         self._processes[slot] = process
-        self._outbox.put_nowait(SlotSpawned(slot, attempt, process.pid))
+        self._outbox.put_nowait(agents.SlotSpawned(slot, attempt, process.pid))
         if process.code is not None:  # it ended before it could be announced
             self._on_exit(process)
 
@@ -238,7 +224,7 @@ class Agent:
         if slot is None:
             self.end(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
         elif not self._over.done() and self._processes.get(slot) is process and process.code is not None:
-            self._outbox.put_nowait(SlotEnded(slot, process.pid, process.code, process.ending))
+            self._outbox.put_nowait(agents.SlotEnded(slot, process.pid, process.code, process.ending))
             if self._is_noticed and not self._has_slots:
                 self.end("the machine was to be taken away, and its slots are empty", INTERRUPTED)
 

@@ -1,16 +1,38 @@
 """Who is there: the slots of a run as everything above sees them, wherever their processes are."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from ductile.cluster.notices import Notices
+from ductile.config.schema.cluster import ClusterConfig
+from ductile.core.instances.node_slots import SlotsPerNode
 from ductile.core.layout.model.peak import Arithmetic
+from ductile.messages.message import RoleName
 from ductile.messages.workers import Surveyed
+from ductile.observe import RunEvent
 from ductile.transport.mailbox import Mailbox
 
 
 class StartFailed(Exception):
     """A process could not be started. The text says which, why, and which log to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What a run asks of its cluster."""
+
+    slots: Sequence[int]
+    """Those of the placement."""
+    config: ClusterConfig
+    folder: Path
+    """The run's: it has the logs, and says where the orchestrator is."""
+    roles: Mapping[RoleName, str]
+    """Class of each role: "package.module:Class"."""
+    per_node: SlotsPerNode
+    tell: Callable[[RunEvent], None] = lambda event: None
+    """Hears of nodes that come and go."""
 
 
 class SlotProcess(Protocol):

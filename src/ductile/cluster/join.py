@@ -51,6 +51,7 @@ async def _join(
     until = time.monotonic() + wait_s
     loop, asked_to_leave = asyncio.get_running_loop(), asyncio.Event()
     agent: Agent | None = None
+    has_told = False
 
     def on_signal(signum: signal.Signals) -> None:
         has_joined = agent is not None and agent.was_heard.is_set()
@@ -78,6 +79,13 @@ async def _join(
             agent.end("nobody is there")
         departure: Departure = await running
         leaving.cancel()
+        if departure.is_for_now and time.monotonic() < until and not asked_to_leave.is_set():
+            if not has_told:
+                why = as_sentence(capitalised(departure.why))
+                print(f"ductile join: {why} It is tried again for {wait_s:g} s (--wait-s).", file=sys.stderr)
+            has_told = True
+            await asyncio.sleep(POLL_S)
+            continue
         if agent.was_heard.is_set() or asked_to_leave.is_set():
             print(f"ductile join: {as_sentence(capitalised(departure.why))}", file=sys.stderr)
             if again and departure.code in COMES_AGAIN and not asked_to_leave.is_set():

@@ -9,14 +9,12 @@ What crosses the network is encrypted, apart from torch's own sockets (docs/clus
 
 import asyncio
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from ductile.cluster.agent import num_gpus
-from ductile.cluster.cluster import StartFailed
+from ductile.cluster.cluster import ClusterSpec, StartFailed
 from ductile.cluster.invitation import KEY_VARIABLE, Invitation, NotInvited, given_key, key_file, withdraw
 from ductile.cluster.node import Node
 from ductile.cluster.nodes import NodesCluster, SlotNode
@@ -25,15 +23,13 @@ from ductile.cluster.remote_node import RemoteNode
 from ductile.concurrency.background import start
 from ductile.config.reading.command_line import as_sentence, pasteable
 from ductile.config.schema.cluster import ClusterConfig
-from ductile.core.instances.node_slots import NodeSlots, SlotsPerNode, node_number, number_all
+from ductile.core.instances.node_slots import NodeSlots, node_number, number_all
 from ductile.core.instances.placement import slots_of
 from ductile.core.scheduling.drains import Notice
 from ductile.error_text import capitalised
 from ductile.events.nodes import NodeJoined, NodesAwaited, NodeWasLost
 from ductile.events.slots import SlotStarted
 from ductile.messages.agents import NodeSettings
-from ductile.messages.message import RoleName
-from ductile.observe import RunEvent
 from ductile.transport.curve import RunKey
 from ductile.transport.network import NoSuchInterface, address_of, address_towards, is_loopback
 from ductile.transport.router import Router
@@ -42,19 +38,11 @@ from ductile.transport.router import Router
 class JoinedCluster(NodesCluster):
     """Slots on machines that join, equally many on each, numbered machine by machine."""
 
-    def __init__(
-        self,
-        slots: Sequence[int],
-        config: ClusterConfig,
-        folder: Path,
-        roles: Mapping[RoleName, str],
-        per_node: SlotsPerNode,
-        tell: Callable[[RunEvent], None] = lambda event: None,
-    ) -> None:
-        """folder: the run's, which says where the orchestrator is, and has the logs. tell: hears of nodes that come
-        and go. Raises StartFailed where the environment has a key that is none."""
-        super().__init__(slots, config, folder / "logs", roles, "")
-        self._folder, self._per_node, self._tell = folder, per_node, tell
+    def __init__(self, spec: ClusterSpec) -> None:
+        """Raises StartFailed where the environment has a key that is none."""
+        config, per_node = spec.config, spec.per_node
+        super().__init__(spec.slots, config, spec.folder / "logs", spec.roles, "")
+        self._folder, self._per_node, self._tell = spec.folder, per_node, spec.tell
         try:
             given = given_key()
         except NotInvited as error:
@@ -146,7 +134,8 @@ class JoinedCluster(NodesCluster):
             taken |= {rank for rank in others if rank is not None}
         number = node_number(visitor.said.node_rank, taken, self.node_slots.max_nodes, self._head)
         if isinstance(number, str):
-            start(self._reception.refuse(visitor, number))
+            # The node that has the number may have ended, and its loss not be noticed yet.
+            start(self._reception.refuse(visitor, number, is_for_now=visitor.said.node_rank in taken))
         elif self._is_open:
             start(self._join(number, visitor))
         else:
@@ -160,7 +149,7 @@ class JoinedCluster(NodesCluster):
             self._config.heartbeat_timeout_s,
             self._on_exit,
             self.fail_with,
-            lambda why: self._tell(NodeWasLost(number, sentence=f"{capitalised(as_sentence(why))}")),
+            lambda why: self._tell_lost(number, why),
             lambda: self._notice(number, _sigterm_to(number)),
         )
         self._remote[number] = node
@@ -185,6 +174,10 @@ class JoinedCluster(NodesCluster):
 
     def node_of(self, slot: int) -> int:
         return self.node_slots.node_of(slot)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._head) + sum(not node.lost for node in self._remote.values())
 
     async def _join(self, number: int, visitor: Visitor) -> None:
         """Have a node join the run that is at work, with all its slots."""
@@ -211,6 +204,10 @@ class JoinedCluster(NodesCluster):
             sentence = f"Slot {slot} runs on {device} of {node.name}, pid {pid}."
             self._tell(SlotStarted(slot, (), device, pid, sentence=sentence))
         self._notice_again(number)
+
+    def _tell_lost(self, number: int, why: str) -> None:
+        """why: a sentence without its full stop."""
+        self._tell(NodeWasLost(number, sentence=capitalised(as_sentence(why))))
 
     def _tell_joined(self, node: RemoteNode) -> None:
         number, slots = node.settings.node, self.node_slots.of(node.settings.node)

@@ -23,6 +23,7 @@ from ductile.concurrency.background import start_reported
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.core.scheduling.drains import Notice
+from ductile.core.scheduling.node_demand import NodeDemand
 from ductile.error_text import capitalised
 from ductile.messages.agents import NodeSettings
 from ductile.messages.message import RoleName
@@ -171,6 +172,14 @@ class NodesCluster(ABC):
             # Ranks find each other as in a new run: what earlier ones have left in a store is not for them.
             self.rendezvous = await self._home.host_store(self._host)
             await self._add(slots)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that the run has now."""
+        return len(self._nodes)
+
+    def want(self, demand: NodeDemand) -> None:  # noqa: B027
+        """Ask who manages the machines for nodes, where somebody does. Returns at once."""
 
     @property
     def has_failed(self) -> bool:

@@ -61,11 +61,11 @@ class Reception:
         self.waiting.remove(visitor)
         self._nodes[visitor.connection] = node
 
-    async def refuse(self, visitor: Visitor, why: str) -> None:
-        """why: a sentence without its full stop."""
+    async def refuse(self, visitor: Visitor, why: str, is_for_now: bool = False) -> None:
+        """why, is_for_now: as `Refuse` has them."""
         if visitor in self.waiting:
             self.waiting.remove(visitor)
-        await self.send(visitor.connection, Refuse(why))
+        await self.send(visitor.connection, Refuse(why, is_for_now))
 
     async def send(self, connection: bytes, message: ToAgent) -> bool:
         """Returns False when the agent is not connected."""

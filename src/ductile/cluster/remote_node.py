@@ -10,40 +10,23 @@ from ductile.cluster.cluster import StartFailed
 from ductile.cluster.node import KILL_S, Devices, slot_name
 from ductile.cluster.processes import ForkedProcess
 from ductile.concurrency.background import start, start_reported
-from ductile.messages.agents import (
-    Admit,
-    AgentHello,
-    FromAgent,
-    Leave,
-    NodeLeft,
-    NodeLost,
-    NodeNoticed,
-    NodeReady,
-    NodeSettings,
-    Renew,
-    SignalSlot,
-    SlotEnded,
-    SlotNotSpawned,
-    SlotSpawned,
-    StartSlot,
-    ToAgent,
-)
+from ductile.messages import agents
 
 START_SLOT_S = 10.0
-SendToAgent = Callable[[ToAgent], Awaitable[bool]]
+SendToAgent = Callable[[agents.ToAgent], Awaitable[bool]]
 """Sends a message to an agent; False when it is not connected."""
 
 
 class RemoteProcess(ForkedProcess):
     """A slot's process, which an agent started."""
 
-    def __init__(self, slot: int, pid: int, send: Callable[[ToAgent], object]) -> None:
+    def __init__(self, slot: int, pid: int, send: Callable[[agents.ToAgent], object]) -> None:
         super().__init__(slot_name(slot), pid, None)
         self._slot, self._send = slot, send
 
     def signal(self, signum: signal.Signals) -> None:
         if self.code is None:
-            self._send(SignalSlot(self._slot, self.pid, signum))
+            self._send(agents.SignalSlot(self._slot, self.pid, signum))
 
 
 class RemoteNode:
@@ -54,8 +37,8 @@ class RemoteNode:
 
     def __init__(
         self,
-        settings: NodeSettings,
-        said: AgentHello,
+        settings: agents.NodeSettings,
+        said: agents.AgentHello,
         send: SendToAgent,
         lease_s: float,
         on_exit: Callable[[ForkedProcess], None],
@@ -99,7 +82,7 @@ class RemoteNode:
         return not self.lost and self._num_silent * beat_s(self._lease_s) > self._lease_s / 2
 
     async def start(self) -> Devices:
-        await self._send(Admit(self.settings, self._lease_s))
+        await self._send(agents.Admit(self.settings, self._lease_s))
         hears = f"the lease of {self.name} is not kept any more"
         self._keeping = start_reported(self._keep_lease(), hears, self._on_error)
         return await asyncio.shield(self._ready)
@@ -111,7 +94,7 @@ class RemoteNode:
         started = self._starting[attempt] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(START_SLOT_S):
-                await self._send(StartSlot(slot, attempt))
+                await self._send(agents.StartSlot(slot, attempt))
                 return await started
         except TimeoutError:
             raise StartFailed(f"the agent of {self.name} did not start slot {slot}") from None
@@ -122,7 +105,7 @@ class RemoteNode:
         """Have the agent leave. Returns when it says that nothing is left there, at most after twice `KILL_S`: its
         lease ends what is left."""
         self._is_leaving = True
-        if not self.lost and await self._send(Leave()):
+        if not self.lost and await self._send(agents.Leave()):
             try:
                 async with asyncio.timeout(2 * KILL_S):
                     await self._has_left.wait()
@@ -132,26 +115,26 @@ class RemoteNode:
             self._keeping.cancel()
             await asyncio.wait([self._keeping], timeout=1.0)
 
-    def hear(self, message: FromAgent) -> None:
+    def hear(self, message: agents.FromAgent) -> None:
         """Take what the agent says."""
-        if isinstance(message, NodeLeft):
+        if isinstance(message, agents.NodeLeft):
             self._has_left.set()
         if self.lost or self._is_leaving:
             return
         self._num_silent = 0
         match message:
-            case NodeReady(num_devices):
+            case agents.NodeReady(num_devices):
                 slots_per_device, first_slot = self.settings.slots_per_device, self.settings.first_slot
                 if not self._ready.done():
                     self._ready.set_result(Devices(num_devices, slots_per_device, first_slot))
-            case NodeNoticed():
+            case agents.NodeNoticed():
                 self.is_noticed = True
                 self._on_notice()
-            case NodeLost(why):
+            case agents.NodeLost(why):
                 self._lose(f"ended: {why}")
-            case NodeLeft():
+            case agents.NodeLeft():
                 self._lose("left")
-            case SlotSpawned(slot, attempt, pid):
+            case agents.SlotSpawned(slot, attempt, pid):
                 process = RemoteProcess(slot, pid, lambda message: start(self._send(message)))
                 starting = self._starting.get(attempt)
                 if starting is not None and not starting.done():
@@ -159,16 +142,16 @@ class RemoteNode:
                     starting.set_result(process)
                 else:
                     process.signal(signal.SIGKILL)  # too late: `start_slot` has given it up
-            case SlotNotSpawned(_, attempt, sentence):
+            case agents.SlotNotSpawned(_, attempt, sentence):
                 starting = self._starting.get(attempt)
                 if starting is not None and not starting.done():
                     starting.set_exception(StartFailed(sentence))
-            case SlotEnded(slot, pid, code, how):
+            case agents.SlotEnded(slot, pid, code, how):
                 process = self._processes.get(slot)
                 if process is not None and process.pid == pid and process.code is None:
                     process.end(code, how)
                     self._on_exit(process)
-            case Renew() | AgentHello():
+            case agents.Renew() | agents.AgentHello():
                 pass
 
     async def _keep_lease(self) -> None:
@@ -176,14 +159,14 @@ class RemoteNode:
         while not self.lost:
             await asyncio.sleep(beat)
             self._num_silent += 1
-            is_connected = await self._send(Renew())
+            is_connected = await self._send(agents.Renew())
             self._num_unreachable = 0 if is_connected else self._num_unreachable + 1
             if self._num_unreachable * beat > BROKEN_S:
                 self._lose("is gone: its connection has ended")
             elif self._num_silent * beat > self._lease_s * (1 + 1 / BEATS):
                 self._lose(f"was silent for {self._lease_s:g} s (cluster.heartbeat_timeout_s)")
 
-    async def _send(self, message: ToAgent) -> bool:
+    async def _send(self, message: agents.ToAgent) -> bool:
         return await self._send_message(message)
 
     def _lose(self, how: str) -> None:
@@ -196,7 +179,7 @@ class RemoteNode:
             if not waiting.done():
                 waiting.set_exception(failed)
                 waiting.exception()  # it may be that nothing awaits it any more
-        start(self._send(Leave()))  # one that was only silent goes on otherwise, and its slots
+        start(self._send(agents.Leave()))  # one that was only silent goes on otherwise, and its slots
         if not self.is_noticed or any(process.code is None for process in self._processes.values()):
             self._on_lost(f"{self.name} is lost: its agent, pid {self.said.pid}, {how}")
         for process in self._processes.values():

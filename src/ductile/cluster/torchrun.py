@@ -105,6 +105,11 @@ class Rank:
                 "it out"
             )
         size, cluster, deployment = self.world_size, config.cluster, config.deployment
+        if not cluster.head_is_node:
+            raise BadLaunch(
+                "cluster.head_is_node is false, and rank 0, which runs the command, has a slot as every rank has: "
+                "leave it out"
+            )
         if "num_nodes" in cluster.model_fields_set and cluster.num_nodes not in (1, size):
             raise BadLaunch(
                 f"cluster.num_nodes is {cluster.num_nodes}, and torchrun has started {size} ranks, each of which is a "

@@ -19,6 +19,7 @@ KINDS: dict[str, type[RunEvent]] = {
         slots.SlotNotEmptied,
         slots.SlotIsBack,
         nodes.NodesAwaited,
+        nodes.NodesRequested,
         nodes.NodeJoined,
         nodes.NodeWasLost,
         nodes.NodeWasNoticed,

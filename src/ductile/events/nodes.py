@@ -1,4 +1,4 @@
-"""Events of nodes, in runs over several machines: they join, and are lost."""
+"""Events of nodes, in runs over several machines: they are asked for, join, and are lost."""
 
 from ductile.observe import RunEvent
 
@@ -10,6 +10,13 @@ class NodesAwaited(RunEvent, tag="nodes_awaited", frozen=True):
     """Nodes that are still to come."""
     address: str
     """host:port at which they join."""
+
+
+class NodesRequested(RunEvent, tag="nodes_requested", frozen=True):
+    """Who manages the machines is asked to bring nodes, or to leave those that are there."""
+
+    num_nodes: int
+    """All that the run is to have."""
 
 
 class NodeJoined(RunEvent, tag="node_joined", frozen=True):
@@ -26,6 +33,8 @@ class NodeWasLost(RunEvent, tag="node_lost", frozen=True):
     """A node is lost, with all its slots; or it could not join."""
 
     node: int
+    preempted: bool = False
+    """Who manages the machines has taken it away."""
 
 
 class NodeWasNoticed(RunEvent, tag="node_noticed", frozen=True):

@@ -66,6 +66,8 @@ class Refuse(AgentMessage):
 
     why: str
     """A sentence without its full stop."""
+    is_for_now: bool = False
+    """Another try may be taken: the number that the node wants is another's, which may have ended just now."""
 
 
 class Leave(AgentMessage):

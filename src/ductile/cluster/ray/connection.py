@@ -24,6 +24,7 @@ from ductile.error_text import error_text
 from ductile.transport.sockets import LOOPBACK
 
 INSTALL = 'pip install "ductile[ray]"'
+OF_A_TOKEN = "If it asks for a token, set RAY_AUTH_MODE=token here (docs/ray.md)"
 ASK_S = 20.0
 """How long Ray may take to answer; the first time, `cluster.start_timeout_s`."""
 LOST = 1
@@ -39,6 +40,7 @@ class RayConnection:
         self._ray: Any = None
         self._actors: dict[str, Any] = {}
         """Agents by the id of their Ray node."""
+        self._has_requested = False
 
     async def open(self, within_s: float) -> str:
         """Attach to the cluster, or start one. Returns the address of its head. Raises StartFailed."""
@@ -49,7 +51,9 @@ class RayConnection:
         except TimeoutError:
             raise StartFailed(f"{self._named} did not answer within {within_s:g} s (cluster.start_timeout_s)") from None
         except Exception as error:
-            raise StartFailed(f"{self._named} cannot be used: {error_text(error)}") from error
+            hint = "" if "RAY_AUTH_MODE" in os.environ else f". {OF_A_TOKEN}"
+            what = f"{self._named} cannot be used: {error_text(error).rstrip('.')}"
+            raise StartFailed(f"{what}{hint if isinstance(error, ConnectionError) else ''}") from error
 
     async def nodes(self) -> Sequence[PoolNode]:
         """Return the nodes that are alive."""
@@ -65,6 +69,11 @@ class RayConnection:
         reserves."""
         ended = await self._ask(lambda: self._start_agent(node, place, needed), ASK_S)
         return self._departure(node, asyncio.wrap_future(ended))
+
+    async def request_nodes(self, num_nodes: int, needed: Mapping[str, float]) -> None:
+        """Ask the cluster's autoscaler to have room for so many agents. The cluster keeps one request, the last one;
+        `close` takes it back."""
+        await self._ask(lambda: self._request_nodes(num_nodes, needed), ASK_S)
 
     async def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
@@ -114,12 +123,16 @@ class RayConnection:
         ]
 
     def _draining(self) -> Mapping[str, float | None]:
-        state = importlib.import_module("ray._private.state").state
-        if not hasattr(state, "get_draining_nodes"):
+        get_draining_nodes = find_draining()
+        if get_draining_nodes is None:
             return {}
         now_s = time.time()
-        by_ms: dict[str, int] = state.get_draining_nodes()
-        return {node: max(ms / 1000 - now_s, 0.0) if ms else None for node, ms in by_ms.items()}
+        return {node: max(ms / 1000 - now_s, 0.0) if ms else None for node, ms in get_draining_nodes().items()}
+
+    def _request_nodes(self, num_nodes: int, needed: Mapping[str, float]) -> None:
+        self._has_requested = True
+        sdk = importlib.import_module("ray.autoscaler.sdk")
+        sdk.request_resources(bundles=[dict(needed) for _ in range(num_nodes)])
 
     def _start_agent(self, node: PoolNode, place: AgentPlace, needed: Mapping[str, float]) -> Any:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -140,8 +153,8 @@ class RayConnection:
         try:
             return await ended
         except exceptions.RayActorError as error:
-            how = "Ray has lost it, as its node was preempted" if error.preempted else _first_line(error)
-            return Departure(LOST, how)
+            preempted = bool(getattr(error, "preempted", False))
+            return Departure(LOST, "its node was preempted" if preempted else _first_line(error), preempted=preempted)
         except exceptions.RayError as error:
             return Departure(LOST, _first_line(error))
         finally:
@@ -151,9 +164,22 @@ class RayConnection:
         ray, self._ray = self._ray, None
         if ray is None:
             return  # closed already
+        with suppress(Exception):  # the agents are to be ended, and Ray to be left, in any case
+            if self._has_requested:
+                self._request_nodes(0, {})
         for actor in list(self._actors.values()):
             ray.kill(actor)
         ray.shutdown()
+
+
+def find_draining() -> Callable[[], Mapping[str, int]] | None:
+    """Return Ray's own function that has the nodes that are drained, with their deadlines in Unix milliseconds (0:
+    none); None where this version of Ray has none. It is not public; Ray Train asks it."""
+    try:
+        state = importlib.import_module("ray._private.state")
+    except ImportError:
+        return None
+    return getattr(getattr(state, "state", None), "get_draining_nodes", None)
 
 
 def _first_line(error: Exception) -> str:

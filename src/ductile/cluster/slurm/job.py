@@ -30,8 +30,9 @@ CPUS_PER_GPU = 4
 @dataclass(frozen=True, slots=True)
 class Job:
     command: str
-    kind: Literal["single_node", "multi_node", "servers"]
-    """Which template: everything on one node; a run over several, whose other nodes join it; a server on each node."""
+    kind: Literal["single_node", "multi_node", "ray", "servers"]
+    """Which template: everything on one node; a run over several, whose other nodes join it; Ray on each node, whose
+    agents join it; a server on each node."""
     num_nodes: int
     gpus_per_node: int
     """GPUs to ask for on each node; 0 where slots are on CPUs."""
@@ -54,7 +55,7 @@ class Job:
             name = f"node{'' if len(nodes) == 1 else 's'} {compact([node for node, _ in nodes])}"
             for roles in dict.fromkeys(use.roles for use in nodes[0][1]):
                 yield f"{name:<14}{self._line(roles, [use for _, uses in nodes for use in uses if use.roles == roles])}"
-        if self.kind == "multi_node":
+        if self.kind in ("multi_node", "ray"):
             yield f"{'orchestrator':<14}on node {self.first_rank}, the first of the job's"
 
     def _line(self, roles: Sequence[str], uses: Sequence[DeviceUse]) -> str:
@@ -72,21 +73,23 @@ def job_of(command: str, config: SubmittedConfig) -> Job:
     deployment, on_gpu = config.deployment, config.cluster.device != "cpu"
     placement, each = placement_of(config), config.cluster.slots_per_device
     nodes, is_whole = num_nodes(config), True
+    by_ray = not isinstance(config, InferenceRunConfig) and config.ray is not None
     if isinstance(config, InferenceRunConfig):
         kind = "servers"
         num_gpus = deployment.gpus_per_node if isinstance(deployment, MultiNodeServing) else _num_servers(config)
         devices = visible_devices(_num_servers(config))
         uses = [DeviceUse(node, device, (), ("generate",)) for node in range(nodes) for device in devices]
     else:
-        kind = "single_node" if nodes == 1 else "multi_node"
-        num_gpus = deployment.gpus_per_node if nodes > 1 else -(-placement.num_slots // each)
+        kind = "ray" if by_ray else "single_node" if nodes == 1 else "multi_node"
+        # An agent on Ray reserves all of these.
+        num_gpus = deployment.gpus_per_node if nodes > 1 or by_ray else -(-placement.num_slots // each)
         per_node = slots_per_node_of(config, placement)
         devices = visible_devices(per_node.on_gpus // each if on_gpu or nodes == 1 else per_node.on_cpus)
         uses = device_uses(placement, devices, nodes, each if on_gpu else 1)
     if on_gpu and nodes == 1:
         is_whole = num_gpus >= deployment.gpus_per_node
-    first_rank = 0
-    if isinstance(deployment, MultiNodeDeployment) and not deployment.orchestrator_on_inference:
+    first_rank = 0  # on Ray, too, where the machine of the command comes first
+    if isinstance(deployment, MultiNodeDeployment) and not deployment.orchestrator_on_inference and not by_ray:
         first_rank = deployment.num_infer_nodes
     return Job(command, kind, nodes, num_gpus if on_gpu else 0, is_whole, first_rank, uses)
 

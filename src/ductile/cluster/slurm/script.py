@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateError, TemplateSyntaxError
 
+from ductile.config.checks.deployment import SBATCH_S_OWN, fits_directive
 from ductile.user_files import NotText, read_text
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -56,6 +57,6 @@ def directive(value: object) -> str:
     Raises BadTemplate for one that would end the line or its own quotes.
     """
     text = str(value)
-    if not text.isprintable() or set(text) & set("'\"\\"):
-        raise BadTemplate(f"{text!r} cannot stand in a line that sbatch reads: it has quotes, backslashes or line ends")
+    if not fits_directive(text):
+        raise BadTemplate(f"{text!r} cannot stand in a line that sbatch reads: write it without {SBATCH_S_OWN}")
     return text if set(text).isdisjoint(" \t#") else f'"{text}"'

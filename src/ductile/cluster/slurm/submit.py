@@ -88,6 +88,8 @@ def in_job(job: Job, config: SubmittedConfig, folder: Path) -> SubmittedConfig:
         server |= {"api_key_var": KEY_VARIABLE} if _makes_key(config) else {}
         changes["deployment"] = _on_each_node(config.deployment)
         changes["server"] = config.server.model_copy(update=server)
+    elif config.ray is not None:
+        changes["ray"] = config.ray.model_copy(update={"address": "auto"})  # the one that the script starts
     elif job.kind == "multi_node":
         changes["cluster"] = config.cluster.model_copy(update={"head_is_node": False})
     return config.model_copy(update=changes)
@@ -120,6 +122,7 @@ def values(job: Job, config: SubmittedConfig, slurm: SlurmConfig, folder: Path) 
         "grace_s": slurm.cleanup_grace_period,
         "notice_s": slurm.notice_s,
         "requeue": slurm.requeue,
+        "interface": config.cluster.interface or "",
         "port": _port(config),
         "key_variable": KEY_VARIABLE if _makes_key(config) else "",
     }

@@ -23,6 +23,8 @@ TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}|(?i:infinite|unlimited))"
 """Time limits as `sbatch --time` reads them."""
 DIRECTIVES = ("job_name", "partition", "nodelist", "exclude", "account")
 """Keys of `[slurm]` whose text becomes a line of the script that sbatch itself reads."""
+SBATCH_S_OWN = "quotes, backslashes and line ends"
+"""What no value in an `#SBATCH` line may have."""
 
 
 def deployment_findings(config: Section) -> Iterator[Finding]:
@@ -33,6 +35,11 @@ def deployment_findings(config: Section) -> Iterator[Finding]:
         yield from _servers(config)
     if isinstance(config, RLConfig | SFTConfig | InferenceRunConfig) and config.slurm is not None:
         yield from _slurm(config, config.slurm)
+
+
+def fits_directive(text: str) -> bool:
+    """Whether sbatch reads a text in an `#SBATCH` line as it stands, or between double quotes."""
+    return text.isprintable() and set(text).isdisjoint("'\"\\")
 
 
 def _nodes(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]:
@@ -97,9 +104,22 @@ def _servers(config: InferenceRunConfig) -> Iterator[Finding]:
 def _slurm(config: RLConfig | SFTConfig | InferenceRunConfig, slurm: SlurmConfig) -> Iterator[Finding]:
     for name in DIRECTIVES:
         text = getattr(slurm, name)
-        if text is not None and (not text.isprintable() or set(text) & set("'\"\\")):
-            what = "has a character that sbatch takes for its own: leave out quotes, backslashes and line ends"
+        if text is not None and not fits_directive(text):
+            what = f"has a character that sbatch takes for its own: leave out {SBATCH_S_OWN}"
             yield Finding((f"slurm.{name}",), what)
+    folder = str(Path(config.output_dir).absolute())
+    if not fits_directive(folder):
+        what = (
+            f"is the folder of the job's log, {folder!r}, which has a character that sbatch takes for its own: write a "
+            f"path without {SBATCH_S_OWN}"
+        )
+        yield Finding(("output_dir", "slurm"), what)
+    if not isinstance(config, InferenceRunConfig) and config.ray is not None and config.ray.address is not None:
+        what = (
+            "names a Ray cluster that is there, and [slurm] has the command run as a job. Leave out [slurm] to run on "
+            "that cluster, or ray.address to have the job start a Ray cluster on its own nodes"
+        )
+        yield Finding(("ray.address", "slurm"), what)
     if slurm.time is not None and not TIME.fullmatch(slurm.time):
         what = 'is no time limit: write minutes ("90"), "hours:minutes:seconds" or "days-hours:minutes:seconds"'
         yield Finding(("slurm.time",), what)

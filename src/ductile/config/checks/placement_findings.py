@@ -88,7 +88,8 @@ def _ray(config: SlotsConfig) -> Iterator[Finding]:
     if config.ray is None:
         return
     num_nodes, address = config.cluster.num_nodes, config.ray.address
-    if address is None and num_nodes > 1:
+    is_of_a_job = not isinstance(config, TrainerRunConfig) and config.slurm is not None
+    if address is None and num_nodes > 1 and not is_of_a_job:
         what = (
             f"must be given: without it a Ray cluster is started on this machine, which is one node, and "
             f'cluster.num_nodes is {num_nodes}. Write "auto" on a machine of the cluster'

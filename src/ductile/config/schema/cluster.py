@@ -120,6 +120,10 @@ class RayConfig(Section):
     are `deployment.gpus_per_node`."""
     resources: dict[str, float] = {}
     """The same for custom resources: `{worker_node = 1}` takes only nodes that were started with it."""
+    request_nodes: bool = True
+    """Ask the cluster's autoscaler for the nodes of the run: those that it begins with, and one more at a time, up to
+    `cluster.max_nodes`, while its slots lack no work. A Ray cluster keeps one such request, the last one. False: what
+    others have requested stays."""
 
 
 class SingleNodeDeployment(Section):

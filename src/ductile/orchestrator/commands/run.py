@@ -6,12 +6,12 @@ How a command ends, whatever happens to it, is `ductile.orchestrator.ending.supe
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 
 from rich.console import RenderableType
 
-from ductile.cluster.cluster import Cluster
+from ductile.cluster.cluster import Cluster, ClusterSpec
 from ductile.cluster.local import ROLES
 from ductile.cluster.make_cluster import make_cluster
 from ductile.concurrency.deadline import Deadline
@@ -38,6 +38,7 @@ from ductile.core.scheduling.facts.cluster_state import first_instances, groups_
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.drains import Drains
 from ductile.elastic.loss_log import LossLog
+from ductile.elastic.node_demands import NodeDemands
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_mover import TrainerMover
 from ductile.elastic.trainer_resizer import TrainerResizer
@@ -251,7 +252,8 @@ async def _slots(
     """
     roles, per_node, bench = _roles(config, placement), slots_per_node_of(config, placement), session.bench
     tell = session.record.event
-    cluster = make_cluster(placement.slots, config.cluster, session.folder, roles, per_node, tell, config.ray)
+    spec = ClusterSpec(placement.slots, config.cluster, session.folder, roles, per_node, tell)
+    cluster = make_cluster(spec, config.ray)
     try:
         await run_until(cluster.start(), session.interrupt.graceful, cancel_s=START_CANCEL_S)
         _announce(cluster, placement, session)
@@ -331,9 +333,25 @@ async def _live(
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     drains = Drains(cluster, trainer, session.record, session.interrupt.graceful.is_set)
     live = LiveRun(session, cluster, trainer, activity, resizer, drains, policy, servers)
-    with LossLog(cluster, resizer, session.record):
+    with LossLog(cluster, resizer, session.record), _asking_for_nodes(config, cluster, activity, session):
         async with Endpoint(session.folder, live.respond):
             yield resizer, drains
+
+
+@contextmanager
+def _asking_for_nodes(
+    config: SlotsConfig, cluster: Cluster, activity: SlotActivity, session: Session
+) -> Generator[None]:
+    """Meanwhile the cluster hears after each step of the nodes that the run could use, where it may ask for some."""
+    listeners = session.record.listeners
+    demands = NodeDemands(config.cluster, lambda: activity.ledger, lambda: cluster.num_nodes, cluster.want)
+    if config.ray is not None and config.ray.request_nodes:
+        listeners.append(demands)
+    try:
+        yield
+    finally:
+        if demands in listeners:
+            listeners.remove(demands)
 
 
 async def _take_roles(config: RLConfig, life: Life[Prepared], cluster: Cluster) -> RunRoles:

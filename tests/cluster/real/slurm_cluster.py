@@ -63,13 +63,18 @@ class SlurmCluster:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._made_munge = False
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.variables = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment = {**os.environ, **self.variables}
+        self.took = ""
+        """How long it took to be there, in words."""
 
     def __enter__(self) -> Self:
         if os.geteuid():
             raise SlurmFailed("a SLURM on this machine needs root: its daemons start jobs")
+        began_s = time.monotonic()
         if not all(shutil.which(name) for name in ("slurmctld", "slurmd", "sbatch", "munged")):
             self._install()
+        installed_s = time.monotonic()
         for name in ("state", "log", "run"):
             (self._folder / name).mkdir()
         (self._folder / "slurm.conf").write_text(CONF.format(folder=self._folder))
@@ -84,6 +89,7 @@ class SlurmCluster:
         self._until(
             START_S, "the nodes are idle", lambda: self.say("sinfo", "-h", "-p", "main", "-o", "%t %D") == "idle 2"
         )
+        self.took = f"installed in {installed_s - began_s:.1f} s, up in {time.monotonic() - installed_s:.1f} s"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,6 +110,11 @@ class SlurmCluster:
     def state(self, job: str) -> str:
         """Return the job's state: "RUNNING", "COMPLETED"."""
         return self.say("squeue", "-h", "--states=all", "-j", job, "-o", "%T")
+
+    def address(self, node: str) -> str:
+        """Return the address of a node, whose name means nothing outside of SLURM."""
+        shown = self.say("scontrol", "show", "node", "-o", node)
+        return next(word for word in shown.split() if word.startswith("NodeAddr=")).removeprefix("NodeAddr=")
 
     def exit_code(self, job: str) -> str:
         """Return what the script has ended with: "0:0"."""
