@@ -19,7 +19,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.strategy import model_layout
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.planning import Planner
-from ductile.core.transfer.topology import Topology
+from ductile.core.layout.geometry.topology import Topology
 from provenance import provenance, write
 
 T = TypeVar("T")

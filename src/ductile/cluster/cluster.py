@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ductile.concurrency.listeners import Listeners
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.core.scheduling.drains import Notice
 from ductile.messages.workers import Surveyed
@@ -93,6 +94,11 @@ class Cluster(Protocol):
 
     def node_of(self, slot: int) -> int:
         """Number of the slot's node; 0 is the orchestrator's own machine where no agent has the slot."""
+        ...
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes that the slots are on, and those that may join; known when the run's first ones are there."""
         ...
 
     async def leave(self, slots: Sequence[int]) -> None:

@@ -23,10 +23,12 @@ from ductile.cluster.nodes import NodesCluster, SlotNode
 from ductile.cluster.reception import Reception, Visitor
 from ductile.cluster.remote_node import RemoteNode
 from ductile.concurrency.background import start
+from ductile.config.checks.asked_placement import topology_by_nodes
 from ductile.config.reading.command_line import as_sentence, pasteable
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.node_slots import NodeSlots, SlotsPerNode, node_number, number_all
 from ductile.core.instances.placement import slots_of
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.scheduling.drains import Notice
 from ductile.error_text import capitalised
 from ductile.events.nodes import NodeJoined, NodesAwaited, NodeWasLost
@@ -173,6 +175,10 @@ class JoinedCluster(NodesCluster):
 
     def node_of(self, slot: int) -> int:
         return self.node_slots.node_of(slot)
+
+    @property
+    def topology(self) -> Topology:
+        return topology_by_nodes(self.node_slots.per_node, self.node_slots.max_nodes, self._config)
 
     async def _join(self, number: int, visitor: Visitor) -> None:
         """Have a node join the run that is at work, with all its slots."""

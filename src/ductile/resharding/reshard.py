@@ -25,7 +25,7 @@ from ductile.core.layout.geometry.layout import Layout
 from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.planning import Planner
-from ductile.core.transfer.topology import Topology
+from ductile.core.layout.geometry.topology import Topology
 from ductile.error_text import error_text
 from ductile.fabric.carrier import Carrier, TransferFailed
 from ductile.fabric.choice import choose

@@ -15,7 +15,7 @@ from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.planning import Planner
-from ductile.core.transfer.topology import Topology
+from ductile.core.layout.geometry.topology import Topology
 from tests.core.other_layouts import zero_layout
 from tests.core.transfer.twin import PAD, Logical, execute, filled, number
 

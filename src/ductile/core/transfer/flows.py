@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ductile.core.transfer.balance import Demand, Share
 from ductile.core.transfer.cells import Line, Slots
-from ductile.core.transfer.topology import Topology
+from ductile.core.layout.geometry.topology import Topology
 
 ALIGN = 8
 """Stretches begin and end at multiples of so many bytes, which never cuts an item in two (see `Line`)."""

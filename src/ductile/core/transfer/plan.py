@@ -20,7 +20,7 @@ from ductile.core.layout.geometry.layout import Layout
 from ductile.core.transfer.cells import Line, Refinement
 from ductile.core.transfer.flows import Edge, Flow
 from ductile.core.transfer.rounds import Timing, border
-from ductile.core.transfer.topology import KIB, MIB, Topology
+from ductile.core.layout.geometry.topology import KIB, MIB, Topology
 
 
 class Part(NamedTuple):

@@ -107,8 +107,9 @@ def _began(prepared: Prepared | PreparedBatches) -> Beginning:
 
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
     """Start the slots, give them their roles, run the RL loop."""
-    placement, rules = placement_of(config), layout_rules(config)
+    placement = placement_of(config)
     async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
+        rules = replace(layout_rules(config), topology=cluster.topology)
         fleet = await run_until(
             _take_roles(config, prepared, placement, cluster, rules), session.interrupt.graceful, cluster.death()
         )
@@ -154,8 +155,9 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
 
 async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
     """The trainer alone, on data that is there."""
-    placement, deadlines, rules = placement_of(config), Deadlines.of(config.cluster), layout_rules(config)
+    placement, deadlines = placement_of(config), Deadlines.of(config.cluster)
     async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
+        rules = replace(layout_rules(config), topology=cluster.topology)
         settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(placement.train, rules)
         taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.graceful, cluster.death())

@@ -74,7 +74,7 @@ class Scheduling:
         config, fleet = self._config, self._fleet
         on_gpu = any(device.startswith("cuda") for device in self._cluster.devices.values())
         setting = setting_of(config, self._prepared, fleet, self._resizer.rules, on_gpu=on_gpu)
-        measured = CostModel(_cache_bytes_per_token(config, on_gpu=on_gpu))
+        measured = CostModel(_cache_bytes_per_token(config, on_gpu=on_gpu), self._resizer.rules.topology)
         began_s = self._began_s = self._activity.begin(self._cluster.slots)
         measuring = Measuring(self._cluster.mailbox, fleet, measured)
         self._activity.explain_by(partial(situation_of, accounting, fleet))
