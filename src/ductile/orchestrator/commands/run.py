@@ -8,6 +8,7 @@ How a command ends, whatever happens to it, is `ductile.orchestrator.ending.supe
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 
 from rich.console import RenderableType
 

@@ -6,8 +6,8 @@
    slots allow. A pp, cp or tp that is a number is kept: a slot of a tp-2 run may have no room for a whole layer.
    "auto" is chosen for each number of slots.
 
-With `nodes_per_fsdp_group` the third has as many copies as there are groups of so many nodes. Slots of several nodes are
-put in the order in which tp is inside nodes and copies are across them (`ductile.core.layout.geometry.node_order`).
+With `nodes_per_fsdp_group` the third has as many copies as there are groups of so many nodes. Slots of several nodes
+are put in the order in which tp is inside nodes and copies are across them (`geometry.node_order`).
 
 Other numbers of slots are no layout: no policy is offered them, and `ductile resize --train` refuses them. So is a
 number for which a slot would have too little memory, as far as its memory is known (`LayoutRules.memory`).

@@ -104,10 +104,14 @@ def plan_layout(
     if not slots:
         return PlannedLayout(None, errors=(LayoutFinding(("slots",), 0, "are too few: a layout needs at least one"),))
     wrong = list(_below_one(asked))
-    tries = [] if wrong else [
-        _Try(sized, len(slots), spec, num_samples, memory, slots_per_node)
-        for sized in _choices(asked, spec, len(slots), slots_per_node)
-    ]
+    tries = (
+        []
+        if wrong
+        else [
+            _Try(sized, len(slots), spec, num_samples, memory, slots_per_node)
+            for sized in _choices(asked, spec, len(slots), slots_per_node)
+        ]
+    )
     possible = [each for each in tries if not each.errors]
     if not possible:
         return PlannedLayout(None, errors=tuple(wrong or tries[0].errors))

@@ -52,7 +52,9 @@ class Topology:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> "Topology":
         """The inverse of `dataclasses.asdict`."""
-        return Topology(**{**fields, "nodes": tuple(tuple(slots) for slots in fields["nodes"])})
+        own: dict[str, Any] = dict(fields)
+        own["nodes"] = tuple(tuple(slots) for slots in own["nodes"])
+        return Topology(**own)
 
     @property
     def speeds(self) -> str:

@@ -40,8 +40,9 @@ class TrainSizes:
 
 def fitted(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> dict[int, tuple[Role, ...]]:
     """Returns as many of these roles as leave the trainer a number of slots that it may have. Slots that join it keep
-    what they hold, where it cannot have them all: first the last ones of those that do something, or of those that make no whole tp
-    group on their node. Where that is not enough, slots that leave it stay. The slots of one instance go together."""
+    what they hold, where it cannot have them all: first the last ones of those that do something, or of those that make
+    no whole tp group on their node. Where that is not enough, slots that leave it stay. The slots of one instance go
+    together."""
     now, sizes = state.trainer.layout.slots, TrainSizes(state)
     held = {slot.slot: slot.roles for slot in state.slots}
     joining = [slot for slot, after in roles.items() if "train" in after and slot not in now]

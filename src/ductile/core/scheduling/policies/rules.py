@@ -78,7 +78,9 @@ class Rules:
         else:
             why = "every slot returns to what the configuration gave it"
         waits = shares or _lends_after(state, orders)
-        return Decision(orders, explained(state, orders, why) if orders or early else "", hold_training=waits, topic=why)
+        return Decision(
+            orders, explained(state, orders, why) if orders or early else "", hold_training=waits, topic=why
+        )
 
     def _during_the_step(self, state: ClusterState) -> Decision:
         to_generate, may_move = state.num_to_generate, state.ready
