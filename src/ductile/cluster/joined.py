@@ -203,7 +203,7 @@ class JoinedCluster(NodesCluster):
         for slot in started:
             device, pid = self.devices[slot], self.processes[slot].pid
             sentence = f"Slot {slot} runs on {device} of {node.name}, pid {pid}."
-            self._tell(SlotStarted(slot, (), device, pid, sentence=sentence))
+            self._tell(SlotStarted(slot, (), device, pid, number, sentence=sentence))
 
     def _tell_joined(self, node: RemoteNode) -> None:
         number, slots = node.settings.node, self.node_slots.of(node.settings.node)

@@ -196,7 +196,7 @@ class TrainerResizer:
         for slot in started:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
-            self._record.event(SlotStarted(slot=slot, roles=(), device=device, pid=pid, sentence=sentence))
+            self._record.event(SlotStarted(slot, (), device, pid, self._cluster.node_of(slot), sentence=sentence))
 
     def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""

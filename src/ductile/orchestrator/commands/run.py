@@ -236,8 +236,10 @@ async def _start(cluster: Cluster, placement: Placement, session: Session) -> Sl
     activity.on_slot.add(session.view.on_slot)
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
-        sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
-        session.record.event(SlotStarted(slot, roles, device, pid, sentence=sentence))
+        node = cluster.node_of(slot)
+        where = f"{device} of node {node}" if cluster.topology.nodes else device
+        sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {where}, pid {pid}."
+        session.record.event(SlotStarted(slot, roles, device, pid, node, sentence=sentence))
     return activity
 
 

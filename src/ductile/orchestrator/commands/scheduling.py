@@ -16,6 +16,7 @@ from ductile.core.instances.placement import slots_of
 from ductile.core.layout.choice.layout_rules import LayoutRules
 from ductile.core.scheduling.costs.cost_model import CostModel
 from ductile.core.scheduling.facts.cluster_state import Limits
+from ductile.core.scheduling.facts.ledger import Ledger
 from ductile.core.scheduling.facts.profile import Setting
 from ductile.core.scheduling.policies.rules import Home
 from ductile.elastic.activity import SlotActivity
@@ -136,7 +137,16 @@ class Scheduling:
             "deciding_share": self._deciding_share(),
             "time_by_activity": {activity: seconds / all_s for activity, seconds in totals.items()},
             "expected_gain_s": self._expected_gain_s(),
+            **self._by_node(ledger, now_s, all_s),
         }
+
+    def _by_node(self, ledger: Ledger, now_s: float, all_s: float) -> dict[str, object]:
+        """The nodes' shares of all slots' time, by activity; nothing where there is one node."""
+        if not (topology := self._resizer.rules.topology).nodes:
+            return {}
+        nodes = ledger.totals_by_node(topology, now_s)
+        shares = {node: {what: seconds / all_s for what, seconds in of.items()} for node, of in nodes.items()}
+        return {"time_by_node": shares}
 
     def _deciding_share(self) -> float:
         """Share of the run's time that the orchestrator spent on decisions; the slots work on meanwhile."""

@@ -1,4 +1,4 @@
-"""In which order slots of several nodes become the ranks of a layout: `arranged`.
+"""Order in which slots of several nodes become the ranks of a layout: `arranged`.
 
 The axes of a layout run from the outermost, pp, to the innermost, tp (`parallel_layout`). So slots that lie node by
 node put tp inside a node, then cp, then shards, and what is left, copies and stages, across nodes:
