@@ -17,9 +17,9 @@ from budget import Budget, arguments
 from ductile.core.layout.geometry.layout import Layout
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.planning import Planner
-from ductile.core.transfer.topology import Topology
 from provenance import provenance, write
 
 T = TypeVar("T")

@@ -54,7 +54,7 @@ import torch.distributed as dist
 from budget import Budget, CannotGoOn, arguments
 from ductile.cluster.node import FREED_MEMORY_STAYS
 from ductile.core.layout.geometry.holdings import View, row_major
-from ductile.core.transfer.topology import MIB
+from ductile.core.layout.geometry.topology import MIB
 from ductile.fabric import pages, rendezvous
 from ductile.fleet.updates.update_parties import UpdateOptions
 from ductile.messages.updates import (

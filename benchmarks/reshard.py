@@ -58,9 +58,9 @@ from ductile.cluster.node import FREED_MEMORY_STAYS
 from ductile.core.layout.geometry.layout import Layout, Tensor
 from ductile.core.layout.geometry.mesh import Mesh
 from ductile.core.layout.geometry.sharding import Shard, place
+from ductile.core.layout.geometry.topology import MIB
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.planning import Planner
-from ductile.core.transfer.topology import MIB
 from ductile.fabric import heap, pages, rendezvous
 from ductile.fabric.choice import choose
 from ductile.fabric.exchange import GroupExchange

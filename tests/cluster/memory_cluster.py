@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.cluster.notices import Notices
 from ductile.cluster.survey import survey
+from ductile.core.layout.geometry.topology import ONE_NODE
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.messages.workers import Surveyed
 from ductile.transport.mailbox import Mailbox
@@ -99,6 +100,8 @@ class MemoryCluster:
 
     def node_of(self, slot: int) -> int:
         return 0
+
+    topology = ONE_NODE
 
     async def leave(self, slots: Sequence[int]) -> None:
         for slot in slots:

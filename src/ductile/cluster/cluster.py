@@ -8,6 +8,7 @@ from typing import Protocol
 from ductile.cluster.notices import Notices
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.node_slots import SlotsPerNode
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.messages.message import RoleName
 from ductile.messages.workers import Surveyed
@@ -114,6 +115,11 @@ class Cluster(Protocol):
 
     def node_of(self, slot: int) -> int:
         """Number of the slot's node; 0 is the orchestrator's own machine where no agent has the slot."""
+        ...
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes that the slots are on, and those that may join; known when the run's first ones are there."""
         ...
 
     async def leave(self, slots: Sequence[int]) -> None:

@@ -21,10 +21,12 @@ from ductile.cluster.nodes import NodesCluster, SlotNode
 from ductile.cluster.reception import Reception, Visitor
 from ductile.cluster.remote_node import RemoteNode
 from ductile.concurrency.background import start
+from ductile.config.checks.asked_placement import topology_by_nodes
 from ductile.config.reading.command_line import as_sentence, pasteable
 from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.node_slots import NodeSlots, node_number, number_all
 from ductile.core.instances.placement import slots_of
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.scheduling.drains import Notice
 from ductile.error_text import capitalised
 from ductile.events.nodes import NodeJoined, NodesAwaited, NodeWasLost
@@ -179,6 +181,10 @@ class JoinedCluster(NodesCluster):
     def num_nodes(self) -> int:
         return len(self._head) + sum(not node.lost for node in self._remote.values())
 
+    @property
+    def topology(self) -> Topology:
+        return topology_by_nodes(self.node_slots.per_node, self.node_slots.max_nodes, self._config)
+
     async def _join(self, number: int, visitor: Visitor) -> None:
         """Have a node join the run that is at work, with all its slots."""
         node, limit_s = self._admit(number, visitor), self._config.start_timeout_s
@@ -202,7 +208,7 @@ class JoinedCluster(NodesCluster):
         for slot in started:
             device, pid = self.devices[slot], self.processes[slot].pid
             sentence = f"Slot {slot} runs on {device} of {node.name}, pid {pid}."
-            self._tell(SlotStarted(slot, (), device, pid, sentence=sentence))
+            self._tell(SlotStarted(slot, (), device, pid, number, sentence=sentence))
         self._notice_again(number)
 
     def _tell_lost(self, number: int, why: str) -> None:

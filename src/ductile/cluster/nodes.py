@@ -21,6 +21,7 @@ from ductile.cluster.processes import ForkedProcess, all_ended
 from ductile.cluster.survey import survey
 from ductile.concurrency.background import start_reported
 from ductile.config.schema.cluster import ClusterConfig
+from ductile.core.layout.geometry.topology import ONE_NODE, Topology
 from ductile.core.layout.model.peak import Arithmetic
 from ductile.core.scheduling.drains import Notice
 from ductile.core.scheduling.node_demand import NodeDemand
@@ -224,6 +225,10 @@ class NodesCluster(ABC):
 
     def node_of(self, slot: int) -> int:
         return self._node_of(slot)
+
+    @property
+    def topology(self) -> Topology:
+        return ONE_NODE
 
     async def leave(self, slots: Sequence[int]) -> None:
         leaving = [slot for slot in slots if slot not in self.mailbox.lost]

@@ -69,6 +69,9 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         setting = report.setting
         roles = (("train", setting.home.train), ("generate", setting.home.generate), ("score", setting.home.score))
         yield "slots at the start", ", ".join(f"{role} {compact(slots)}" for role, slots in roles if slots)
+        nodes = setting.rules.topology.by_node(sorted(setting.home.slots))
+        if len(nodes) > 1:
+            yield "nodes", ", ".join(f"node {node} has slots {compact(slots)}" for node, slots in nodes.items())
         options = setting.use_pre_process_policy, setting.use_wait_before_last_iter_policy
         yield "policy", described(setting.policy, *options)
         yield "a step", f"{setting.groups_per_step} prompts with {setting.group_size} completions each"

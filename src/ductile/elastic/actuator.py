@@ -15,7 +15,7 @@ from ductile.core.instances.instances import Instance, slots_on
 from ductile.core.instances.placement import SPELLED, Role, slots_of
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.costs.cost_model import CostModel
-from ductile.core.scheduling.facts.cluster_state import ClusterState, SlotState, TrainerState
+from ductile.core.scheduling.facts.cluster_state import ClusterState, SlotState, TrainerState, weights_are_near
 from ductile.core.scheduling.facts.profile import Setting
 from ductile.core.scheduling.orders import Release, RoleChange
 from ductile.elastic.activity import SlotActivity
@@ -192,7 +192,8 @@ class LiveActuator:
         if pool is None:
             where = slots_of(instance.slots)
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
-        began_s = self.now_s
+        began_s, rules = self.now_s, self._resizer.rules
+        is_near = weights_are_near(rules.topology, self._fleet.instances, self._trainer.layout, instance.slots)
 
         async def left() -> None:
             """Wait until the slots have left. What comes before that costs nothing: it is done beside the resize."""
@@ -209,9 +210,10 @@ class LiveActuator:
         except Failure as error:
             # Whether the run can go on without a lost slot is decided elsewhere (`Cluster.ends_without`).
             raise NotDone(str(error)) from error
-        self._measured.took("assign", self.now_s - began_s)
+        self._measured.took("assign" if is_near else "assign_across", self.now_s - began_s)
 
     async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
+        slots = (*self._trainer.layout.slots, *layout.slots)
         try:
             resized = await self._resizer.resize_to(layout, release)
         except (CannotResize, ResizeNotDone) as error:
@@ -222,7 +224,8 @@ class LiveActuator:
             # What the slots did in the pause is in its seconds already; what was released in it has costs of its own.
             beside = {phase: resized.slot_seconds.get(phase, 0.0) for phase in resized.beside}
             still_s = resized.pause_s - resized.seconds.get("release", 0.0)
-            self._measured.took("resize", still_s + self._taken_s(beside, layout))
+            took = "resize_across" if self._resizer.rules.topology.spans(slots) else "resize"
+            self._measured.took(took, still_s + self._taken_s(beside, layout))
             # The slots' own work: how long messages wait for micro-steps depends on how long those are.
             self._measured.took("prepare", sum(beside.values()))
         return list(resized.not_released)

@@ -130,7 +130,7 @@ class Drains:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             roles = self._cluster.mailbox.roles(slot)
             said = f"Slot {slot} is back after {seconds:.2f} s, on {device}, pid {pid}."
-            self._record.event(SlotIsBack(slot, roles, device, pid, sentence=said))
+            self._record.event(SlotIsBack(slot, roles, device, pid, self._cluster.node_of(slot), sentence=said))
         verb = "is" if len(slots) == 1 else "are"
         return Drained(tuple(slots), seconds, f"{capitalised(slots_of(slots))} {verb} back.")
 

@@ -234,6 +234,7 @@ class Recovery:
             seconds=round(seconds, 3),
             num_attempts=self._num_attempts[slot],
             began=tuple(each for each in instances if slot in each.slots),
+            node=self._cluster.node_of(slot),
             sentence=f"Slot {slot} {does} again after {seconds:.2f} s, on {device}, pid {pid}.",
         )
         self._record.event(restarted)

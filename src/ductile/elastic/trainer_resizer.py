@@ -14,6 +14,7 @@ from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.placement import slots_of
 from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.choice.requested_layout import LayoutRequest, RequestError, requested_layout
+from ductile.core.layout.geometry.node_order import inside_first
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Release
 from ductile.core.scheduling.resize_rulings import describe
@@ -118,11 +119,13 @@ class TrainerResizer:
         return self._note(resized, time.monotonic() - began_s)
 
     async def resize_to(self, after: ParallelLayout, release: Release | None = None) -> Resized:
-        """`resize`, in the order of slots that moves least of the state."""
+        """`resize`, in the order of slots that moves least of the state, if that keeps as many groups inside nodes as
+        the order of `after` does."""
         self._refuse_unknown(after.slots)
         before = self._trainer.layout
         same = {*before.slots} == {*after.slots} and before.dims == after.dims and before.stages == after.stages
-        return await self.resize(before if same else stays_put(before, after), release)
+        moved = before if same else inside_first(stays_put(before, after), after, self.rules.topology)
+        return await self.resize(moved, release)
 
     async def resize_as(self, request: LayoutRequest) -> Resized:
         """`resize_to` the layout that somebody asks for. Sizes that are asked for are those that the trainer has from
@@ -198,7 +201,7 @@ class TrainerResizer:
         for slot in started:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
-            self._record.event(SlotStarted(slot=slot, roles=(), device=device, pid=pid, sentence=sentence))
+            self._record.event(SlotStarted(slot, (), device, pid, self._cluster.node_of(slot), sentence=sentence))
 
     def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""

@@ -13,6 +13,8 @@ class SlotStarted(RunEvent, tag="slot_started", frozen=True):
     """Roles that it is to have now; none of a slot that will join the trainer."""
     device: str
     pid: int
+    node: int = 0
+    """Number of the slot's node; 0 where there is one, and in runs of older versions."""
 
 
 class SlotWasLost(RunEvent, tag="slot_lost", frozen=True):
@@ -42,6 +44,7 @@ class SlotRestarted(RunEvent, tag="slot_restarted", frozen=True):
     """Starts in a row, the one that succeeded included: also those before it was lost again within a minute."""
     began: tuple[Instance, ...]
     """Instances that began on it."""
+    node: int = 0
 
 
 class SlotGivenBack(RunEvent, tag="slot_given_back", frozen=True):
@@ -85,3 +88,4 @@ class SlotIsBack(RunEvent, tag="slot_back", frozen=True):
     roles: tuple[Role, ...]
     device: str
     pid: int
+    node: int = 0

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from ductile.core.layout.geometry.holdings import volume
 from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.topology import MIB
 from ductile.core.transfer.plan import Part, PeerMessage, Round
-from ductile.core.transfer.topology import MIB
 from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs
 from ductile.fabric.digest import Digests
 from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, unpack

@@ -109,6 +109,8 @@ class SlotStatus(Words):
     """Seconds by activity since the slot had its first role; together they are all the time since then."""
     idle: dict[str, float] = {}
     """Idle seconds of `seconds`, by cause."""
+    node: int = 0
+    """Number of the slot's node."""
 
 
 class FleetServer(Words):

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from ductile.core.layout.geometry.holdings import Shape
 from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.planning import Planner
-from ductile.core.transfer.topology import Topology
 from ductile.error_text import error_text
 from ductile.fabric.carrier import Carrier, TransferFailed
 from ductile.fabric.choice import choose

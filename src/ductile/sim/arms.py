@@ -38,6 +38,7 @@ class ArmOutcome:
             "step_s": list(result.step_s),
             "tokens_per_s": result.tokens_per_s,
             "slot_seconds": dict(result.totals),
+            **({"slot_seconds_by_node": result.by_node} if len(result.by_node) > 1 else {}),
             "idle_share": result.idle_share,
             "idle_by_cause": {
                 cause: spent_s / (result.wall_s * result.num_slots) for cause, spent_s in result.idle.items()

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ductile.config.schema.section import Section
-from ductile.config.schema.simulate import LengthsConfig, LognormalLengths, SimulateConfig
-from ductile.core.instances.placement import place
+from ductile.config.schema.simulate import LengthsConfig, LognormalLengths, SimulateConfig, SimulatedCluster
+from ductile.core.instances.placement import Placement, place
 from ductile.core.layout.choice.asked_layout import DATA_PARALLELISM
 from ductile.core.layout.choice.layout_rules import LayoutRules
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
+from ductile.core.layout.geometry.topology import ONE_NODE, Topology
 from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.scheduling.facts.cluster_state import Limits
 from ductile.sim.recording import Recording, recorded_scenario
@@ -52,7 +53,11 @@ def _written(config: SimulateConfig) -> Scenario:
         score=bool(placement.score),
         on_gpu=cluster.device == "cuda",
         offloads=cluster.enable_offload,
-        rules=LayoutRules(asked=replace(DATA_PARALLELISM, seq_len=seq_len), listed=_listed(cluster.layouts)),
+        rules=LayoutRules(
+            asked=replace(DATA_PARALLELISM, seq_len=seq_len),
+            listed=_listed(cluster.layouts),
+            topology=_topology(cluster, placement),
+        ),
     )
     return scenario.at(placement)
 
@@ -69,6 +74,9 @@ def _changed(scenario: Scenario, config: SimulateConfig) -> Scenario:
         scenario = replace(scenario, score=bool(scenario.placement.score))
     if "layouts" in cluster:
         scenario = replace(scenario, rules=replace(scenario.rules, listed=_listed(cluster["layouts"])))
+    if cluster.get("slots_per_node") is not None:
+        topology = _topology(config.cluster, scenario.placement)
+        scenario = replace(scenario, rules=replace(scenario.rules, topology=topology))
     decode = {name.removeprefix("decode_"): value for name, value in speeds.items() if name.startswith("decode_")}
     train = {name.removeprefix("train_"): value for name, value in speeds.items() if name.startswith("train_")}
     if "micro_step_s" in speeds:
@@ -94,6 +102,12 @@ def _work_fields(said: dict[str, Any], lengths: LengthsConfig) -> dict[str, Any]
     """Fields of a `WorkLoad` by the keys of the config."""
     renamed = {"steps": "num_steps", "prompts_per_step": "groups_per_step", "lengths": "draw"}
     return {renamed.get(name, name): _draw(lengths) if name == "lengths" else value for name, value in said.items()}
+
+
+def _topology(cluster: SimulatedCluster, placement: Placement) -> Topology:
+    if cluster.slots_per_node is None:
+        return ONE_NODE
+    return Topology.of(cluster.slots_per_node, max(placement.slots) // cluster.slots_per_node + 1)
 
 
 def _listed(texts: Sequence[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The fits that `ductile fit` finds, as text, as TOML and as JSON."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -70,11 +70,20 @@ class FitRequest:
 
     @cached_property
     def speed(self) -> SlotSpeed:
-        if self.tokens_per_s is not None:
-            return SlotSpeed(tokens_per_s=self.tokens_per_s)
-        if (found := SlotSpeed.of_device(self.gpu)) is not None:
-            return found
+        found = SlotSpeed(tokens_per_s=self.tokens_per_s) if self.tokens_per_s else SlotSpeed.of_device(self.gpu)
+        if found is not None:
+            cluster = self.config.cluster
+            link, network = cluster.node_gb_per_s * 1e9, cluster.network_gb_per_s * 1e9
+            machine = found.machine._replace(link_bytes_per_s=link, network_bytes_per_s=network)
+            return replace(found, machine=machine, slots_per_node=self.slots_per_node)
         raise ValueError(f"--gpu {self.gpu}: its peak is not known; write H100, H200 or A100, or --tokens-per-s")
+
+    @property
+    def slots_per_node(self) -> int | None:
+        """GPUs of a node, where the config writes how many a node has and there are more; None: all are of one."""
+        deployment = self.config.deployment
+        is_said = deployment.type == "multi_node" or "gpus_per_node" in deployment.model_fields_set
+        return deployment.gpus_per_node if is_said and self.gpus > deployment.gpus_per_node else None
 
     @property
     def asked(self) -> AskedLayout:
@@ -88,7 +97,8 @@ class FitRequest:
     def sentence(self) -> str:
         """ "4.02B parameters on 8 GPUs of 80 GiB (H100): steps of 128 samples of 32,768 tokens"."""
         whose = f"{self.tokens_per_s:g} tokens/s a slot" if self.tokens_per_s else self.gpu
-        gpus = f"{many(self.gpus, 'GPU')} of {self.gpu_memory / GIB:.4g} GiB ({whose})"
+        per_node = f", {self.slots_per_node} a node" if self.slots_per_node else ""
+        gpus = f"{many(self.gpus, 'GPU')} of {self.gpu_memory / GIB:.4g} GiB ({whose}{per_node})"
         steps = f"steps of {many(self.num_samples, 'sample')} of {self.asked.seq_len:,} tokens"
         return f"{self.spec.num_parameters / 1e9:.3g}B parameters on {gpus}: {steps}"
 
@@ -198,7 +208,18 @@ def _deployment(request: FitRequest) -> list[str]:
         return [f"# cluster.component_placement says who has which slots: give actor {gpus} of them"]
     if isinstance(deployment, MultiNodeDeployment | MultiNodeTrainDeployment):
         return [f"# deployment is of several nodes: give the trainer {gpus} GPUs"]
-    of_rl = isinstance(deployment, SingleNodeDeployment)
+    of_rl, per_node = isinstance(deployment, SingleNodeDeployment), request.slots_per_node
+    if per_node is not None:
+        name, num_infer = "num_nodes", 0
+        if isinstance(deployment, SingleNodeDeployment):
+            name, num_infer = "num_train_nodes", -(-deployment.num_infer_gpus // per_node)
+        lines = [
+            "[deployment]",
+            'type = "multi_node"',
+            f"{name} = {-(-gpus // per_node)}",
+            f"gpus_per_node = {per_node}",
+        ]
+        return [*lines, f"num_infer_nodes = {num_infer}"] if of_rl else lines
     needed = gpus + (deployment.num_infer_gpus if isinstance(deployment, SingleNodeDeployment) else 0)
     lines = ["[deployment]", f"{'num_train_gpus' if of_rl else 'num_gpus'} = {gpus}"]
     return [*lines, f"gpus_per_node = {needed}"] if needed > deployment.gpus_per_node else lines

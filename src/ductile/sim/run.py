@@ -53,6 +53,8 @@ class Simulated:
     num_tokens: int
     """Tokens that were trained on, of prompts and completions."""
     decide_s: tuple[float, ...]
+    by_node: Mapping[int, Mapping[Activity, float]]
+    """The same as `totals` for each node."""
 
     @property
     def idle_share(self) -> float:
@@ -106,6 +108,7 @@ async def _simulate(scenario: Scenario, policy: Policy, folder: Path, preemption
         num_rollouts=work.num_steps * work.rollouts_per_step,
         num_tokens=actuator.trained_tokens,
         decide_s=tuple(controller.decide_s),
+        by_node=ledger.totals_by_node(scenario.topology, ended_s),
     )
 
 

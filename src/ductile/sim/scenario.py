@@ -9,6 +9,7 @@ from math import exp
 from ductile.core.instances.instances import Instance
 from ductile.core.instances.placement import Placement
 from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.rollouts.staleness import OnStale
 from ductile.core.scheduling.costs.cost import Speeds, SwitchCosts
 from ductile.core.scheduling.facts.cluster_state import Limits
@@ -82,6 +83,11 @@ class Scenario:
         """The same scenario begun with another placement, with what a run may do there."""
         limits = self.limits.at(placement, on_gpu=self.on_gpu, share_devices=self.share_devices, offloads=self.offloads)
         return replace(self, placement=placement, limits=limits)
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes that the slots are on."""
+        return self.rules.topology
 
     @property
     def block_tokens(self) -> int:

@@ -19,7 +19,7 @@ from ductile.core.instances.instances import Instance, InstanceId, Serving, in_o
 from ductile.core.instances.placement import SPELLED, Role
 from ductile.core.layout.choice.layout_rules import layout_for
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.core.scheduling.costs.cost import context_transfer
+from ductile.core.scheduling.costs.cost import SwitchCosts, context_transfer
 from ductile.core.scheduling.facts.cluster_state import (
     BatchProgress,
     ClusterState,
@@ -28,6 +28,7 @@ from ductile.core.scheduling.facts.cluster_state import (
     TrainerState,
     Unfinished,
     first_instances,
+    weights_are_near,
 )
 from ductile.core.scheduling.facts.ledger import Activity, Ledger, idle_cause
 from ductile.core.scheduling.orders import Migration, Release, RoleChange
@@ -154,7 +155,9 @@ class SimulatedActuator:
             await asyncio.sleep(self.scenario.costs.migration_s)
         for order in migrations:
             if simulated := self._migrating.pop(order.id, None):
-                self._put(simulated, order.target)
+                ends = (*self.engines[order.source].instance.slots, *self.engines[order.target].instance.slots)
+                costs = self.scenario.costs.between(nodes=self.scenario.topology.spans(ends))
+                self._put(simulated, order.target, costs)
 
     async def _end(self, instance: Instance) -> None:
         self._set(tuple(each for each in self.instances if each != instance))
@@ -204,7 +207,8 @@ class SimulatedActuator:
     async def admit(self, instance: Instance, after: Callable[[], Awaitable[None]] | None = None) -> None:
         if after is not None:
             await after()
-        await self._switch(instance.slots, self.scenario.costs.assign_s)
+        far = not weights_are_near(self.scenario.topology, self.instances, self.layout, instance.slots)
+        await self._switch(instance.slots, self.scenario.costs.between(nodes=far).assign_s)
         self.assign({slot: in_order_of_roles(*self.roles[slot], instance.role) for slot in instance.slots})
         self._begin(instance)
 
@@ -213,7 +217,8 @@ class SimulatedActuator:
         await asyncio.sleep(self.scenario.costs.prepare_s)
         async with self.boundary:
             await self.release(release)
-            await self._switch({*before, *after}, self.scenario.costs.resize_s)
+            spans = self.scenario.topology.spans((*before, *after))
+            await self._switch({*before, *after}, self.scenario.costs.between(nodes=spans).resize_s)
             self.layout = layout
             self.assign({slot: without("train", self.roles[slot]) for slot in {*before} - {*after}})
             self.assign({slot: in_order_of_roles(*self.roles[slot], "train") for slot in {*after} - {*before}})
@@ -355,13 +360,14 @@ class SimulatedActuator:
         self._refresh_all(engine.instance)
         return simulated
 
-    def _put(self, simulated: SimulatedRequest, target: InstanceId) -> None:
+    def _put(self, simulated: SimulatedRequest, target: InstanceId, costs: SwitchCosts | None = None) -> None:
+        """costs: of the way from the generator that had it; None where none did."""
         scenario, engine = self.scenario, self.engines[target]
         context = simulated.prompt_tokens + simulated.generated
         if not simulated.generated and scenario.cache_block and self._loads.siblings(simulated.request.group, target):
             context %= scenario.cache_block  # the full blocks of the prompt are there
         if simulated.generated:
-            prefill_s = context_transfer(context, scenario.speeds, scenario.costs).seconds
+            prefill_s = context_transfer(context, scenario.speeds, costs or scenario.costs).seconds
         else:  # no generator has a cache of it
             prefill_s = context / scenario.speeds.prefill_tokens_per_s
         self._loads.add(target, simulated.request.group, simulated.predicted_tokens)

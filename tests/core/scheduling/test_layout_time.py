@@ -162,3 +162,35 @@ def test_what_is_offloaded_fits_in_host_memory() -> None:
     assert fits
     assert max(fit.use.host.total for fit in fits) <= 20 * GIB
     assert fits[0].time.step_s >= anywhere[0].time.step_s
+
+
+def test_collectives_are_as_fast_as_the_slowest_link_of_their_group() -> None:
+    """FSDP over two nodes waits for the network; a copy on each node gathers inside it, and only sums go across."""
+    over_nodes = replace(H100, slots_per_node=8)
+
+    def collectives_s(speed: SlotSpeed, **sizes: int) -> float:
+        return layout_time(QWEN, ParallelDims(**sizes), OPTIONS, 64, speed).collectives_s
+
+    machine = H100.machine
+    slower = machine.link_bytes_per_s / machine.network_bytes_per_s
+    assert collectives_s(over_nodes, dp_shard=16) == pytest.approx(slower * collectives_s(H100, dp_shard=16))
+    assert collectives_s(over_nodes, dp_shard=8) == collectives_s(H100, dp_shard=8), "one node is enough"
+    copies = dict(dp_replicate=2, dp_shard=8)
+    inside_s = collectives_s(H100, dp_shard=8)
+    sums_s = collectives_s(H100, **copies) - inside_s / 2  # of half as many micro-batches
+    assert collectives_s(over_nodes, **copies) == pytest.approx(inside_s / 2 + slower * sums_s)
+    assert step_s(ParallelDims(**copies), over_nodes) < step_s(ParallelDims(dp_shard=16), over_nodes)
+
+
+@pytest.mark.parametrize(("sizes", "slows"), [(dict(tp=8), False), (dict(tp=16), True), (dict(cp=4, tp=4), True)])
+def test_tp_and_cp_cost_more_across_nodes(sizes: dict[str, int], slows: bool) -> None:
+    dims = ParallelDims(**sizes, dp_shard=16 // (sizes["tp"] * sizes.get("cp", 1)))
+    over_nodes = replace(H100, slots_per_node=8)
+    compute_s = [layout_time(QWEN, dims, OPTIONS, 64, speed).compute_s for speed in (H100, over_nodes)]
+    assert (compute_s[1] > compute_s[0]) is slows
+
+
+def test_the_search_keeps_tp_inside_nodes() -> None:
+    fits = best_fits(QWEN, 12, AskedLayout(), SlotMemory(80 * GIB, OPTIONS), 64, replace(H100, slots_per_node=6))
+    assert fits
+    assert {fit.dims.tp for fit in fits} <= {1, 2}, "4 divides 12 slots, and no node of 6"

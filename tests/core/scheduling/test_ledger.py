@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.scheduling.facts.ledger import Ledger, SlotLedger, idle_cause
 
 ACTIVITIES = ["train", "generate", "score", "publish", "switch", "idle"]
@@ -58,6 +59,8 @@ def test_all_slots_together_add_up_to_what_there_was_to_spend(moves):
     ledger.finish(now)
     assert ledger.slot_seconds(now) == pytest.approx(spent)
     assert sum(ledger.totals(now).values()) == pytest.approx(spent)
+    nodes = ledger.totals_by_node(Topology.of(slots_per_node=2, num_nodes=3), now)
+    assert sum(seconds for of_node in nodes.values() for seconds in of_node.values()) == pytest.approx(spent)
     assert sum(ledger.idle(now).values()) == pytest.approx(ledger.totals(now).get("idle", 0.0))
     assert sum(span.seconds for span in spans) == pytest.approx(spent)
     for slot in {span.slot for span in spans}:

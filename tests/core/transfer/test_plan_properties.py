@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.transfer.planning import Planner
-from ductile.core.transfer.topology import Topology
 from tests.core.transfer.least_egress import least_egress
 from tests.core.transfer.random_layouts import MAX_SLOTS, pairs
 from tests.core.transfer.twin import PAD, Recipe, execute, filled, missing_bytes, number

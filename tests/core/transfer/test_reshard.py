@@ -11,11 +11,11 @@ from ductile.core.layout.geometry.mesh import Mesh
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.sharding import Shard, place
 from ductile.core.layout.geometry.strategy import model_layout
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.planning import Planner
-from ductile.core.transfer.topology import Topology
 from tests.core.other_layouts import zero_layout
 from tests.core.transfer.twin import PAD, Logical, execute, filled, number
 
@@ -172,7 +172,7 @@ def test_a_small_plan_prints_kib() -> None:
 def test_a_prediction_says_which_links_it_is_for() -> None:
     machines = Topology(nodes=((0,), (1,)), node_bytes_s=8e9, network_bytes_s=1.5e9)
     text = str(Planner(machines).plan(whole(range(1)), whole(range(2), dp_replicate=2)))
-    assert " ms at 8 GB/s inside a machine and 1.5 GB/s across\n" in text
+    assert " ms at 8 GB/s inside a node and 1.5 GB/s across\n" in text
 
 
 def test_too_small_a_bound_is_refused() -> None:

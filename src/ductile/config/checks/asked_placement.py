@@ -1,6 +1,7 @@
 """The placement that a config asks for: `core.instances.placement` for each command."""
 
 from ductile.config.schema.cluster import (
+    ClusterConfig,
     GroupPlacement,
     MultiNodeDeployment,
     MultiNodeServing,
@@ -13,6 +14,7 @@ from ductile.config.schema.trainer import needs_reference
 from ductile.core.instances.node_groups import InGroup, groups_of_nodes, without_groups
 from ductile.core.instances.node_slots import SlotsPerNode, slots_per_node
 from ductile.core.instances.placement import Placement, Role, SlotsGiven, place
+from ductile.core.layout.geometry.topology import Topology
 
 SlotsConfig = RLConfig | SFTConfig | TrainerRunConfig
 """Configs of the commands that start slots."""
@@ -75,6 +77,19 @@ def slots_per_node_of(config: SlotsConfig, placement: Placement) -> SlotsPerNode
     """Return how many slots each node of a run has."""
     shared_out = not _is_given(config)
     return slots_per_node(_each_has(config), placement.num_slots, num_nodes(config), shared_out=shared_out)
+
+
+def topology_of(config: SlotsConfig, placement: Placement) -> Topology:
+    """Return the nodes that the slots of a run are on, those that may join it among them. With `device = "auto"` they
+    are taken to be GPUs' (a run knows better once its nodes are there)."""
+    each, cluster = slots_per_node_of(config, placement), config.cluster
+    return topology_by_nodes(each.on_cpus if cluster.device == "cpu" else each.on_gpus, num_nodes(config), cluster)
+
+
+def topology_by_nodes(slots_per_node: int, num_nodes: int, cluster: ClusterConfig) -> Topology:
+    """Return the topology of nodes with so many slots, and with the speeds that the config has."""
+    node_bytes_s, network_bytes_s = cluster.node_gb_per_s * 1e9, cluster.network_gb_per_s * 1e9
+    return Topology.of(slots_per_node, cluster.max_nodes or num_nodes, node_bytes_s, network_bytes_s)
 
 
 def _counted(config: SlotsConfig) -> tuple[int, int]:

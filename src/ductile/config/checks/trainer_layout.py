@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.asked_placement import placement_of, topology_of
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.finding import Finding
 from ductile.config.reading.key_tree import keys
@@ -41,8 +41,18 @@ def layout_rules(config: TrainingConfig) -> LayoutRules:
     """The rules of a run. A listed layout that is no text of one counts as absent: `layout_findings` refuses it."""
     model, resize, _ = _trainer(config)
     listed = tuple(text for text in resize.layouts if not _unreadable(text))
-    rules = LayoutRules(_spec(model), asked_layout(model), listed, num_samples(config), slot_memory(config))
-    return rules.beginning_on(len(placement_of(config).train))
+    placement, deployment = placement_of(config), config.deployment
+    per_group = None if deployment.type == "single_node" else deployment.nodes_per_fsdp_group
+    rules = LayoutRules(
+        _spec(model),
+        asked_layout(model),
+        listed,
+        num_samples(config),
+        slot_memory(config),
+        topology=topology_of(config, placement),
+        nodes_per_fsdp_group=per_group,
+    )
+    return rules.beginning_on(len(placement.train))
 
 
 def slot_memory(config: TrainingConfig) -> SlotMemory | None:

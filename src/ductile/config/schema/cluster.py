@@ -78,6 +78,12 @@ class ClusterConfig(Section):
     """Memory of a device, of the smallest where they differ. With it "auto" sizes of `trainer.model` are such that a
     slot has room, by a prediction, the trainer is given no number of slots on which it would have too little, and a
     config is refused that has room in no layout. Absent: memory is not looked at."""
+    node_gb_per_s: float = Field(default=200.0, gt=0)
+    """Gigabytes that a slot sends to others of its node, and at the same time receives, in a second: half of what
+    NVLink of an H100 could. With `network_gb_per_s` it chooses between layouts over several nodes (`ductile fit`) and
+    between role changes, until a run has measured what these cost."""
+    network_gb_per_s: float = Field(default=50.0, gt=0)
+    """The same between slots of different nodes: a network card of 400 Gb/s for each GPU."""
     cpu_slot_fraction: float | None = Field(default=None, gt=0, le=1)
     """Cap each slot's process to this share of one core (cgroup v1 or v2 `cpu` controller; needs permission)."""
     heartbeat_timeout_s: float = Field(default=30.0, ge=2)

@@ -21,6 +21,8 @@ class SimulatedCluster(Section):
     layouts: list[str] = []
     """Layouts of the trainer by number of slots, as `trainer.resize.layouts`; other numbers are data-parallel. What tp,
     cp and pp cost is assumed (docs/simulator.md), or as a recorded run has measured it."""
+    slots_per_node: int | None = Field(default=None, ge=1)
+    """Slots of a node; they are numbered node by node. Absent: all slots are on one, or as a recorded run has them."""
     device: Literal["cpu", "cuda"] = "cpu"
     """What the slots are. On a CPU each has memory for the trainer's state and a generator; a GPU ("cuda") where the
     placement has `actor` and `rollout` share slots, as in a run."""
@@ -100,6 +102,12 @@ class SimulatedCosts(Section):
     cache_bytes_per_s: float = Field(default=0.0, ge=0)
     """Bytes of KV cache that go from slot to slot in a second. 0: the cache stays, and what migrates is prefilled
     again."""
+    resize_network_s: float = Field(default=0.0, ge=0)
+    """Seconds that a resize takes more where its slots are on several nodes."""
+    assign_network_s: float = Field(default=0.0, ge=0)
+    """Seconds that a slot takes more to get a role where no slot of its node has the weights."""
+    cache_network_bytes_per_s: float = Field(default=0.0, ge=0)
+    """Bytes of KV cache that go to a slot of another node in a second. 0: as many as inside one."""
 
 
 class SimulateConfig(Section):

@@ -21,9 +21,11 @@ from typing import Literal
 from ductile.core.instances.instances import NOUNS, InstanceGroups, Serving
 from ductile.core.instances.placement import SPELLED, Placement, Role, slots_of
 from ductile.core.layout.choice.layout_rules import dims_allowed
+from ductile.core.layout.geometry.node_order import chosen
+from ductile.core.layout.geometry.topology import ONE_NODE, Topology
 from ductile.core.scheduling.facts.cluster_state import ClusterState
 from ductile.core.scheduling.migration_targets import change
-from ductile.core.scheduling.orders import Decision, sentence, violations
+from ductile.core.scheduling.orders import Decision, explained, violations
 
 ROLES_IN_ORDER: tuple[Role, ...] = ("train", "generate", "score")
 Roles = Mapping[int, tuple[Role, ...]]
@@ -80,6 +82,9 @@ class _Slots:
     groups: InstanceGroups
     may_share: bool
     num_external: int = 0
+    tp: int = 1
+    """Size of the trainer's tp groups, which stay inside nodes as far as they can."""
+    topology: Topology = ONE_NODE
     there: tuple[int, ...] = field(init=False)
     """Slots that may hold something."""
     order: tuple[int, ...] = field(init=False)
@@ -126,12 +131,15 @@ class _Slots:
         staying = self.trainers
         number = next((size for size in reversed(self.sizes) if size <= len(staying)), 0)
         if number:
-            self.take(staying[number:], "train")
+            kept = chosen(staying, (), number, self.tp, self.topology)
+            self.take([slot for slot in staying if slot not in kept], "train")
             return
         number = next((size for size in self.sizes if size > len(staying)), 0)
-        others = self._may_train()[: number - len(staying)]
-        if not number or len(staying) + len(others) < number:
+        among = chosen(staying, self._may_train(), number, self.tp, self.topology)
+        others = [slot for slot in among if slot not in staying]
+        if not number or len(among) < number:
             raise CannotDrain("no other slot can take the trainer's state over")
+        self.take([slot for slot in staying if slot not in among], "train")
         if not self.may_share:
             for role in NOUNS:
                 self.take(others, role)
@@ -276,6 +284,8 @@ def _roles_without(
         {role: state.groups(role) for role in NOUNS},
         state.limits.may_share,
         state.num_external,
+        state.trainer.layout.dims.tp,
+        state.topology,
     )
     slots.end_split_instances()
     slots.train_on()
@@ -305,6 +315,6 @@ def _step(state: ClusterState, roles: Roles, why: str, *, hold_training: bool = 
         orders = change(state, changed)
     except ValueError as error:  # rollouts have nowhere to go
         return DrainStep("cannot", str(error))
-    decision = Decision(orders, sentence(orders, why), hold_training=hold_training)
+    decision = Decision(orders, explained(state, orders, why), hold_training=hold_training)
     wrong = violations(state, decision)
     return DrainStep("cannot", "; ".join(wrong)) if wrong else DrainStep("change", why, decision)

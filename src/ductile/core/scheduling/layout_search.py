@@ -11,6 +11,7 @@ from itertools import product
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import SlotMemory
+from ductile.core.layout.geometry.node_order import is_inside
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.memory.options import Checkpointing, MemoryOptions
 from ductile.core.layout.memory.parts import SlotUse
@@ -19,7 +20,7 @@ from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.scheduling.costs.layout_time import LayoutTime, SlotSpeed, layout_time
 
 MOST_TP = 8
-"""Largest tp that is looked at: slots of one machine."""
+"""Largest tp that is looked at: slots of one machine. Where nodes have fewer, no more than these."""
 IN_FLIGHT = 5
 
 FULL = {"mode": "full"}
@@ -100,6 +101,8 @@ def best_fits(
     sets = _Sets(spec, memory.room_bytes, host_bytes, num_samples, speed, built)
     found: list[TrainingFit] = []
     for dims in possible_layouts(spec, num_slots, asked.cp_style, asked.num_runs, MOST_TP):
+        if not is_inside(dims.tp, num_slots, speed.slots_per_node):
+            continue
         sized = replace(memory.options_of(asked), num_micro_batches=-(-num_samples // dims.num_data_parallel))
         best = sets.best(dims, sized)
         if best is not None:

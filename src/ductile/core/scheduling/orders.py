@@ -13,6 +13,8 @@ from typing import Protocol, runtime_checkable
 from ductile.core.instances.instances import NOUNS, Instance, InstanceGroups, InstanceId, named, regrouped
 from ductile.core.instances.placement import SPELLED, Role, many, slots_of
 from ductile.core.layout.choice.layout_rules import NoLayout, layout_for, nearest_allowed
+from ductile.core.layout.choice.layout_text import compact
+from ductile.core.layout.geometry.node_order import arranged, split_groups
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.scheduling.facts.cluster_state import ClusterState
 
@@ -112,7 +114,8 @@ def instances_after(state: ClusterState, decision: Decision) -> tuple[Instance, 
 
 def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
     """The trainer's layout after the decision, as the layout rules have it for the number of slots: those that stay
-    keep their order, those that join come last. As many slots as now always have a layout: that of now, if no other.
+    keep their order, those that join come last; over several nodes, node by node (`node_order.arranged`). As many slots
+    as now always have a layout: that of now, if no other.
     Raises NoLayout where the rules have none, and ValueError where no slot is left."""
     trainer, roles = state.trainer, roles_after(state, decision)
     before = trainer.layout.slots
@@ -124,7 +127,7 @@ def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
     except NoLayout:
         if len(slots) != len(before):
             raise
-        return replace(trainer.layout, slots=slots)
+        return replace(trainer.layout, slots=arranged(slots, trainer.layout.dims, state.topology))
 
 
 def violations(state: ClusterState, decision: Decision) -> list[str]:
@@ -293,6 +296,35 @@ def sentence(orders: Iterable[Order], *further: str) -> str:
         to = named({order.target for order in migrations})
         said = f"{said}: {what} left, migrated to {to}" if said else f"{what} migrated to {to}"
     return "; ".join(part for part in (said, *further) if part)
+
+
+def explained(state: ClusterState, orders: Iterable[Order], *further: str) -> str:
+    """The orders in words (`sentence`), with what they mean for nodes: "slots 8-15 generate → train: all of node 1;
+    tp groups stay inside nodes; cost 0.4 s"."""
+    orders = tuple(orders)
+    return sentence(orders, *_of_nodes(state, orders), *further)
+
+
+def _of_nodes(state: ClusterState, orders: tuple[Order, ...]) -> Iterator[str]:
+    """Which nodes change as a whole, and which groups of the trainer are on several; nothing where all slots share a
+    node."""
+    moved = {order.slot for order in orders if isinstance(order, RoleChange)}
+    if not moved or not state.topology.nodes:
+        return
+    if whole := state.topology.whole_nodes(moved):
+        yield f"all of {'node' if len(whole) == 1 else 'nodes'} {compact(whole)}"
+    try:
+        layout = layout_after(state, Decision(orders))
+    except ValueError:  # `violations` says it
+        return
+    if layout.dims.tp == 1 or layout == state.trainer.layout:
+        return
+    split = split_groups(layout, state.topology)
+    if split:
+        groups = "a tp group is" if len(split) == 1 else f"{len(split)} tp groups are"
+        yield f"{groups} on several nodes: {', '.join(slots_of(group) for group in split[:3])}"
+    else:
+        yield "tp groups stay inside nodes"
 
 
 def spelled(roles: tuple[Role, ...]) -> str:

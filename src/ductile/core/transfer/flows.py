@@ -10,9 +10,9 @@ A relay forwards only what it needs itself, so nothing is sent that its receiver
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.transfer.balance import Demand, Share
 from ductile.core.transfer.cells import Line, Slots
-from ductile.core.transfer.topology import Topology
 
 ALIGN = 8
 """Stretches begin and end at multiples of so many bytes, which never cuts an item in two (see `Line`)."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from ductile.core.layout.geometry.holdings import Box
 from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.topology import KIB, MIB, Topology
 from ductile.core.transfer.cells import Line, Refinement
 from ductile.core.transfer.flows import Edge, Flow
 from ductile.core.transfer.rounds import Timing, border
-from ductile.core.transfer.topology import KIB, MIB, Topology
 
 
 class Part(NamedTuple):

@@ -15,12 +15,12 @@ exactly once by a slot that has it, that wire bytes equal the lower bound, and t
 from hashlib import blake2b
 
 from ductile.core.layout.geometry.layout import Layout
+from ductile.core.layout.geometry.topology import MIB, Topology
 from ductile.core.transfer.balance import level
 from ductile.core.transfer.cells import Refinement, Refiner
 from ductile.core.transfer.flows import Flow, demands, flows
 from ductile.core.transfer.plan import Plan, busiest_links_s
 from ductile.core.transfer.rounds import schedule
-from ductile.core.transfer.topology import MIB, Topology
 
 WORTH_A_HOP = 0.95
 """Relays are used when they bring the predicted time below this share of the time without them."""

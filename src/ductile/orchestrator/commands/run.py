@@ -8,6 +8,7 @@ How a command ends, whatever happens to it, is `ductile.orchestrator.ending.supe
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 
 from rich.console import RenderableType
 
@@ -129,9 +130,10 @@ async def _on_slots(
 ) -> RenderableType:
     """Start the slots, and have the run live on them: once, and again from the last checkpoint when the trainer has
     lost some (`Lives`)."""
-    life = Life(prepared, placement_of(config), layout_rules(config), session.began_s)
-    async with _slots(config, life.placement, prepared.trainer, session) as cluster:
-        lives = Lives(config, cluster, session, prepare)
+    placement = placement_of(config)
+    async with _slots(config, placement, prepared.trainer, session) as cluster:
+        rules = replace(layout_rules(config), topology=cluster.topology)
+        life, lives = Life(prepared, placement, rules, session.began_s), Lives(config, cluster, session, prepare)
         while True:
             try:
                 return await live(config, life, cluster, session)
@@ -274,8 +276,10 @@ def _activity(cluster: Cluster, session: Session) -> SlotActivity:
 def _announce(cluster: Cluster, placement: Placement, session: Session) -> None:
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
-        sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
-        session.record.event(SlotStarted(slot, roles, device, pid, sentence=sentence))
+        node = cluster.node_of(slot)
+        where = f"{device} of node {node}" if cluster.topology.nodes else device
+        sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {where}, pid {pid}."
+        session.record.event(SlotStarted(slot, roles, device, pid, node, sentence=sentence))
 
 
 async def _begin(bench: Bench, trainer: TrainerConfig, cluster: Cluster, session: Session) -> None:

@@ -15,6 +15,7 @@ from ductile.core.instances.placement import Placement, slots_of
 from ductile.core.layout.choice.layout_rules import LayoutRules
 from ductile.core.scheduling.costs.cost_model import CostModel
 from ductile.core.scheduling.facts.cluster_state import Limits
+from ductile.core.scheduling.facts.ledger import Ledger
 from ductile.core.scheduling.facts.profile import Setting
 from ductile.core.scheduling.policies.rules import Home
 from ductile.elastic.activity import SlotActivity
@@ -78,7 +79,7 @@ class Scheduling:
         config, fleet = self._config, self._fleet
         on_gpu = any(device.startswith("cuda") for device in self._cluster.devices.values())
         setting = setting_of(config, self._prepared, fleet, self._resizer.rules, self._home, on_gpu=on_gpu)
-        measured = CostModel(_cache_bytes_per_token(config, on_gpu=on_gpu))
+        measured = CostModel(_cache_bytes_per_token(config, on_gpu=on_gpu), self._resizer.rules.topology)
         began_s = self._began_s = self._activity.begin(self._cluster.slots)
         measuring = Measuring(self._cluster.mailbox, fleet, measured)
         self._activity.explain_by(partial(situation_of, accounting, fleet))
@@ -140,7 +141,16 @@ class Scheduling:
             "deciding_share": self._deciding_share(),
             "time_by_activity": {activity: seconds / all_s for activity, seconds in totals.items()},
             "expected_gain_s": self._expected_gain_s(),
+            **self._by_node(ledger, now_s, all_s),
         }
+
+    def _by_node(self, ledger: Ledger, now_s: float, all_s: float) -> dict[str, object]:
+        """The nodes' shares of all slots' time, by activity; nothing where there is one node."""
+        if not (topology := self._resizer.rules.topology).nodes:
+            return {}
+        nodes = ledger.totals_by_node(topology, now_s)
+        shares = {node: {what: seconds / all_s for what, seconds in of.items()} for node, of in nodes.items()}
+        return {"time_by_node": shares}
 
     def _deciding_share(self) -> float:
         """Share of the run's time that the orchestrator spent on decisions; the slots work on meanwhile."""

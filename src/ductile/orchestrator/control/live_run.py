@@ -156,4 +156,5 @@ class LiveRun:
             doing=gone if lost else account.activity,
             seconds={str(activity): seconds for activity, seconds in account.totals(now_s).items()},
             idle={str(cause): seconds for cause, seconds in account.idle(now_s).items()},
+            node=self._cluster.node_of(slot),
         )

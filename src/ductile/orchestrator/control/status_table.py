@@ -38,7 +38,8 @@ def status_table(known: RunStatus) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     activities = [name for name in ACTIVITIES if any(name in slot.seconds for slot in known.slots)]
     on_gpus = any(slot.device != "cpu" for slot in known.slots)
-    for name in ("slot", "pid", *(["device"] if on_gpus else [])):
+    on_nodes = len({slot.node for slot in known.slots}) > 1
+    for name in ("slot", *(["node"] if on_nodes else []), "pid", *(["device"] if on_gpus else [])):
         table.add_column(name, no_wrap=True)
     table.add_column("roles", min_width=len("generate,"))  # one below the other where there is no room: no name is cut
     table.add_column("doing", no_wrap=True)
@@ -51,7 +52,8 @@ def status_table(known: RunStatus) -> RenderableType:
         place = [str(at[axis]) if at else "" for axis in axes]
         roles = ", ".join(slot.roles) or "-"
         device = [slot.device] if on_gpus else []
-        table.add_row(str(slot.slot), str(slot.pid), *device, roles, slot.doing, *place, *seconds)
+        node = [str(slot.node)] if on_nodes else []
+        table.add_row(str(slot.slot), *node, str(slot.pid), *device, roles, slot.doing, *place, *seconds)
     parts: list[RenderableType] = [title, trainer, table]
     parts += [fleet_table(known.fleet)] if known.fleet else []
     parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_CHANGES:]]

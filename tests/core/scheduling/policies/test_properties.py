@@ -10,6 +10,7 @@ from ductile.core.instances.instances import Instance, InstanceId, instance_on, 
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_rules import LayoutRules
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
+from ductile.core.layout.geometry.topology import ONE_NODE, Topology
 from ductile.core.scheduling.facts.cluster_state import Lengths, Limits, SlotState, Unfinished
 from ductile.core.scheduling.orders import instances_after, layout_after, roles_after, violations
 from ductile.core.scheduling.policies.model import Model
@@ -25,9 +26,9 @@ POLICIES += [Model(pre_process=False, wait_before_last_iter=False)]
 
 @st.composite
 def states(draw, at_boundary=None):
-    """Any placement of up to fourteen slots, any roles by now, rollouts anywhere that generates, be it on one slot, on
-    two or on none; a scorer on one slot or two; and a trainer that may have any number of slots, or even ones, or
-    multiples of three."""
+    """Any placement of up to fourteen slots on one node or several, any roles by now, rollouts anywhere that generates,
+    be it on one slot, on two or on none; a scorer on one slot or two; and a trainer that may have any number of slots,
+    or even ones, or multiples of three."""
     size, scorer_size = draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1, 1, 2]))
     num_train, num_generate = draw(st.integers(1, 4)), size * draw(st.integers(1, 4))
     num_scorers = draw(st.integers(0, 1))
@@ -90,7 +91,9 @@ def states(draw, at_boundary=None):
     slots = state.trainer.layout.slots
     layout = ParallelLayout.of(slots, tp=tp if len(slots) % tp == 0 else 1)
     wanted = lending and draw(st.booleans())
-    rules = LayoutRules(asked=AskedLayout(tp=tp))
+    per_node = draw(st.sampled_from([None, None, 2, 3, 4]))
+    topology = ONE_NODE if per_node is None else Topology.of(per_node, -(-bounds[-1] // per_node))
+    rules = LayoutRules(asked=AskedLayout(tp=tp), topology=topology)
     return replace(state, trainer=replace(state.trainer, layout=layout, rules=rules, wanted=wanted))
 
 

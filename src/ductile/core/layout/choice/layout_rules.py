@@ -6,6 +6,9 @@
    slots allow. A pp, cp or tp that is a number is kept: a slot of a tp-2 run may have no room for a whole layer.
    "auto" is chosen for each number of slots.
 
+With `nodes_per_fsdp_group` the third has as many copies as there are groups of so many nodes. Slots of several nodes
+are put in the order in which tp is inside nodes and copies are across them (`geometry.node_order`).
+
 Other numbers of slots are no layout: no policy is offered them, and `ductile resize --train` refuses them. So is a
 number for which a slot would have too little memory, as far as its memory is known (`LayoutRules.memory`).
 
@@ -30,7 +33,9 @@ from ductile.core.layout.choice.asked_layout import DATA_PARALLELISM, AskedLayou
 from ductile.core.layout.choice.layout_text import in_words, parse_sizes
 from ductile.core.layout.choice.planner import PlannedLayout, plan_layout
 from ductile.core.layout.choice.slot_memory import SlotMemory
+from ductile.core.layout.geometry.node_order import arranged
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
+from ductile.core.layout.geometry.topology import ONE_NODE, Topology
 from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.spec import ModelSpec, RopeScaling
 
@@ -57,6 +62,11 @@ class LayoutRules:
     """What training keeps on a slot, and the room for it; None: not known, and not looked at."""
     by_hand: AskedLayout | None = None
     """Sizes that were asked for by hand; they come before all others where they fit."""
+    topology: Topology = ONE_NODE
+    """The nodes that the run's slots are on."""
+    nodes_per_fsdp_group: int | None = None
+    """Nodes over which one copy is sharded, where the config says it (`deployment.nodes_per_fsdp_group`); None: there
+    are as many copies as are asked for."""
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> "LayoutRules":
@@ -73,6 +83,8 @@ class LayoutRules:
             own["memory"] = SlotMemory.from_fields(own["memory"])
         if own.get("by_hand") is not None:
             own["by_hand"] = AskedLayout(**own["by_hand"])
+        if "topology" in own:
+            own["topology"] = Topology.from_fields(own["topology"])
         return LayoutRules(**own)
 
     def beginning_on(self, num_slots: int) -> "LayoutRules":
@@ -127,7 +139,8 @@ def layout_for(slots: Iterable[int], rules: LayoutRules) -> ParallelLayout:
     slots = tuple(slots)
     if not slots:
         return ParallelLayout.of(slots)  # which says what is wrong
-    return replace(choose_layout(len(slots), rules).layout, slots=slots)
+    layout = choose_layout(len(slots), rules).layout
+    return replace(layout, slots=arranged(slots, layout.dims, rules.topology))
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -175,7 +188,23 @@ def _candidates(num_slots: int, rules: LayoutRules) -> Iterator[ChosenLayout]:
         planned = plan_listed(text, num_slots, rules)
         if planned is not None:
             yield ChosenLayout(planned, f"{text} is listed for {num_slots} slots", text)
-    yield _asked_for(num_slots, rules, rules.asked, "as asked")
+    copies = _copies_by_nodes(num_slots, rules)
+    if copies is None:
+        yield _asked_for(num_slots, rules, rules.asked, "as asked")
+    else:
+        reason = f"as asked, with nodes_per_fsdp_group = {rules.nodes_per_fsdp_group}"
+        yield _asked_for(num_slots, rules, replace(rules.asked, dp_replicate=copies), reason)
+
+
+def _copies_by_nodes(num_slots: int, rules: LayoutRules) -> int | None:
+    """Return how many copies so many slots have where each is sharded over so many nodes: never more than there are
+    groups of nodes, so that no slot gets a larger part than was asked for. None where nothing is said of nodes."""
+    per_node = rules.topology.slots_per_node
+    if rules.nodes_per_fsdp_group is None or per_node is None:
+        return None
+    most = max(1, num_slots // (rules.nodes_per_fsdp_group * per_node))
+    of_a_copy = prod(1 if size == "auto" else size for size in (rules.asked.pp, rules.asked.cp, rules.asked.tp))
+    return next(copies for copies in range(most, 0, -1) if copies == 1 or num_slots % (copies * of_a_copy) == 0)
 
 
 def _asked_for(num_slots: int, rules: LayoutRules, asked: AskedLayout, reason: str) -> ChosenLayout:
@@ -191,7 +220,8 @@ def _asked_for(num_slots: int, rules: LayoutRules, asked: AskedLayout, reason: s
 
 
 def _plan(num_slots: int, rules: LayoutRules, asked: AskedLayout) -> PlannedLayout:
-    return plan_layout(num_slots, asked, rules.spec, rules.num_samples, rules.memory)
+    per_node = rules.topology.slots_per_node
+    return plan_layout(num_slots, asked, rules.spec, rules.num_samples, rules.memory, per_node)
 
 
 def _why_not(num_slots: int, rules: LayoutRules, planned: PlannedLayout) -> str:

@@ -27,6 +27,7 @@ from ductile.core.layout.geometry.context_parallel import (
     style_violation,
     token_multiple,
 )
+from ductile.core.layout.geometry.node_order import is_inside
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape, runs_of_layers
 from ductile.core.layout.geometry.stages import balanced_stages, head_layers
@@ -34,7 +35,8 @@ from ductile.core.layout.memory.parts import SlotUse, gib
 from ductile.core.layout.model.spec import ModelSpec
 
 MOST_AUTO_TP = 8
-"""Largest tp that the planner chooses by itself: slots of one machine, inside which tp's messages are fast."""
+"""Largest tp that the planner chooses by itself: slots of one machine, inside which tp's messages are fast. Where nodes
+have fewer, no more than these."""
 SIZED = ("pp", "dp_replicate", "cp", "tp")
 """Axes that are asked for; `dp_shard` is what they leave."""
 MUCH_IDLE = 1 / 3
@@ -88,6 +90,7 @@ def plan_layout(
     spec: ModelSpec | None = None,
     num_samples: int | None = None,
     memory: SlotMemory | None = None,
+    slots_per_node: int | None = None,
 ) -> PlannedLayout:
     """The layout that is asked for, on these slots or on so many.
 
@@ -95,12 +98,20 @@ def plan_layout(
         spec: the model. None: sizes are held against the number of slots alone.
         num_samples: fewest samples of an optimizer step. None: not known.
         memory: what a slot keeps, and its room. None: not known, and not looked at.
+        slots_per_node: None: all slots share a node, or it is not known.
     """
     slots = tuple(range(slots)) if isinstance(slots, int) else tuple(slots)
     if not slots:
         return PlannedLayout(None, errors=(LayoutFinding(("slots",), 0, "are too few: a layout needs at least one"),))
     wrong = list(_below_one(asked))
-    tries = [] if wrong else [_Try(sized, len(slots), spec, num_samples, memory) for sized in _choices(asked, spec)]
+    tries = (
+        []
+        if wrong
+        else [
+            _Try(sized, len(slots), spec, num_samples, memory, slots_per_node)
+            for sized in _choices(asked, spec, len(slots), slots_per_node)
+        ]
+    )
     possible = [each for each in tries if not each.errors]
     if not possible:
         return PlannedLayout(None, errors=tuple(wrong or tries[0].errors))
@@ -129,9 +140,10 @@ class _Try:
         spec: ModelSpec | None,
         num_samples: int | None,
         memory: SlotMemory | None,
+        slots_per_node: int | None,
     ) -> None:
         self.sized, self._num_slots, self._spec = sized, num_slots, spec
-        self._num_samples, self._memory = num_samples, memory
+        self._num_samples, self._memory, self._slots_per_node = num_samples, memory, slots_per_node
         self.sizes: dict[str, int] = {axis: int(getattr(sized, axis)) for axis in SIZED}
         self.errors = [*_mesh_errors(num_slots, self.sizes, sized.dp_shard, spec), *_model_errors(sized, spec)]
 
@@ -227,6 +239,7 @@ class _Try:
         if self._spec is not None and sizes["tp"] > 1:
             for note in tp_notes(self._spec, sizes["tp"]):
                 yield LayoutFinding(("tp",), sizes["tp"], note)
+        yield from self._across_nodes()
         yield from self._filled_up()
         if (too_little := self.too_little) is not None:
             yield too_little
@@ -243,6 +256,23 @@ class _Try:
                 f"{self._batches} in an optimizer step, and {sizes['pp']} stages want {self.pipeline.full_message}"
             )
             yield LayoutFinding(("pp",), sizes["pp"], what)
+
+    def _across_nodes(self) -> Iterator[LayoutFinding]:
+        """Yield that messages of every layer go over the network."""
+        per_node, tp, of_rank = self._slots_per_node, self.sizes["tp"], self.sizes["cp"] * self.sizes["tp"]
+        if not is_inside(tp, self._num_slots, per_node):
+            what = (
+                f"has groups on several nodes, which have {per_node} slots each: tp sends messages twice in every "
+                f"layer, and over the network. Write a size that divides {per_node}"
+            )
+            yield LayoutFinding(("tp",), tp, what)
+        elif of_rank > 1 and not is_inside(of_rank, self._num_slots, per_node):
+            beside = f" with tp {tp}" if tp > 1 else ""
+            what = (
+                f"has groups{beside} on several nodes, which have {per_node} slots each: keys and values go over the "
+                f"network in every layer"
+            )
+            yield LayoutFinding(("cp", "tp") if tp > 1 else ("cp",), self.sizes["cp"], what)
 
     def _filled_up(self) -> Iterator[LayoutFinding]:
         cp, tp, seq_len = self.sizes["cp"], self.sizes["tp"], self.sized.seq_len
@@ -264,13 +294,16 @@ def _below_one(asked: AskedLayout) -> Iterator[LayoutFinding]:
             yield LayoutFinding((key,), size, "must be at least 1")
 
 
-def _choices(asked: AskedLayout, spec: ModelSpec | None) -> list[AskedLayout]:
-    """Every choice of what is left to the planner; first the smallest."""
+def _choices(
+    asked: AskedLayout, spec: ModelSpec | None, num_slots: int, slots_per_node: int | None
+) -> list[AskedLayout]:
+    """Every choice of what is left to the planner; first the smallest. Of tp those that are inside nodes."""
     most = spec.num_layers // asked.num_runs if spec else 1
     pps = range(1, max(1, most) + 1) if asked.pp == "auto" else (asked.pp,)
     tps: Sequence[int] = (asked.tp,) if asked.tp != "auto" else (1,)
     if spec and asked.tp == "auto":
-        tps = [tp for tp in even_tp_sizes(spec) if tp <= MOST_AUTO_TP]
+        even = [tp for tp in even_tp_sizes(spec) if tp <= MOST_AUTO_TP]
+        tps = [tp for tp in even if is_inside(tp, num_slots, slots_per_node)]
     return [replace(asked, pp=pp, tp=tp) for pp in pps for tp in tps]
 
 

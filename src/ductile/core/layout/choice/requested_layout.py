@@ -18,6 +18,7 @@ from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_rules import LayoutRules, NoLayout, layout_for, nearest_allowed
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
 from ductile.core.layout.choice.planner import plan_layout
+from ductile.core.layout.geometry.node_order import arranged
 from ductile.core.layout.geometry.parallel_layout import AXES, ParallelLayout
 
 
@@ -70,12 +71,14 @@ def requested_layout(
             return _layout_of_the_rules(slots, rules, len(machine))
         if slots is None:
             slots = _chosen(asked, request.sizes, now, machine, busy)
-        planned = plan_layout(slots, asked, rules.spec, rules.num_samples)
+        per_node = rules.topology.slots_per_node
+        planned = plan_layout(slots, asked, rules.spec, rules.num_samples, slots_per_node=per_node)
     except ValueError as error:  # of a slot that is named twice
         raise RequestError(str(error)) from error
     if planned.layout is None:
         raise RequestError("; ".join(error.sentence for error in planned.errors))
-    return planned.layout
+    order = arranged(planned.layout.slots, planned.layout.dims, rules.topology)
+    return replace(planned.layout, slots=order)
 
 
 def _layout_of_the_rules(slots: Sequence[int], rules: LayoutRules, most: int) -> ParallelLayout:

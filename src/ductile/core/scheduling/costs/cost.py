@@ -5,7 +5,7 @@ is exact; a policy that reckons with them asks for more than the difference of t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, prod
 from statistics import fmean
@@ -178,6 +178,23 @@ class SwitchCosts:
     cache_bytes_per_token: float = 0.0
     cache_bytes_per_s: float = 0.0
     """Bytes of KV cache that travel from one slot to another per second; 0 when the cache cannot travel."""
+    resize_network_s: float = 0.0
+    """Seconds that a resize takes more where its slots are on several nodes: state then goes through messages."""
+    assign_network_s: float = 0.0
+    """Seconds that a slot takes more to become a generator or scorer where no slot of its node has the weights."""
+    cache_network_bytes_per_s: float = 0.0
+    """Bytes of KV cache that travel to a slot of another node per second; 0: as many as inside one."""
+
+    def between(self, *, nodes: bool) -> "SwitchCosts":
+        """Return what changes cost between slots of different nodes, or inside one."""
+        if not nodes:
+            return self
+        return replace(
+            self,
+            resize_s=self.resize_s + self.resize_network_s,
+            assign_s=self.assign_s + self.assign_network_s,
+            cache_bytes_per_s=self.cache_network_bytes_per_s or self.cache_bytes_per_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ only one resize, its first.
     an assignment   as long as the weights took to be published and received; 1 s before any were
     release, optimizer step, publish, receive     0.05 s, nothing
     a migration     50 ms, and a cache that can travel does so at 1 GB/s
+    over several nodes      a resize, and an assignment whose weights come from another node, take as much longer than
+                    inside one as links between nodes are slower (`Topology`); so do caches, which are not measured
 """
 
 from collections import deque
@@ -24,14 +26,16 @@ from statistics import median
 from typing import Literal, TypeVar
 
 from ductile.core.layout.geometry.parallel_layout import ONE_SLOT_RANK, RankShape
+from ductile.core.layout.geometry.topology import ONE_NODE, Topology
 from ductile.core.scheduling.costs.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed, assumed_rank_speed
 from ductile.core.scheduling.costs.fits import by_slots, line, migration_cost, trim_outliers
 
 FixedCost = Literal[
-    "optim", "publish", "receive", "resize", "warm_up", "prepare", "assign", "release", "park", "unpark"
-]
+    "optim", "publish", "receive", "resize", "warm_up", "prepare", "assign", "release", "park", "unpark",
+    "resize_across", "assign_across",
+]  # fmt: skip
 """Kind of cost that is about the same each time. `warm_up` is what the first micro-step after a resize takes longer
-than others."""
+than others. `..._across`: over several nodes."""
 
 PRIOR_DECODE = DecodeSpeed(step_s=0.05)
 PRIOR_PREFILL_SEQUENCES = 32
@@ -41,9 +45,11 @@ TRAIN_WORK = 3.0
 PRIORS: dict[FixedCost, float] = {
     "optim": 0.0, "publish": 0.0, "receive": 0.0,
     "resize": 0.5, "warm_up": 0.0, "prepare": 0.5, "assign": 1.0, "release": 0.05,
-    "park": 0.5, "unpark": 0.5,
+    "park": 0.5, "unpark": 0.5, "resize_across": 0.5, "assign_across": 1.0,
 }  # fmt: skip
-RARE: frozenset[FixedCost] = frozenset({"resize", "prepare", "assign", "park", "unpark"})
+RARE: frozenset[FixedCost] = frozenset(
+    {"resize", "prepare", "assign", "park", "unpark", "resize_across", "assign_across"}
+)
 STATE = 4
 """A resize moves so many times the bytes of a published version: parameters, two moments and the gradient."""
 WINDOW = 64
@@ -57,8 +63,9 @@ T = TypeVar("T")
 class CostModel:
     """Tell it what was measured, ask it for `speeds` and `costs`. It has no clock."""
 
-    def __init__(self, cache_bytes_per_token: float = 0.0) -> None:
-        """cache_bytes_per_token: 0 where a cache cannot travel."""
+    def __init__(self, cache_bytes_per_token: float = 0.0, topology: Topology = ONE_NODE) -> None:
+        """cache_bytes_per_token: 0 where a cache cannot travel. topology: the nodes of the run, and their links."""
+        self._topology = topology
         self._cache_bytes_per_token = cache_bytes_per_token
         self._decoded: dict[int, deque[tuple[float, float, float]]] = {}
         self._micro_steps: dict[_Layouts, deque[tuple[float, float]]] = {}
@@ -133,7 +140,19 @@ class CostModel:
             migration_s=migration_s,
             cache_bytes_per_token=self._cache_bytes_per_token,
             cache_bytes_per_s=1 / per_byte_s if self._cache_bytes_per_token else 0.0,
+            resize_network_s=self._longer_across("resize", "resize_across"),
+            assign_network_s=self._longer_across("assign", "assign_across"),
+            cache_network_bytes_per_s=1 / per_byte_s / self._slower if self._cache_bytes_per_token else 0.0,
         )
+
+    @property
+    def _slower(self) -> float:
+        """How many times as long bytes take between nodes as inside one."""
+        topology = self._topology
+        return max(1.0, topology.node_bytes_s / topology.network_bytes_s) if topology.nodes else 1.0
+
+    def _longer_across(self, inside: FixedCost, across: FixedCost) -> float:
+        return max(0.0, self._usual(across) - self._usual(inside)) if self._topology.nodes else 0.0
 
     def _speeds(self) -> Speeds:
         points = [point for window in self._decoded.values() for point in window]
@@ -176,6 +195,10 @@ class CostModel:
         return median([*seen, self._prior(what)] if what in RARE else seen)
 
     def _prior(self, what: FixedCost) -> float:
+        if what == "resize_across":
+            return self._slower * self._usual("resize")
+        if what == "assign_across":
+            return self._slower * self._usual("assign")
         if "publish" in self._fixed_costs:
             if what in ("resize", "prepare", "park", "unpark"):
                 return STATE * self._usual("publish")

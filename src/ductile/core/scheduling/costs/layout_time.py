@@ -9,7 +9,8 @@ A step has so many samples, each of them a full micro-batch. Its time is
 1. computing: forward and backward operations (`core.layout.model.flops`), and again what checkpointing computes twice,
    at the speed of the slots that work together on a micro-batch (`cost.assumed_rank_speed`), with the pipeline's bubble
 2. collectives of FSDP2: weights are gathered for the forward pass, and once more for the backward pass unless they are
-   kept; gradients are summed
+   kept; gradients are summed. Each is as fast as the slowest link of its group: that between nodes, where ranks lie
+   node by node and the group is on several (`SlotSpeed.slots_per_node`). Likewise cp; messages of pp count as nothing
 3. copies between device and host memory, by the knobs that keep something there
 4. the optimizer, which reads and writes each parameter and its state
 
@@ -20,15 +21,17 @@ up. It is for comparing layouts: how fast a device really is, is measured by a r
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ductile.core.layout.geometry.node_order import is_inside
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, RankShape
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
+from ductile.core.layout.geometry.topology import NETWORK_BYTES_S, NODE_BYTES_S
 from ductile.core.layout.memory.layer_memory import layer_memory
 from ductile.core.layout.memory.options import MemoryOptions
 from ductile.core.layout.memory.slot_shapes import slot_shapes
 from ductile.core.layout.model.flops import ForwardWork, forward_flops, layer_matrix_parameters
 from ductile.core.layout.model.peak import Arithmetic, known_peak
 from ductile.core.layout.model.spec import ModelSpec
-from ductile.core.scheduling.costs.cost import assumed_rank_speed
+from ductile.core.scheduling.costs.cost import ASSUMED_OVERHEADS, assumed_rank_speed
 
 REACHED = 0.4
 """Share of a GPU's peak that training reaches on one slot: prime-rl's published runs have 26 % to 54 % on H100
@@ -42,9 +45,10 @@ HIDDEN = 0.95
 class HostSpeeds(NamedTuple):
     """Speeds of the machine around a device, in bytes a second."""
 
-    link_bytes_per_s: float = 200e9
-    """Collectives among slots: NVLink of an H100 moves 450e9 each way, of which NCCL reaches about half in FSDP2's
-    sizes."""
+    link_bytes_per_s: float = NODE_BYTES_S
+    """Collectives among slots of one node."""
+    network_bytes_per_s: float = NETWORK_BYTES_S
+    """Collectives among slots of several nodes, for each slot."""
     copy_bytes_per_s: float = 25e9
     """Between device and pinned host memory: PCIe 4 x16, and half of PCIe 5's."""
     memory_bytes_per_s: float = 2e12
@@ -69,6 +73,8 @@ class SlotSpeed:
     """Whether collectives and copies run beside computing."""
     message_s: float = 0.0
     """Seconds that a collective takes however small it is."""
+    slots_per_node: int | None = None
+    """Slots of a node; None: all share one."""
     slots_per_core: float = 1.0
     """Slots that share a core of a CPU, where there are more of them than cores: one that waits for another stage
     leaves its time to the others. `flops_per_s` and `tokens_per_s` are those of a slot that has its share."""
@@ -84,6 +90,11 @@ class SlotSpeed:
 
     def rank_speed(self, shape: RankShape) -> float:
         return dict(self.rank_speeds).get(shape) or assumed_rank_speed(shape)
+
+    def link_bytes_per_s(self, reach: int, num_slots: int) -> float:
+        """Bytes a second of a group that reaches over so many neighbouring ranks of a layout on so many slots."""
+        inside = is_inside(reach, num_slots, self.slots_per_node)
+        return self.machine.link_bytes_per_s if inside else self.machine.network_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +152,7 @@ def _compute_s(
     else:
         one_slot_s = 3 * forward_flops(spec, work) / speed.flops_per_s
     one_slot_s *= 1 + recomputed_share(spec, options) / 3
+    one_slot_s *= _slower_across(dims, speed)
     pipeline = PipelineShape(dims.pp, options.num_runs)
     without_bubble = speed.rank_speed(dims.rank_shape) / (1 - pipeline.bubble(pipeline.full_message))
     seconds = 0.0
@@ -148,6 +160,17 @@ def _compute_s(
         waits = 1 / (1 - pipeline.bubble(size))
         seconds += size * one_slot_s / without_bubble * max(1.0, waits / speed.slots_per_core)
     return seconds
+
+
+def _slower_across(dims: ParallelDims, speed: SlotSpeed) -> float:
+    """How many times as long computing takes because groups of tp and cp are on several nodes: what an axis is assumed
+    to cost grows as links are slower."""
+    factor = 1.0
+    for axis, reach in (("tp", dims.tp), ("cp", dims.cp * dims.tp)):
+        slower = speed.machine.link_bytes_per_s / speed.link_bytes_per_s(reach, dims.num_slots)
+        lost = ASSUMED_OVERHEADS[axis] * (getattr(dims, axis) - 1)
+        factor *= (1 + lost * slower) / (1 + lost)
+    return factor
 
 
 def _collectives_s(
@@ -162,9 +185,11 @@ def _collectives_s(
     sums = 1 if options.reduce_every_step else messages
     around = (shards - 1) / shards
     moved = gathers * of_slot * options.compute_bytes * around + sums * of_slot * options.reduce_bytes * around
-    moved += sums * 2 * of_slot / shards * options.reduce_bytes * (copies - 1) / copies
-    units = spec.num_layers / dims.pp + 1
-    return moved / speed.machine.link_bytes_per_s + (gathers + sums) * units * speed.message_s
+    of_copies = sums * 2 * of_slot / shards * options.reduce_bytes * (copies - 1) / copies
+    units, reach = spec.num_layers / dims.pp + 1, shards * dims.tp
+    seconds = moved / speed.link_bytes_per_s(reach, dims.num_slots)
+    seconds += of_copies / speed.link_bytes_per_s(reach * copies, dims.num_slots)
+    return seconds + (gathers + sums) * units * speed.message_s
 
 
 def _num_reductions(dims: ParallelDims, options: MemoryOptions, micro_batches: int) -> int:

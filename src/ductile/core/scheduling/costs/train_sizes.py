@@ -12,6 +12,7 @@ from itertools import accumulate
 from ductile.core.instances.instances import NOUNS
 from ductile.core.instances.placement import Role
 from ductile.core.layout.choice.layout_rules import dims_allowed
+from ductile.core.layout.geometry.node_order import chosen, in_whole_groups
 from ductile.core.scheduling.facts.cluster_state import ClusterState
 
 
@@ -20,8 +21,9 @@ class TrainSizes:
 
     def __init__(self, state: ClusterState) -> None:
         now, least = len(state.trainer.layout.slots), max(1, state.limits.min_train)
-        allowed = dims_allowed(max(now, len(state.slots)), state.trainer.rules)
-        self._sizes = sorted({now}.union(number for number in allowed if number >= least))
+        self._allowed = dims_allowed(max(now, len(state.slots)), state.trainer.rules)
+        self._sizes = sorted({now}.union(number for number in self._allowed if number >= least))
+        self._now = state.trainer.layout.dims
 
     def __contains__(self, number: int) -> bool:
         return number in self._sizes
@@ -31,16 +33,26 @@ class TrainSizes:
         place = bisect_right(self._sizes, number)
         return self._sizes[place - 1] if place else 0
 
+    def tp(self, number: int) -> int:
+        """The size of tp on so many slots."""
+        return self._allowed.get(number, self._now).tp
+
 
 def fitted(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> dict[int, tuple[Role, ...]]:
     """Returns as many of these roles as leave the trainer a number of slots that it may have. Slots that join it keep
-    what they hold, where it cannot have them all: first the last ones of those that do something. Where that is not
-    enough, slots that leave it stay. The slots of one instance go together."""
+    what they hold, where it cannot have them all: first the last ones of those that do something, or of those that make
+    no whole tp group on their node. Where that is not enough, slots that leave it stay. The slots of one instance go
+    together."""
     now, sizes = state.trainer.layout.slots, TrainSizes(state)
     held = {slot.slot: slot.roles for slot in state.slots}
     joining = [slot for slot, after in roles.items() if "train" in after and slot not in now]
     joining.sort(key=lambda slot: bool(held[slot]))
     leaving = [slot for slot, after in roles.items() if "train" not in after and slot in now]
+    if state.topology.nodes:
+        staying, tp = [slot for slot in now if slot not in leaving], state.trainer.layout.dims.tp
+        order = chosen(staying, joining, len(staying) + len(joining), tp, state.topology)
+        joining = [slot for slot in order if slot not in staying]
+        leaving = [*in_whole_groups(leaving, (tp,), state.topology)]
     several: list[tuple[Role, dict[int, tuple[int, ...]]]] = [
         (role, {slot: group for group in state.groups(role) for slot in group})
         for role in NOUNS

@@ -5,7 +5,7 @@ decide on them, tests write them down by hand.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,11 +17,13 @@ from ductile.core.instances.instances import (
     Serving,
     regrouped,
     slot_groups,
+    slots_on,
 )
 from ductile.core.instances.placement import Placement, Role
 from ductile.core.layout.choice.layout_rules import NO_RULES, LayoutRules
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
+from ductile.core.layout.geometry.topology import Topology
 from ductile.core.scheduling.costs.cost import Speeds, SwitchCosts
 
 
@@ -192,6 +194,17 @@ def first_instances(placement: Placement, limits: Limits) -> tuple[Instance, ...
     return regrouped((), {}, held, groups, birth=0)
 
 
+def weights_are_near(
+    topology: Topology, instances: Iterable[Instance], layout: ParallelLayout, slots: Collection[int]
+) -> bool:
+    """Whether each node that these slots are on has the live weights: another instance is there, or the slot of the
+    trainer that publishes them."""
+    if not topology.nodes:
+        return True
+    having = {layout.first, *slots_on(instances)}
+    return {topology.node(slot) for slot in having}.issuperset(topology.node(slot) for slot in slots)
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """Completions' lengths in tokens, as far as seen."""
@@ -267,6 +280,27 @@ class ClusterState:
         if not self.limits.offloads:
             return ()
         return tuple(slot.slot for slot in self.slots if {"train", "generate"} <= {*slot.roles})
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes that the slots are on."""
+        return self.trainer.rules.topology
+
+    @property
+    def usual_costs(self) -> SwitchCosts:
+        """What changes cost where it is not known which nodes they are between."""
+        return self.costs.between(nodes=bool(self.topology.nodes))
+
+    def has_weights_near(self, slots: Collection[int]) -> bool:
+        """Whether an instance that begins on these slots gets the weights from its own node."""
+        return weights_are_near(self.topology, self.instances, self.trainer.layout, slots)
+
+    def resize_s(self, slots: Iterable[int]) -> float:
+        """Seconds that a resize of the trainer onto these slots takes from the work of its slots."""
+        if not self.topology.nodes:
+            return self.costs.resize_s
+        spans = self.topology.spans((*self.trainer.layout.slots, *slots))
+        return self.costs.between(nodes=spans).resize_s
 
     @property
     def return_s(self) -> float:

@@ -10,6 +10,7 @@ from math import fsum
 from typing import Literal
 
 from ductile.core.instances.placement import Role
+from ductile.core.layout.geometry.topology import Topology
 
 Activity = Literal["train", "generate", "score", "publish", "switch", "idle"]
 
@@ -148,6 +149,15 @@ class Ledger:
     def idle(self, now_s: float) -> dict[IdleCause, float]:
         """Idle seconds by cause, all slots together."""
         return _by_cause(self._seconds(now_s))
+
+    def totals_by_node(self, topology: Topology, now_s: float) -> dict[int, dict[Activity, float]]:
+        """Seconds of the slots of each node by activity; together they are `totals`."""
+        found: dict[int, dict[Activity, float]] = {}
+        for slot, account in sorted(self._accounts.items()):
+            of_node = found.setdefault(topology.node(slot), {})
+            for activity, seconds in account.totals(self._until(slot, now_s)).items():
+                of_node[activity] = of_node.get(activity, 0.0) + seconds
+        return found
 
     def _seconds(self, now_s: float) -> dict[LedgerKey, float]:
         return _added(

@@ -8,15 +8,20 @@ generate, and is back before any of them trains; the generators of its slots end
 
 The other slots train, as many of them as the trainer may have (`train_sizes`); the rest have nothing to do.
 
+Over several nodes, generators become trainers node by node, and trainers generators, so that both have whole nodes, and
+tp groups stay inside one (`node_order.chosen`).
+
 A generator takes a whole group of slots (`ClusterState.groups`). Groups are ordered once a decision; every number of
 generators is then a slice of one order and a difference of running sums. External servers generate beside all of them.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from ductile.core.instances.instances import InstanceId
 from ductile.core.instances.placement import Role
+from ductile.core.layout.geometry.node_order import chosen
 from ductile.core.scheduling.costs.cost import context_transfer
 from ductile.core.scheduling.costs.train_sizes import TrainSizes
 from ductile.core.scheduling.facts.cluster_state import ClusterState
@@ -53,11 +58,14 @@ class Arrangements:
         tokens = {slots: left[name] for name, slots in here.items()}
         # Groups that only generate come first, then those that have the most to migrate; of the trainer's slots, those
         # that joined last leave it first.
+        # Of equal ones those on nodes with few trainers, and then with most to migrate: nodes go as a whole.
+        nodes = _node_order(state, tokens, groups) if state.topology.nodes else {}
         self._order = sorted(
             groups,
             key=lambda group: (
                 any(slot in rank for slot in group),
                 self.generators_now.isdisjoint(group),
+                nodes.get(group, ()),
                 -tokens.get(group, 0.0),
                 at_home.isdisjoint(group),
                 -max(rank.get(slot, 0) for slot in group),
@@ -72,7 +80,7 @@ class Arrangements:
         self.shared = bool(sharing) and (
             state.limits.offloads or state.batch.to_start > 0 or any(context[group] for group in sharing)
         )
-        self._carried_s = context_transfer(1.0, state.speeds, state.costs).seconds
+        self._carried_s = context_transfer(1.0, state.speeds, state.usual_costs).seconds
         self._resize_wait_s, self._patience_s = state.resize_wait_s, state.patience_s
         self._trainers: dict[int, frozenset[int]] = {}
         """The slots that train, by the number of generators."""
@@ -113,11 +121,18 @@ class Arrangements:
             generators = self.generators(count)
             others = [slot for slot in self._train_order if slot not in generators]
             number = self._sizes.at_most(len(others) + self._num_other_trainers) - self._num_other_trainers
-            self._trainers[count] = frozenset(others[: max(0, number)])
+            tp = self._sizes.tp(number + self._num_other_trainers)
+            staying = [slot for slot in others if slot in self.trainers_now]
+            joining = [slot for slot in others if slot not in self.trainers_now]
+            self._trainers[count] = frozenset(chosen(staying, joining, max(0, number), tp, self._state.topology))
         return self._trainers[count]
 
     def resizes(self, count: int) -> bool:
         return self.trainers(count) != self.trainers_now
+
+    def resize_s(self, count: int) -> float:
+        """Seconds of the resize with which `count` generators generate; 0 where there is none."""
+        return self._state.resize_s(self.trainers(count)) if self.resizes(count) else 0.0
 
     def split(self, count: int) -> Mapping[int, tuple[Role, ...]]:
         """Roles with which `count` generators generate and the other slots train. These have nothing to do with what is
@@ -141,23 +156,29 @@ class Arrangements:
 
     def split_delays_s(self, count: int) -> tuple[float, float]:
         """What `split` costs now, in seconds: of the trainer, and of generation."""
-        costs, generators = self._state.costs, self._order[:count]
+        generators = self._order[:count]
         return_s = self._state.return_s if self._state.lending else 0.0
-        resize_s = return_s + (costs.resize_s if self.resizes(count) else 0.0)
-        new = sum(not self._generates(group) for group in generators)
+        resize_s = return_s + self.resize_s(count)
+        new = [group for group in generators if not self._generates(group)]
         # A slot that leaves the trainer waits for the resize before it generates.
         stopped = sum(not self.trainers_now.isdisjoint(group) for group in generators)
         left_s = self._resize_wait_s + resize_s
-        generate_s = self._joining_s(costs.assign_s, new, count) + self._joining_s(left_s, stopped, count)
+        generate_s = self._joining_s(self._assign_s(new), len(new), count) + self._joining_s(left_s, stopped, count)
         return resize_s, generate_s + self._migrating_s(self.moved_context(count), count)
 
     def everybody_delays_s(self) -> tuple[float, float]:
         """What `all_generate` costs now, in seconds: of the trainer, and of generation."""
-        costs, state = self._state.costs, self._state
-        new = sum(not self._generates(group) for group in self._order)
+        state, joining = self._state, [group for group in self._order if not self._generates(group)]
+        new = len(joining)
         moved = 0.0 if state.batch.to_start else self._context[-1] * new / self.most
-        join_s = costs.assign_s + (costs.park_s if state.limits.offloads and not state.lending else 0.0)
+        park_s = state.costs.park_s if state.limits.offloads and not state.lending else 0.0
+        join_s = self._assign_s(joining) + park_s
         return 0.0, self._joining_s(join_s, new, self.most) + self._migrating_s(moved, new)
+
+    def _assign_s(self, groups: Sequence[Collection[int]]) -> float:
+        """Seconds until the last of these groups generates: longer where its node has no weights yet."""
+        far = any(not self._state.has_weights_near(group) for group in groups)
+        return self._state.costs.between(nodes=far).assign_s
 
     def _generates(self, group: Collection[int]) -> bool:
         return not self.generators_now.isdisjoint(group)
@@ -178,3 +199,15 @@ class Arrangements:
             return seconds * share
         wait_s = min(seconds, self._patience_s)
         return wait_s + (seconds - wait_s) * share
+
+
+def _node_order(
+    state: ClusterState, tokens: Mapping[tuple[int, ...], float], groups: Sequence[tuple[int, ...]]
+) -> dict[tuple[int, ...], tuple[float, ...]]:
+    """Return by group where its node comes: those with few trainers first, then those with most tokens to migrate."""
+    topology = state.topology
+    trainers, left = Counter(map(topology.node, state.trainer.layout.slots)), Counter[int]()
+    for group in groups:
+        left[topology.node(group[0])] += round(tokens.get(group, 0.0))
+    nodes = {group: topology.node(group[0]) for group in groups}
+    return {group: (trainers[node], -left[node], node) for group, node in nodes.items()}

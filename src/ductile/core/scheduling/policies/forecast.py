@@ -124,7 +124,8 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     speeds, full, rates = state.speeds, float(state.limits.max_num_seqs), train_rates(state)
     num_plans = len(plans.generators)
     size, external = state.limits.slots_per_generator, state.num_external
-    stage = _Stage(plans.generators.copy(), plans.trainers.copy(), plans.until < 0, num_slots, size, external)
+    resize_s = state.resize_s(slot.slot for slot in state.slots)
+    stage = _Stage(plans.generators.copy(), plans.trainers.copy(), plans.until < 0, num_slots, size, external, resize_s)
     # While none is left to start, all plans have the same rollouts under way, which are followed once then.
     ages = np.repeat(todo.ages[None], num_plans if todo.unstarted else 1, 0)
     unstarted = np.full(num_plans, todo.unstarted)
@@ -132,7 +133,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     # What is ready counts as taken: the trainer has begun with it, or would now.
     taken, trained, total = np.full(num_plans, todo.ready_tokens), np.zeros(num_plans), todo.to_generate
     mean_age = (np.arange(NUM_AGES, dtype=np.float64) + 0.5) * todo.round_tokens + todo.prompt_tokens
-    carried_s = context_transfer(1.0, speeds, state.costs).seconds
+    carried_s = context_transfer(1.0, speeds, state.usual_costs).seconds
     num_rounds = 0
     while total > 0:
         running = ordered_sum(ages)
@@ -151,7 +152,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
             break
         if num_rounds % 8 == 0 and generated.any():
             # Plans that still generate when others are long done need not be followed to their end.
-            done_s = now_s + busy_s + _rest_s(state, todo, rates, trained, stage.trainers, num_slots)
+            done_s = now_s + busy_s + _rest_s(state, todo, rates, trained, stage)
             if (now_s > 1.5 * done_s[generated].min())[~generated].all():
                 break
         each = np.maximum(running / stage.generators, 1.0)
@@ -173,18 +174,17 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         ages[:, 1:] = going_on[:, :-1]
         ages[:, 0] = 0.0
         num_rounds += 1
-    return now_s + busy_s + _rest_s(state, todo, rates, trained, stage.trainers, num_slots)
+    return now_s + busy_s + _rest_s(state, todo, rates, trained, stage)
 
 
-def _rest_s(
-    state: ClusterState, todo: Work, rates: TrainRates, trained: FloatArray, trainers: FloatArray, num_slots: int
-) -> FloatArray:
+def _rest_s(state: ClusterState, todo: Work, rates: TrainRates, trained: FloatArray, stage: "_Stage") -> FloatArray:
     """Seconds that training takes when nothing is left to generate, by plan: the trainer goes on as it is, or takes all
     slots, if that is worth the way there and, when there is another step, back."""
+    trainers, num_slots = stage.trainers, stage.num_slots
     rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
     # A trainer that was held trains on the slots that it has.
     stay = np.where(trainers > 0, trainers, float(len(state.trainer.layout.slots)))
-    way_s = state.costs.resize_s * (2 if state.batch.steps_left > 1 else 1)
+    way_s = stage.resize_s * (2 if state.batch.steps_left > 1 else 1)
     longest = np.where(rest > 0, todo.longest_tokens, 0.0)
 
     def seconds(slots: FloatArray) -> FloatArray:
@@ -209,6 +209,8 @@ class _Stage:
     """Slots of a generator."""
     external: int
     """Generators that are on no slot."""
+    resize_s: float
+    """Seconds of a resize onto any of the slots."""
 
     def advance(self, state: ClusterState, plans: Plans, left: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Go on to the round in which so many rollouts are left. Returns the share of contexts that migrate, and
@@ -227,7 +229,7 @@ class _Stage:
         fewer = self._fewer(plans, left)
         if fewer is not None:
             released = self.generators - fewer
-            paused_s += (state.costs.resize_s + lag_s * self.size * released / self.num_slots) * (released > 0)
+            paused_s += (self.resize_s + lag_s * self.size * released / self.num_slots) * (released > 0)
             self.generators, self.trainers = fewer, np.where(released > 0, self._others(fewer), self.trainers)
         return np.maximum(0.0, before - self.generators) / before, paused_s
 

@@ -10,7 +10,8 @@
    than a margin, and when doing it now is as good as doing it later. Soon after a change, it has to gain twice that.
 4. The slots that move are those with the fewest predicted tokens to migrate; these go to the generators with the
    least left. Slots that need not give up a role keep it: a step that generates on all slots and then trains on most
-   of them takes migrations, and no resize.
+   of them takes migrations, and no resize. Over several nodes, they go node by node, and tp groups stay inside nodes;
+   what goes over the network costs more (`SwitchCosts`).
 
 Before anything is measured, a run's first step begins on all slots: there is nothing to train yet.
 
@@ -46,7 +47,7 @@ from ductile.core.scheduling.migration_targets import (
     remaining_tokens,
     spread,
 )
-from ductile.core.scheduling.orders import Decision, Prediction, instances_after, sentence, violations
+from ductile.core.scheduling.orders import Decision, Prediction, explained, instances_after, sentence, violations
 from ductile.core.scheduling.policies.arrange import Arrangements
 from ductile.core.scheduling.policies.forecast import NEVER, Plans, Work, forecast, work
 
@@ -181,7 +182,7 @@ class Model:
         arrangements = Arrangements(state, _pool(state), {})
         orders = change(state, arrangements.all_generate(), arrangements.generators(arrangements.most))
         why = "nothing is measured yet, and there is nothing to train" if orders else WAITS
-        return Decision(orders, sentence(orders, why), hold_training=True, topic="" if orders else WAITS)
+        return Decision(orders, explained(state, orders, why), hold_training=True, topic="" if orders else WAITS)
 
     def _may_wait(self, state: ClusterState) -> bool:
         """Whether training may wait for what train slots generate meanwhile."""
@@ -211,14 +212,14 @@ class Model:
         after = fitted(state, {slot: BOTH if slot in generators else TRAIN for slot in idle})
         back: dict[int, tuple[Role, ...]] = dict.fromkeys(state.lending, TRAIN)
         tokens, rates = todo.ready_tokens + todo.coming_tokens, train_rates(state)
-        cost_s = state.costs.resize_s
+        cost_s = state.resize_s(after)
         back_s = cost_s if state.batch.steps_left > 1 else 0.0
         stay_s = tokens / rates.tokens_per_s_on(len(trainers))
         go_s = cost_s + tokens / rates.tokens_per_s_on(len(trainers) + len(after))
         if not after or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
             return _unpark(state) if back else Decision()
         orders, prediction = change(state, back | after), Prediction(stay_s, go_s, cost_s)
-        why = sentence(orders, "nothing is left to generate", _figures(prediction))
+        why = explained(state, orders, "nothing is left to generate", _figures(prediction))
         return Decision(orders, why, prediction=prediction)
 
 
@@ -239,7 +240,7 @@ def _apart_futures(
     for count in counts:
         if count <= apart:
             then = count + arrangements.num_external
-            resize_s = state.return_s + (state.costs.resize_s if count < apart else 0.0)
+            resize_s = state.return_s + (arrangements.resize_s(count) if count < apart else 0.0)
             rows += [(*everybody, share * todo.to_generate, then, resize_s, NEVER, *delays_s) for share in LATER]
     return rows
 
@@ -269,7 +270,7 @@ def _futures(
     rows: list[tuple[float, ...]] = [(generators, trainers, -1.0, generators, 0.0, NEVER, *delays_s)]
     for count in counts:
         if (then := count + arrangements.num_external) < generators:
-            resize_s = return_s + (state.costs.resize_s if arrangements.resizes(count) else 0.0)
+            resize_s = return_s + arrangements.resize_s(count)
             rows += [
                 (generators, trainers, share * todo.to_generate, then, resize_s, NEVER, *delays_s) for share in LATER
             ]
@@ -295,7 +296,8 @@ def _decision(
         there = generators_on(instances_after(state, Decision(orders)), generators)
         orders = (*orders, *spread(state, there, remaining))
     alone = "" if orders else WAITS if pauses else "training goes on"
-    return Decision(orders, sentence(orders, alone, _figures(prediction)), pauses, prediction, topic=alone)
+    reason = explained(state, orders, alone, _figures(prediction))
+    return Decision(orders, reason, pauses, prediction, topic=alone)
 
 
 def _unpark(state: ClusterState) -> Decision:
@@ -308,7 +310,7 @@ def _unpark(state: ClusterState) -> Decision:
         return wait
     orders = change(state, dict.fromkeys(sorted(lending), TRAIN))
     why = "training goes on" if state.num_to_generate else "nothing is left to generate"
-    decision = Decision(orders, sentence(orders, why))
+    decision = Decision(orders, explained(state, orders, why))
     return wait if violations(state, decision) else decision
 
 
@@ -389,7 +391,7 @@ def _recall_scorers(state: ClusterState) -> Decision:
     if not orders or violations(state, Decision(orders)):
         return Decision()
     why = "rollouts wait for their scores" if unscored else "a new batch begins"
-    return Decision(orders, sentence(orders, why))
+    return Decision(orders, explained(state, orders, why))
 
 
 def _figures(prediction: Prediction) -> str:

@@ -23,6 +23,7 @@ There is no estimate of what a move costs or gains: `model` is for that. What th
 tests/core/scheduling/policies/test_properties.py.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -33,7 +34,7 @@ from ductile.core.scheduling.costs.arithmetic import whole_times
 from ductile.core.scheduling.costs.train_sizes import fitted
 from ductile.core.scheduling.facts.cluster_state import BatchProgress, ClusterState
 from ductile.core.scheduling.migration_targets import change, remaining_tokens
-from ductile.core.scheduling.orders import Decision, Order, lending_after, roles_after, sentence, violations
+from ductile.core.scheduling.orders import Decision, Order, explained, lending_after, roles_after, violations
 
 TRAIN: tuple[Role, ...] = ("train",)
 
@@ -77,7 +78,9 @@ class Rules:
         else:
             why = "every slot returns to what the configuration gave it"
         waits = shares or _lends_after(state, orders)
-        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=waits, topic=why)
+        return Decision(
+            orders, explained(state, orders, why) if orders or early else "", hold_training=waits, topic=why
+        )
 
     def _during_the_step(self, state: ClusterState) -> Decision:
         to_generate, may_move = state.num_to_generate, state.ready
@@ -97,7 +100,7 @@ class Rules:
         why = "nothing is left to generate"
         if to_generate:
             why = f"{many(to_generate, 'rollout')} to generate, {many(needed, 'generator')} needed"
-        return Decision(orders, sentence(orders, why) if orders else "")
+        return Decision(orders, explained(state, orders, why) if orders else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Home:
     def decide(self, state: ClusterState) -> Decision:
         orders = _orders(state, _home(state)) if state.trainer.at_boundary else ()
         waits = _lends_after(state, orders)
-        return Decision(orders, sentence(orders, "as configured") if orders else "", hold_training=waits)
+        return Decision(orders, explained(state, orders, "as configured") if orders else "", hold_training=waits)
 
 
 def _lends_after(state: ClusterState, orders: tuple[Order, ...]) -> bool:
@@ -151,14 +154,25 @@ def _carries(state: ClusterState) -> int:
 
 def _cheapest_to_free(state: ClusterState, generators: Sequence[Instance]) -> list[Instance]:
     """The generators in the order in which they are freed: those that train already (they only stop generating), then
-    those with the fewest predicted tokens to migrate."""
+    those with the fewest predicted tokens to migrate. Over several nodes, node by node: first those that have most of
+    the trainer."""
     left = dict.fromkeys((each.id for each in generators), 0.0)
     remaining = remaining_tokens(state)
     for rollout in state.unfinished:
         if rollout.instance in left:
             left[rollout.instance] += remaining[rollout.id]
-    trains = {*state.trainer.layout.slots}
-    return sorted(generators, key=lambda each: (not trains.issuperset(each.slots), left[each.id], each.slots))
+    trains, topology = {*state.trainer.layout.slots}, state.topology
+    num_trains, left_on = Counter(map(topology.node, trains)), Counter[int]()
+    nodes = {each.id: topology.node(each.slots[0]) for each in generators}
+    for each in generators:
+        left_on[nodes[each.id]] += round(left[each.id])
+
+    def order(each: Instance) -> tuple[object, ...]:
+        node = nodes[each.id]
+        of_node = (-num_trains[node], left_on[node], node)
+        return not trains.issuperset(each.slots), of_node, left[each.id], each.slots
+
+    return sorted(generators, key=order)
 
 
 def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
