@@ -15,6 +15,7 @@ from ductile.cluster.notices import Notices
 from ductile.cluster.survey import survey
 from ductile.core.layout.geometry.topology import ONE_NODE
 from ductile.core.layout.model.peak import Arithmetic
+from ductile.core.scheduling.node_demand import NodeDemand
 from ductile.messages.workers import Surveyed
 from ductile.transport.mailbox import Mailbox
 
@@ -102,6 +103,10 @@ class MemoryCluster:
         return 0
 
     topology = ONE_NODE
+    num_nodes = 1
+
+    def want(self, demand: NodeDemand) -> None:
+        """Nobody manages this machine."""
 
     async def leave(self, slots: Sequence[int]) -> None:
         for slot in slots:

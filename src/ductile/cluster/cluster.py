@@ -10,6 +10,7 @@ from ductile.config.schema.cluster import ClusterConfig
 from ductile.core.instances.node_slots import SlotsPerNode
 from ductile.core.layout.geometry.topology import Topology
 from ductile.core.layout.model.peak import Arithmetic
+from ductile.core.scheduling.node_demand import NodeDemand
 from ductile.messages.message import RoleName
 from ductile.messages.workers import Surveyed
 from ductile.observe import RunEvent
@@ -120,6 +121,15 @@ class Cluster(Protocol):
     @property
     def topology(self) -> Topology:
         """The nodes that the slots are on, and those that may join; known when the run's first ones are there."""
+        ...
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that the run has now."""
+        ...
+
+    def want(self, demand: NodeDemand) -> None:
+        """Ask who manages the machines for nodes, where somebody does. Returns at once."""
         ...
 
     async def leave(self, slots: Sequence[int]) -> None:
