@@ -14,6 +14,7 @@ from tests.cluster.joining import HEAD, join
 from tests.end_to_end.runs import Run, checkpointed_steps, summary, write_config, write_sft
 from tests.end_to_end.test_scheduled_equivalence import FLAGS, GROUP_SIZE, NUM_ROLLOUTS
 from tests.end_to_end.watched import DRAWS, FOLDER, trained_in
+from tests.fleet.server_processes import ServerProcesses
 from tests.nightly import mostly_nightly
 
 MAX_STEPS, SAVED = 4, 2
@@ -24,6 +25,7 @@ ENDS_WITHIN_S = 400.0
 FEW_BITS = 1e-5
 """What sums of the same numbers in another order differ in, relatively."""
 SOON_SILENT = ("--cluster.heartbeat-timeout-s", "5")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FATES = {signal.SIGKILL: "was killed by SIGKILL", signal.SIGSTOP: "was silent for"}
 
 
@@ -69,7 +71,6 @@ def assert_learned_the_same(run: Run, by_hand: Run, tolerance: float) -> None:
             assert ours[step][name] == pytest.approx(theirs[step][name], rel=tolerance, abs=0.0), (step, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", mostly_nightly(FATES, signal.SIGKILL))
 def test_rl_goes_on_as_if_it_were_resumed_by_hand(tmp_path: Path, model: Path, start, number: signal.Signals) -> None:
     config = write_config(tmp_path / "rl", model, **EVERY, train='"1-2"', generate="0", score=0)
@@ -97,7 +98,6 @@ def test_rl_goes_on_as_if_it_were_resumed_by_hand(tmp_path: Path, model: Path, s
     assert theirs <= ours
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_sft_goes_on_with_the_same_bits(tmp_path: Path, model: Path, start) -> None:
     config = write_sft(tmp_path / "sft", model, **EVERY, train='"0-1"')
@@ -111,7 +111,6 @@ def test_sft_goes_on_with_the_same_bits(tmp_path: Path, model: Path, start) -> N
     )
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_node_that_dies_costs_its_two_slots_at_once(tmp_path: Path, model: Path, start) -> None:
     config = write_sft(tmp_path / "sft", model, **EVERY, train='"0-3"')
@@ -129,7 +128,29 @@ def test_a_node_that_dies_costs_its_two_slots_at_once(tmp_path: Path, model: Pat
     assert_learned_the_same(run, by_hand, FEW_BITS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+def test_servers_take_the_versions_of_a_run_that_has_gone_back(tmp_path: Path, model: Path, start) -> None:
+    """The server has had a later version than the one that the run goes back to, and generates for it again."""
+    config = write_config(tmp_path / "rl", model, **EVERY, train='"1-2"', generate="0", score=0)
+    text = config.read_text().replace('rollout = "0", inference = 0', 'rollout = "0"')
+    with ServerProcesses(model, tmp_path) as servers:
+        (server,) = servers.start()
+        registry = f'[inference]\nregistry = {{ type = "file", folder = "{servers.registry}" }}\n'
+        config.write_text(f"{text}\n{registry}topology_change_cooldown_seconds = 0\n")
+        run = start(config)
+        until_in_the_step_after_next(run)
+        os.kill(pids_of(run)[2], signal.SIGKILL)
+        back = assert_went_back_once(run, [2], [1])
+        assert server.process.poll() is None
+    updates = [event for event in run.events("weights_updated") if event["outcomes"]]
+    assert all(each["outcome"] == "committed" for update in updates for each in update["outcomes"])
+    before, after = ([u["version"] for u in updates if (u["time"] > back["time"]) == is_after] for is_after in (0, 1))
+    assert max(before) > SAVED
+    assert after[0] == SAVED, "the version of the checkpoint, though the server has had a later one"
+    assert after == sorted(set(after))
+    assert run.metrics()[-1]["servers"] == 1.0
+
+
 @pytest.mark.nightly
 def test_without_a_checkpoint_it_begins_anew_and_ends_when_no_slot_is_left(tmp_path: Path, model: Path, start) -> None:
     config = write_sft(tmp_path / "sft", model, max_steps=1000, interval=1000, train='"0-1"')
