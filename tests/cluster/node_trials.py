@@ -105,7 +105,7 @@ def check(trial: Trial, network: Network, machine: OneMachine, folder: Path) -> 
         lost_at = {event["time"]: event["step"] for event in run.events("went_back")}
         if code:
             saved = assert_no_slot_is_left(run, code, happened, trial.placement)
-            lost_at[run.events("not_saved")[-1]["time"]] = saved
+            lost_at[run.events("died")[-1]["time"]] = saved
             disturbed.close()
             lives.append(NodesRun(network, config, folder, *flags, "--resume" if saved else "--clean"))
             run = lives[-1].run
@@ -139,6 +139,9 @@ def befall(disturbed: NodesRun, fault: Fault, placement: Placement) -> bool:
         case "part until lost":
             disturbed.part_until_lost(node)
         case "join":
+            # In the place of another one when that is known to be lost: before, its number is refused.
+            if not disturbed.until_or_end(lambda: disturbed.num_lost(node) == disturbed.num_struck[node]):
+                return False
             disturbed.join(node)
         case "drain":
             return disturbed.command("drain", folder, "--node", f"{node}", "--deadline-s", f"{DRAIN_S:g}") == 0
@@ -158,7 +161,7 @@ def write_trial_config(folder: Path, model: Path, placement: Placement, task: st
     for before, after in {
         ", inference = 3": "",
         "letters.Letters": f"letters.{task}",
-        "trainer.optim.lr": 'trainer.loss.type = "grpo"\ntrainer.optim.lr',
+        "ckpt.interval": 'trainer.loss.type = "grpo"\nckpt.keep_last = "None"\nckpt.interval',
         "[orchestrator]\n": "[orchestrator]\nmax_async_level = 0\ndrop_zero_advantage = false\n",
         "sampling.max_tokens = 8": "sampling = { max_tokens = 24, seed = 5 }",
         "[orchestrator.eval]\n": "[orchestrator.eval]\nenabled = false\n",

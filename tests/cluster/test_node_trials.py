@@ -1,5 +1,5 @@
-"""Of the kinds of trials of `make node-trials` one: the network of a node that trains is broken for five seconds, and then
-a node that generates is killed."""
+"""Of the kinds of trials of `make node-trials` one: the network of a node that trains is broken for five seconds, and
+then a node that generates is killed."""
 
 from pathlib import Path
 
