@@ -13,6 +13,7 @@ slots, its losses are also those of a run that is resumed by hand from that chec
 
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ NUM_TRIALS = int(os.environ.get("NODE_TRIALS", "40"))
 SAMPLES_PER_STEP, GROUP_SIZE = 32, 8
 SAME, SAME_RELAYOUT = 1e-5, 1e-4
 """How far losses may be apart, and where the trainer's layout is another one."""
-DRAIN_S = 60.0
+DRAIN_S, AGAIN_S = 60.0, 1.0
 NO_SLOT = "the trainer cannot go back to a checkpoint: no slot that trained is left"
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -150,7 +151,12 @@ def befall(disturbed: NodesRun, fault: Fault, placement: Placement) -> bool:
             if not disturbed.until_or_end(lambda: disturbed.has_started(node, first)):
                 return False
             slots = ",".join(str(slot) for slot in sorted({*placement.train, first}))
-            return disturbed.command("resize", folder, "--train", slots) == 0
+            # A run that goes back to a checkpoint cannot be asked for some seconds.
+            while disturbed.is_at_work:
+                if disturbed.command("resize", folder, "--train", slots) == 0:
+                    return True
+                time.sleep(AGAIN_S)
+            return False
     return True
 
 
