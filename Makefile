@@ -64,7 +64,7 @@ gpu:
 NIGHTLY = parity:20m resize-parity:20m knobs-parity:20m endings:30m resumes:10m chaos:50m layouts:25m equivalences:20m perturbed:15m floods:5m \
 	properties:20m nightly-tests:25m \
 	drains:20m cold-starts:10m fleet-test:10m fleet-mutations:30m fleet-chaos:30m fleet-run:20m router-trials:15m provenance:10m \
-	lm-eval-test:10m lora:15m cluster-test:15m
+	lm-eval-test:10m lora:15m cluster-test:15m node-trials:30m
 PARTS = $(foreach part,$(NIGHTLY),$(firstword $(subst :, ,$(part))))
 
 .PHONY: nightly $(PARTS)
@@ -175,6 +175,11 @@ lora: setup
 cluster-test: setup
 	$(PIP) install -e '.[dev,ray]'
 	$(BIN)/python -m pytest tests/cluster/real/slurm_run.py tests/cluster/real/ray_run.py --cold -s
+
+# Forty runs over three machines, network namespaces all of them, that are killed, cut off, drained and joined at random moments:
+# under half an hour on two cores, as root. `NODE_TRIALS=80 make node-trials` has more.
+node-trials: setup
+	$(BIN)/python -m pytest tests/cluster/node_trials.py -s
 
 # Seven faults of weights and sampling, each named right, and a thousand versions without a false alarm.
 provenance: setup

@@ -7,6 +7,7 @@ nodes.kill(2), nodes.cut_power(2), ...
 
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,8 @@ class NodesRun:
         )
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         """The latest one of each node."""
+        self.num_struck = Counter[int]()
+        """How often each node has been killed, or cut off for good."""
         self._joined_s: dict[int, float] = {}
         self._others: list[subprocess.Popen[bytes]] = []
         for node in range(1, NUM_NODES):
@@ -75,6 +78,7 @@ class NodesRun:
 
     def kill(self, node: int) -> None:
         """End all processes of the node at once; the others see its connections end."""
+        self.num_struck[node] += 1
         self.agents[node].kill()
         self.agents[node].wait(DEADLINE_S)
 
@@ -90,9 +94,9 @@ class NodesRun:
         self.network.mend(node)
 
     def part_until_lost(self, node: int) -> None:
-        num_lost = self.num_lost(node)
+        self.num_struck[node] += 1
         self.network.cut(node)
-        self.until_or_end(lambda: self.num_lost(node) > num_lost)
+        self.until_or_end(lambda: self.num_lost(node) == self.num_struck[node])
         self.network.mend(node)
 
     def has_started(self, node: int, slot: int) -> bool:

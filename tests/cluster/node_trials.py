@@ -13,6 +13,7 @@ slots, its losses are also those of a run that is resumed by hand from that chec
 
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ NUM_TRIALS = int(os.environ.get("NODE_TRIALS", "40"))
 SAMPLES_PER_STEP, GROUP_SIZE = 32, 8
 SAME, SAME_RELAYOUT = 1e-5, 1e-4
 """How far losses may be apart, and where the trainer's layout is another one."""
-DRAIN_S = 60.0
+DRAIN_S, AGAIN_S = 60.0, 1.0
 NO_SLOT = "the trainer cannot go back to a checkpoint: no slot that trained is left"
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -105,7 +106,7 @@ def check(trial: Trial, network: Network, machine: OneMachine, folder: Path) -> 
         lost_at = {event["time"]: event["step"] for event in run.events("went_back")}
         if code:
             saved = assert_no_slot_is_left(run, code, happened, trial.placement)
-            lost_at[run.events("not_saved")[-1]["time"]] = saved
+            lost_at[run.events("died")[-1]["time"]] = saved
             disturbed.close()
             lives.append(NodesRun(network, config, folder, *flags, "--resume" if saved else "--clean"))
             run = lives[-1].run
@@ -139,6 +140,9 @@ def befall(disturbed: NodesRun, fault: Fault, placement: Placement) -> bool:
         case "part until lost":
             disturbed.part_until_lost(node)
         case "join":
+            # In the place of another one when that is known to be lost: before, its number is refused.
+            if not disturbed.until_or_end(lambda: disturbed.num_lost(node) == disturbed.num_struck[node]):
+                return False
             disturbed.join(node)
         case "drain":
             return disturbed.command("drain", folder, "--node", f"{node}", "--deadline-s", f"{DRAIN_S:g}") == 0
@@ -147,7 +151,12 @@ def befall(disturbed: NodesRun, fault: Fault, placement: Placement) -> bool:
             if not disturbed.until_or_end(lambda: disturbed.has_started(node, first)):
                 return False
             slots = ",".join(str(slot) for slot in sorted({*placement.train, first}))
-            return disturbed.command("resize", folder, "--train", slots) == 0
+            # A run that goes back to a checkpoint cannot be asked for some seconds.
+            while disturbed.is_at_work:
+                if disturbed.command("resize", folder, "--train", slots) == 0:
+                    return True
+                time.sleep(AGAIN_S)
+            return False
     return True
 
 
@@ -158,7 +167,7 @@ def write_trial_config(folder: Path, model: Path, placement: Placement, task: st
     for before, after in {
         ", inference = 3": "",
         "letters.Letters": f"letters.{task}",
-        "trainer.optim.lr": 'trainer.loss.type = "grpo"\ntrainer.optim.lr',
+        "ckpt.interval": 'trainer.loss.type = "grpo"\nckpt.keep_last = "None"\nckpt.interval',
         "[orchestrator]\n": "[orchestrator]\nmax_async_level = 0\ndrop_zero_advantage = false\n",
         "sampling.max_tokens = 8": "sampling = { max_tokens = 24, seed = 5 }",
         "[orchestrator.eval]\n": "[orchestrator.eval]\nenabled = false\n",
