@@ -55,7 +55,7 @@ from tests.cluster.listening import (
 )
 from tests.cluster.processes import is_running, processes_with
 from tests.cluster.strangers import MIB, PATIENCE_S, SIGNATURE, Recording, Strangers, recorded, wait_for
-from tests.end_to_end.runs import Run, write_config
+from tests.end_to_end.runs import Run, write_config, write_sft
 from tests.fleet.server_processes import ServerProcess, ServerProcesses
 from tests.tiny import make_model_folder
 
@@ -408,6 +408,29 @@ def test_strangers_at_every_port_get_nothing_and_nothing_goes_down(scene: Scene,
     for said in logs:
         assert "Traceback" not in said, said
         assert not any(word in said for word in (secret, *SECRETS.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_a_run_at_which_strangers_try_learns_what_it_learns_alone(tmp_path: Path, model: Path) -> None:
+    changes = {"max_steps": 100_000, "train": '"0-1"', "interval": 100_000}
+    losses = list[list[float]]()
+    for name in ("tried", "alone"):
+        with ExitStack() as stack:
+            run = Run(write_sft(tmp_path / name, model, **changes), *SEVERAL, command="sft")
+            stack.callback(run.close)
+            scene = joined(stack, run)
+            run.until(lambda: len(run.metrics()) >= 2, START_S)  # noqa: B023
+            if name == "tried":
+                with strangers_at(scene, scene.ports()):
+                    after = len(run.metrics())
+            run.until(lambda: len(run.metrics()) > after, START_S)  # noqa: B023
+            run.process.send_signal(signal.SIGINT)
+            assert run.process.wait(START_S) == 130, run.said()
+            assert run.events("slot_lost") == run.events("node_lost") == []
+            losses.append([row["loss"] for row in run.metrics()][:after])
+    assert losses[0] == losses[1]
 
 
 # -- torch's ports ----------------------------------------------------------------------------------------------------
