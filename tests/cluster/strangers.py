@@ -25,8 +25,8 @@ from zmq.utils.monitor import recv_monitor_message
 from tests.cluster.listening import Address
 
 NUM_ATTEMPTS = 50
-PATIENCE_S = 60.0
-"""Time that a port has to reply or to hang up, on a busy machine."""
+PATIENCE_S = 120.0
+"""Time that a port has to reply or to hang up, on a busy machine: TLS has a minute for its handshake."""
 LOCKSTEP_S = 5.0
 """Time to wait for the reply to a recorded frame: one that is refused may have none."""
 MIB = 1 << 20
@@ -105,8 +105,8 @@ class Strangers:
         self._random = random.Random(seed)
         self._context = zmq.Context()
         self._held: list[tuple[str, socket.socket]] = []
-        self.addresses: set[Address] = set()
-        """Where they have connected from."""
+        self.connections: set[tuple[Address, Address]] = set()
+        """From where to where they have connected."""
 
     def __enter__(self) -> "Strangers":
         return self
@@ -317,7 +317,7 @@ class Strangers:
 
     def _connected(self, address: Address) -> socket.socket:
         one = socket.create_connection(address, PATIENCE_S)
-        self.addresses.add(one.getsockname())
+        self.connections.add((one.getsockname(), address))
         return one
 
 
@@ -375,7 +375,7 @@ def _with_password(one: "zmq.Socket[Any]") -> None:
     one.setsockopt(zmq.PLAIN_PASSWORD, b"root")
 
 
-def wait_for(happened: Callable[[], object], what: str, within_s: float = 4 * PATIENCE_S) -> None:
+def wait_for(happened: Callable[[], object], what: str, within_s: float = 2 * PATIENCE_S) -> None:
     deadline = time.monotonic() + within_s
     while not happened():
         assert time.monotonic() < deadline, f"it did not happen within {within_s:g} s: {what}"

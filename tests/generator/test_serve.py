@@ -24,7 +24,13 @@ from tests.nightly import mostly_nightly
 
 @contextmanager
 def server(
-    folder: Path, tmp_path: Path, *, fault: str = "", token_folder: Path | None = None, **settings: Any
+    folder: Path,
+    tmp_path: Path,
+    *,
+    fault: str = "",
+    token_folder: Path | None = None,
+    scheme: str = "http",
+    **settings: Any,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A process and its URL. It is killed at the end, if it still runs. Its control token is in a file below
     tmp_path, or token_folder.
@@ -44,7 +50,7 @@ def server(
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line.startswith(f"serving {folder} on http://127.0.0.1:"), line + process.stdout.read()
+        assert line.startswith(f"serving {folder} on {scheme}://127.0.0.1:"), line + process.stdout.read()
         yield line.split()[-1], process
     finally:
         process.kill()

@@ -9,7 +9,9 @@ odd       more bytes than anybody may send
 
 import asyncio
 import errno
+import ssl
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import TracebackType
 from typing import Literal, NamedTuple, cast
 
@@ -62,7 +64,7 @@ class HttpClient:
             headers=bearer(key),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S),
             transport=transport,
-            verify=verify,
+            verify=trusted() if verify else False,
             trust_env=False,  # a proxy between a run and its own server is never meant
         )
 
@@ -142,6 +144,13 @@ class OpenReply:
         if isinstance(error, httpx.ConnectError):
             return NoReply(kind, f"{self._url} cannot be reached: {text}")
         return NoReply(kind, f"the connection to {self._url} was lost: {text}")
+
+
+@cache
+def trusted() -> ssl.SSLContext:
+    """Return whom clients trust to be who they say, by HTTPS: certificates in the file or folder that `SSL_CERT_FILE`
+    or `SSL_CERT_DIR` name, such as a server's own; without them the usual authorities."""
+    return httpx.create_ssl_context()
 
 
 def bearer(key: str | None) -> dict[str, str]:

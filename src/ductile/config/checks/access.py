@@ -1,7 +1,9 @@
 """What keeps a server from being reached, or its key from staying a secret."""
 
 import ipaddress
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 from ductile.config.finding import Finding
 from ductile.config.schema.http_server import MIN_KEY_CHARS, HttpServerConfig
@@ -37,6 +39,34 @@ def server_findings(config: HttpServerConfig, at: str) -> Iterator[Finding]:
             f"can be reached from other machines, so {at}.api_key_var must be set, which names an environment variable "
             f"(or {at}.api_key). Set it, or write 127.0.0.1",
         )
+    yield from _certificate(config, at)
+
+
+def plain_http_notes(config: HttpServerConfig, at: str) -> Iterator[str]:
+    if not is_loopback(config.host) and config.ssl_certfile is None:
+        yield (
+            f"{at}.host = {config.host!r} is reached by HTTP, which is not encrypted: whoever is on the way reads the "
+            f"key, prompts and weights. Write {at}.ssl_certfile and {at}.ssl_keyfile, or have a proxy before it"
+        )
+
+
+def _certificate(config: HttpServerConfig, at: str) -> Iterator[Finding]:
+    cert, key = f"{at}.ssl_certfile", f"{at}.ssl_keyfile"
+    if (config.ssl_certfile is None) != (config.ssl_keyfile is None):
+        given, missing = (cert, key) if config.ssl_keyfile is None else (key, cert)
+        yield Finding((given, missing), f"is of no use without {missing}. Write both, or neither")
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return
+    try:
+        if Path(config.ssl_keyfile).stat().st_mode & 0o077:
+            yield Finding((key,), f"can be read by others: chmod 600 {config.ssl_keyfile}")
+        no_password = ""  # else OpenSSL would ask for one on the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile, lambda: no_password
+        )
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        what = f"cannot be used with {key} = {config.ssl_keyfile!r}: {error}. Write PEM files of one pair"
+        yield Finding((cert, key), what)
 
 
 def _key(config: ClientConfig | HttpServerConfig, at: str) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ the run's own (loopback, at `inference.server.port`) means its generate slots wh
 start a server for each run have it, so that two of them run side by side on one machine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -14,6 +14,7 @@ from ductile.config.checks.asked_placement import placement_of
 from ductile.config.finding import Finding
 from ductile.config.schema.fleet import CustomRegistry, FileRegistry, HttpRegistry, StaticRegistry
 from ductile.config.schema.run import RLConfig
+from ductile.config.schema.trainer import NcclBroadcast, WeightBroadcastConfig
 from ductile.config.server_address import is_address, root_of
 from ductile.core.instances.placement import PlacementError
 
@@ -79,7 +80,7 @@ def server_findings(config: RLConfig) -> Iterator[Finding]:
 
 
 def server_notes(config: RLConfig) -> Iterator[str]:
-    """Yield what is accepted and does nothing."""
+    """Yield what is accepted and does nothing, or says to others what is for servers alone."""
     servers = asked_servers(config)
     port = config.inference.server.port
     for url in servers.own:
@@ -92,6 +93,23 @@ def server_notes(config: RLConfig) -> Iterator[str]:
         yield (
             "trainer.weight_broadcast has no effect here: it is for servers, and this run has none "
             f"({KEY}, inference.registry). Its slots read new weights from shared memory"
+        )
+    yield from _plain_notes(servers.urls, config.trainer.weight_broadcast)
+
+
+def _plain_notes(urls: Sequence[str], broadcast: WeightBroadcastConfig | None) -> Iterator[str]:
+    """Yield where weights go over the network as they are."""
+    plain = [url for url in urls if url.startswith("http://") and not is_loopback(urlsplit(url).hostname or "")]
+    if plain:
+        yield (
+            f"{KEY} has {', '.join(plain)}: HTTP is not encrypted, and whoever is on the way reads the key, prompts "
+            "and weights. Have servers speak HTTPS (server.ssl_certfile of `ductile inference`), or their own network"
+        )
+    if isinstance(broadcast, NcclBroadcast) and not is_loopback(broadcast.host):
+        yield (
+            f"trainer.weight_broadcast.host = {broadcast.host!r}: its connections prove who is there, and are not "
+            "encrypted. Leave trainer.weight_broadcast out, and servers of other hosts get weights as they are asked "
+            "for rollouts (https://), or have a network of their own"
         )
 
 

@@ -7,7 +7,7 @@ with "no such folder". Each finding says what to write instead.
 from collections.abc import Iterator
 from pathlib import Path
 
-from ductile.config.checks.access import client_findings, server_findings
+from ductile.config.checks.access import client_findings, plain_http_notes, server_findings
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.asked_policy import scheduling_findings
 from ductile.config.checks.asked_servers import EXAMPLE
@@ -110,6 +110,8 @@ def warnings(config: Section) -> list[str]:
         said += generation_config_notes(config.sampling, config.model.name)
     if isinstance(config, InferenceRunConfig):
         said += [*generation_config_notes(config, config.model.name), *serving_notes(config)]
+    if isinstance(config, InferenceRunConfig | RouterRunConfig):
+        said += plain_http_notes(config.server, "server")
     if not isinstance(config, RLConfig):
         return said
     said += scorer_warnings(config, placement_of(config))

@@ -23,6 +23,7 @@ from ductile.config.checks.trainer_layout import (
 from ductile.config.checks.written import of_a_run
 from ductile.config.reading.parse import Parsed
 from ductile.config.schema.bench import BenchConfig, load_of
+from ductile.config.schema.http_server import HttpServerConfig
 from ductile.config.schema.model import AdaptedModelConfig
 from ductile.config.schema.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.schema.run import (
@@ -81,7 +82,7 @@ def summary(
 def _router_summary(config: RouterRunConfig) -> str:
     """Return some lines for a person, of a router whose config has been found good."""
     rows = [
-        ("serves", _address(config.server.host, config.server.port)),
+        ("serves", _address(config.server, config.server.port)),
         *_column("servers", config.urls),
         *_column("prefill", config.prefill_urls),
         ("policy", config.policy),
@@ -161,19 +162,19 @@ def _work(config: RunConfig) -> Iterator[Row]:
     else:
         router = router_of(config)
         port = config.server.port if router is None else router_port(config, router)
-        yield "serves", _address(config.server.host, port)
+        yield "serves", _address(config.server, port)
         if router is not None:
-            yield from _column("servers", [_server(config.server.host, each) for each in planned_servers(config)])
+            yield from _column("servers", [_server(config.server, each) for each in planned_servers(config)])
 
 
-def _server(host: str, server: PlannedServer) -> str:
+def _server(settings: HttpServerConfig, server: PlannedServer) -> str:
     does = {"any": "", "prefill": ", computes prompts", "decode": ", goes on with them"}[server.role]
-    return f"{_address(host, server.port).removesuffix('/v1')}, on device {server.number}{does}"
+    return f"{_address(settings, server.port).removesuffix('/v1')}, on device {server.number}{does}"
 
 
-def _address(host: str, port: int) -> str:
-    name = f"[{host}]" if ":" in host else host
-    return f"http://{name}:{port or '<a free port>'}/v1"
+def _address(settings: HttpServerConfig, port: int) -> str:
+    name = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{'https' if settings.ssl_certfile else 'http'}://{name}:{port or '<a free port>'}/v1"
 
 
 def _steps(given: int | None, bench: BenchConfig | None, otherwise: str) -> str:

@@ -12,7 +12,14 @@ from ductile.config.schema.inference import InferenceConfig, ServerConfig
 from ductile.config.schema.section import FilePath, Section
 
 PROMPT_TOKENS, MAX_TOKENS = 128, 64
-OWN: dict[str, object] = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_var": None}
+OWN: dict[str, object] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "api_key": None,
+    "api_key_var": None,
+    "ssl_certfile": None,
+    "ssl_keyfile": None,
+}
 """Settings that say where the server of a benchmark is, and who may ask it."""
 
 
@@ -90,7 +97,7 @@ def load_findings(bench: InferenceBenchConfig | None, config: InferenceConfig) -
 
 
 def own_server(config: ServerConfig) -> ServerConfig:
-    """The server's settings for a benchmark: on a free port of the loopback interface, without a key."""
+    """The server's settings for a benchmark: on a free port of the loopback interface, without a key or TLS."""
     return config.model_copy(update=OWN)
 
 

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from ductile.config.schema.section import Section
+from ductile.config.schema.section import FilePath, Section
 
 MIN_KEY_CHARS = 8
 """Least length of an API key; a shorter one can be guessed."""
@@ -17,6 +17,11 @@ class HttpServerConfig(Section):
     that is not loopback."""
     api_key_var: str | None = None
     """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
+    ssl_certfile: FilePath | None = None
+    """The server's certificate (PEM), with those of its issuers behind it: it speaks HTTPS then, and nothing else.
+    Clients must find its address in it. Absent: HTTP, which whoever is on the way can read and change."""
+    ssl_keyfile: FilePath | None = None
+    """The certificate's key (PEM), without a password. Only the server's user may read it."""
     max_connections: int = Field(default=1024, ge=1)
     """Connections that are open at a time. One more takes the place of the connection that has waited longest without a
     whole request."""

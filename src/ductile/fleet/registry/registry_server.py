@@ -151,7 +151,7 @@ async def serve_registry(app: Starlette, host: str = "127.0.0.1", port: int = 0)
     """Serve the registry in this event loop; gives its URL. port: 0 takes a free one. Raises OSError."""
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     limits = HttpServerConfig(max_connections=MAX_CONNECTIONS, max_body_bytes=MOST_BYTES, timeout_s=TIMEOUT_S)
-    server = _Server(uvicorn_settings(app, limits))
+    server = _Server(uvicorn_settings(app, limits, lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     bound, number = listener.getsockname()[:2]
     try:

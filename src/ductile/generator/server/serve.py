@@ -70,7 +70,7 @@ def serve(config: InferenceRunConfig) -> int:
             server.should_exit = True
 
         app = create_app(engine, tokenizer, name, config.server, end, defaults=defaults, control=control)
-        server = _Server(uvicorn_settings(app, config.server, partial(most_bucket_bytes, app)), app)
+        server = _Server(uvicorn_settings(app, config.server, partial(most_bucket_bytes, app)), app, config.server)
 
         def leave(signum: int, frame: FrameType | None) -> None:
             server.should_exit = True
@@ -84,12 +84,18 @@ def serve(config: InferenceRunConfig) -> int:
             state = app.state.service.control.state()
             file = str(control.file) if control and control.file else ""
             return ServerLease(
-                url_of(listener), state.incarnation, state.model, file, os.getpid(), state.host, version=state.version
+                url_of(listener, config.server),
+                state.incarnation,
+                state.model,
+                file,
+                os.getpid(),
+                state.host,
+                version=state.version,
             )
 
         registrar = Registrar(config.registry, lease, lambda said: print(said, file=sys.stderr, flush=True))
         server.while_serving(registrar)
-        print(f"serving {name} on {url_of(listener)}", flush=True)
+        print(f"serving {name} on {url_of(listener, config.server)}", flush=True)
         if isinstance(config.registry, FileRegistry):
             folder = Path(config.registry.folder).expanduser().absolute()
             print(f"announced in {folder} (registry.folder)", flush=True)
@@ -98,9 +104,9 @@ def serve(config: InferenceRunConfig) -> int:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, settings: ServerConfig) -> None:
         super().__init__(config)
-        self._app = app
+        self._app, self._settings = app, settings
         self._registrar: Registrar | None = None
 
     def while_serving(self, registrar: Registrar) -> None:
@@ -115,7 +121,13 @@ class _Server(uvicorn.Server):
             state = self._service.control.state()
             LOG.info(
                 "listening at %s: model %s, version %d of the weights (digest %s), %d sequences at a time",
-                *(url_of(sockets[0]), state.model_name, state.version, state.digest, state.max_num_seqs),
+                *(
+                    url_of(sockets[0], self._settings),
+                    state.model_name,
+                    state.version,
+                    state.digest,
+                    state.max_num_seqs,
+                ),
             )
         if self._registrar is not None and self.started:
             self._registrar.__enter__()

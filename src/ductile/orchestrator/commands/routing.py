@@ -47,7 +47,7 @@ def route_between(config: RouterRunConfig) -> int:
             prefill.add(root_of(url))
         router = RequestRouter(servers, prefill)
         with StopSignals() as stop:
-            print(f"routing to {', '.join(config.urls)} on {url_of(listener)}", flush=True)
+            print(f"routing to {', '.join(config.urls)} on {url_of(listener, config.server)}", flush=True)
             await serve_router(router, config.server, listener, stop, _never)
         return DONE
 
@@ -71,7 +71,7 @@ def serve_several(config: InferenceRunConfig) -> int:
         ]
         with StopSignals() as stop:
             tasks = [asyncio.create_task(process.keep()) for process in processes]
-            announcing = asyncio.create_task(_announce(config, processes, url_of(listener)))
+            announcing = asyncio.create_task(_announce(config, processes, url_of(listener, server)))
             try:
                 await serve_router(router, server, listener, stop, lambda: _until_gone(tasks))
             finally:

@@ -112,6 +112,14 @@ class Connection(H11Protocol):
             self.transport.abort()
         self._look()
 
+    def send_400_response(self, msg: str) -> None:
+        """What is no request has been replied to: an app that had a beginning of it has nobody to tell any more."""
+        super().send_400_response(msg)
+        cycle: Any = self.cycle  # None before the first request, whatever uvicorn's types say
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._look()

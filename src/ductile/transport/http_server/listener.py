@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 from collections.abc import Callable
+from typing import Literal
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,18 +24,24 @@ BACKLOG = 128
 
 
 def uvicorn_settings(
-    app: ASGIApp, config: HttpServerConfig, bucket_bytes: Callable[[], int] = lambda: 0
+    app: ASGIApp,
+    config: HttpServerConfig,
+    bucket_bytes: Callable[[], int] = lambda: 0,
+    lifespan: Literal["auto", "off"] = "auto",
 ) -> uvicorn.Config:
     """Return the settings under which uvicorn serves the app. bucket_bytes: most bytes of a body that is a bucket of
-    weights, now."""
+    weights, now. lifespan: "off" for an app that neither begins nor ends anything."""
     num_connections = _room_for(config.max_connections)
     limit_logs(("uvicorn.error", "asyncio", REFUSALS))
     return uvicorn.Config(
         app,
         http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes, bucket_bytes)),
         ws="none",
+        lifespan=lifespan,
         log_level="error",
         access_log=False,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
         # Few at once: a connection whose request follows right away must not be the one that makes room.
         backlog=max(1, min(BACKLOG, num_connections // 4)),
         timeout_graceful_shutdown=DRAIN_S,
@@ -55,10 +62,14 @@ def listen(server: HttpServerConfig) -> socket.socket:
         ) from error
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, server: HttpServerConfig) -> str:
     """Return the root of the routes that are served at a socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme_of(server)}://[{host}]:{port}" if ":" in host else f"{scheme_of(server)}://{host}:{port}"
+
+
+def scheme_of(server: HttpServerConfig) -> str:
+    return "http" if server.ssl_certfile is None else "https"
 
 
 def _room_for(num_connections: int) -> int:

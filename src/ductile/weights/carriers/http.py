@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ductile.error_text import error_text
 from ductile.messages.updates import Bucket, Offer, Receiver, ServerState, WeightUpdate
+from ductile.transport.http_client import trusted
 from ductile.weights.carriers.carrier import UpdateFailed, bytes_of
 from ductile.weights.carriers.control import TICK_S
 
@@ -244,5 +245,6 @@ class _Poster:
 
 
 def _connection(root: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
-    connect = http.client.HTTPSConnection if root.scheme == "https" else http.client.HTTPConnection
-    return connect(root.netloc, timeout=timeout_s)
+    if root.scheme == "https":
+        return http.client.HTTPSConnection(root.netloc, timeout=timeout_s, context=trusted())
+    return http.client.HTTPConnection(root.netloc, timeout=timeout_s)
