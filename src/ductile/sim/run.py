@@ -135,7 +135,7 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
     rollouts = Rollouts(buffer, episodes, generators, sampling, work.group_size)
     accounting = StepAccounting(schedule.step_size(scores=scenario.score), buffer, rollouts)
     actuator.reads(accounting)
-    actuator.on_capacity.add(buffer.wake)
+    actuator.engines.on_capacity.add(buffer.wake)
     actuator.on_wanted.add(controller.notify)
     for changed in (actuator.look_again, controller.notify):
         buffer.on_change.add(changed)

@@ -1,12 +1,13 @@
 """The simulated cluster: which slot holds what and does what, which instances there are, what a policy is told.
 
-It decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's controller has it change who holds
-what (it follows `elastic.execution.Actuator`), the ledger hears of every change of a slot's activity. How far the step
-is it reads from the loop's own books (`elastic.step_accounting`), as a live run does; those count tokens in blocks.
+It decides nothing. The roles (`simulated_roles.py`) tell it what begins and ends, the loop's controller has it change
+who holds what (it follows `elastic.execution.Actuator`), the ledger hears of every change of a slot's activity. What
+generates is in its `engines`. How far the step is it reads from the loop's own books (`elastic.step_accounting`), as a
+live run does; those count tokens in blocks.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,32 +16,26 @@ from math import fsum
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.structured import Pause
-from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
+from ductile.core.instances.instances import Instance, Serving, in_order
 from ductile.core.instances.placement import SPELLED, Role
 from ductile.core.layout.choice.layout_rules import layout_for
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
-from ductile.core.scheduling.costs.cost import SwitchCosts, context_transfer
 from ductile.core.scheduling.facts.cluster_state import (
     BatchProgress,
     ClusterState,
-    Lengths,
     SlotState,
     TrainerState,
-    Unfinished,
     first_instances,
     weights_are_near,
 )
 from ductile.core.scheduling.facts.ledger import Activity, Ledger, idle_cause
-from ductile.core.scheduling.orders import Migration, Release, RoleChange
+from ductile.core.scheduling.orders import Release, RoleChange
 from ductile.elastic.step_accounting import SamplesInFlight, StepAccounting
-from ductile.sim.loads import SimulatedLoads
 from ductile.sim.scenario import Scenario
-from ductile.sim.simulated_engine import SimulatedEngine, SimulatedRequest
+from ductile.sim.simulated_engines import SimulatedEngines
 
 DOING: tuple[Activity, ...] = ("switch", "publish", "train", "score")
 """Activities that keep a slot from generating; the first that applies is what the slot does."""
-SEEN = 2048
-"""Lengths of completions that policies are told of: the latest."""
 
 
 class SimulatedActuator:
@@ -72,39 +67,22 @@ class SimulatedActuator:
         """Version that the generators sample from; -1 before the first."""
         self.num_updates = 0
         """Optimizer steps of the run that taught something."""
-        self.num_waiting = 0
-        """Requests that wait for a generator."""
         self.trained_tokens = 0
         self.step_s: list[float] = []
-        self.on_finished = Listeners[[list[SimulatedRequest]]]()
-        self.on_capacity = Listeners[[]]()
-        """Told when slots begin or cease to take requests."""
         self.on_wanted = Listeners[[]]()
         """Told when a command begins to wait for the trainer's state."""
-        self._loads = SimulatedLoads(scenario.cache_block)
-        self._generates, self._scores = asyncio.Event(), asyncio.Event()
+        self._scores = asyncio.Event()
         self._doing: dict[Activity, Counter[int]] = {activity: Counter() for activity in DOING}
         self._accounting: StepAccounting | None = None
-        self._ended: deque[int] = deque(maxlen=SEEN)
-        self._cut: deque[int] = deque(maxlen=SEEN)
-        self._migrating: dict[str, SimulatedRequest] = {}
         self._facts = (False, False, False, False)
         self.instances: tuple[Instance, ...] = ()
         """Generators and scorers, in the order of their slots."""
-        self.engines: dict[InstanceId, SimulatedEngine] = {}
-        """The generators' engines."""
-        self._engine_on: dict[int, SimulatedEngine] = {}
-        self._paused_until_s = dict.fromkeys(slots, 0.0)
-        """Moment at which each slot has done what keeps it from decoding."""
+        self.engines = SimulatedEngines(scenario, self.refresh, self.look_again)
         for slot in slots:
             ledger.open(slot, self.now_s)
         self.assign({slot: scenario.placement.roles(slot) for slot in slots})
         for instance in (*first_instances(scenario.placement, scenario.limits), *scenario.servers):
             self._begin(instance)
-
-    @property
-    def capacity(self) -> int:
-        return self.scenario.limits.max_num_seqs * len(self._loads)
 
     def instances_of(self, role: Serving) -> tuple[Instance, ...]:
         return tuple(each for each in self.instances if each.role == role)
@@ -136,37 +114,18 @@ class SimulatedActuator:
         changed, self._changing = self._changing, frozenset(move.slot for move in moves)
         self.since_s.update(dict.fromkeys(changed - self._changing, self.now_s))
         leaving = {move.slot for move in moves if "generate" in move.before and "generate" not in move.after}
-        for engine in self._engines_on(leaving):
-            self._loads.close(engine.instance)
-        self._look_for_generators()
+        self.engines.take_no_more(leaving)
 
     async def release(self, release: Release) -> list[str]:
         if release.migrations:
-            await self._migrate(release.migrations)
+            await self.engines.migrate(release.migrations)
         await asyncio.gather(*(self._end(instance) for instance in release.instances))
         return []
-
-    async def _migrate(self, migrations: Sequence[Migration]) -> None:
-        """Move rollouts, with all that they have so far; those that have ended stay out of it. The others decode on."""
-        for order in migrations:
-            if order.id in self.engines[order.source].requests:
-                self._migrating[order.id] = self._take(order.id, order.source)
-        if self._migrating:
-            await asyncio.sleep(self.scenario.costs.migration_s)
-        for order in migrations:
-            if simulated := self._migrating.pop(order.id, None):
-                ends = (*self.engines[order.source].instance.slots, *self.engines[order.target].instance.slots)
-                costs = self.scenario.costs.between(nodes=self.scenario.topology.spans(ends))
-                self._put(simulated, order.target, costs)
 
     async def _end(self, instance: Instance) -> None:
         self._set(tuple(each for each in self.instances if each != instance))
         if instance.role == "generate":
-            self._loads.close(instance)
-            del self.engines[instance.id]
-            for slot in instance.slots:
-                del self._engine_on[slot]
-            self._look_for_generators()
+            self.engines.end(instance)
         self.assign({slot: without(instance.role, self.roles[slot]) for slot in instance.slots})
         await self._switch(instance.slots, self.scenario.costs.release_s)
 
@@ -239,7 +198,7 @@ class SimulatedActuator:
 
     async def _switch(self, slots: Collection[int], seconds: float) -> None:
         if seconds > 0:
-            self.stall(slots, seconds)
+            self.engines.stall(slots, seconds)
             await self.busy("switch", slots, seconds)
 
     def _set(self, instances: tuple[Instance, ...]) -> None:
@@ -250,17 +209,7 @@ class SimulatedActuator:
         """The instance is there, on slots that have its role."""
         self._set(in_order((*self.instances, instance)))
         if instance.role == "generate":
-            paused_until_s = max((self._paused_until_s[slot] for slot in instance.slots), default=0.0)
-            decode, max_num_seqs = self.scenario.speeds.decode, self.scenario.limits.max_num_seqs
-            engine = SimulatedEngine(instance, decode, max_num_seqs, self._on_done, paused_until_s)
-            self.engines[instance.id] = engine
-            self._engine_on.update(dict.fromkeys(instance.slots, engine))
-            self._loads.open(instance)
-            self._look_for_generators()
-
-    def _look_for_generators(self) -> None:
-        (self._generates.set if self._loads else self._generates.clear)()
-        self.on_capacity()
+            self.engines.begin(instance)
 
     async def scorers(self) -> tuple[Instance, ...]:
         """The scorers; waits while there is none."""
@@ -274,16 +223,6 @@ class SimulatedActuator:
         self.roles.update(roles)
         for slot in roles:
             self.refresh(slot)
-
-    def stall(self, slots: Collection[int], seconds: float) -> None:
-        """Nothing is decoded on these slots for so long: they train, take new weights in, or change roles."""
-        for slot in slots:
-            self._paused_until_s[slot] = max(self.now_s, self._paused_until_s[slot]) + seconds
-        for engine in self._engines_on(slots):
-            engine.stall(seconds)
-
-    def _engines_on(self, slots: Collection[int]) -> list[SimulatedEngine]:
-        return list(dict.fromkeys(self._engine_on[slot] for slot in slots if slot in self._engine_on))
 
     async def busy(self, what: Activity, slots: Collection[int], seconds: float) -> None:
         """The slots do this for so long."""
@@ -306,7 +245,7 @@ class SimulatedActuator:
             if self._doing[activity][slot]:
                 self.ledger.switch(slot, activity, self.now_s)
                 return
-        if slot in self._engine_on and self._engine_on[slot].requests:
+        if self.engines.have_requests_on(slot):
             self.ledger.switch(slot, "generate", self.now_s)
         elif self.live_version >= 0:  # until then it starts up
             others_decode, may_start, samples_ready, held = self._facts
@@ -324,8 +263,8 @@ class SimulatedActuator:
         if self._accounting is None:
             return
         facts = (
-            any(engine.requests for engine in self.engines.values()),
-            self._accounting.to_start(self.num_waiting) > 0,
+            self.engines.have_requests,
+            self._accounting.to_start(self.engines.num_waiting) > 0,
             self._accounting.samples_ready(self.pending) > 0,
             self.pause.begun.is_set(),
         )
@@ -334,65 +273,10 @@ class SimulatedActuator:
             for slot in self.roles:
                 self.refresh(slot)
 
-    # -- what becomes of rollouts
-
-    async def start(self, simulated: SimulatedRequest) -> None:
-        """Send the request where there is the least to do; waits while there is no generator."""
-        self.num_waiting += 1
-        try:
-            while not self._loads:
-                await self._generates.wait()
-        finally:
-            self.num_waiting -= 1
-        self._put(simulated, self._loads.route(simulated.request.group, simulated.prompt_tokens).instance)
-
-    def abort(self, simulated: SimulatedRequest) -> None:
-        name = simulated.request.id
-        self._migrating.pop(name, None)
-        for instance, engine in self.engines.items():
-            if name in engine.requests:
-                self._take(name, instance)
-
-    def _take(self, name: str, source: InstanceId) -> SimulatedRequest:
-        engine = self.engines[source]
-        simulated = engine.remove(name)
-        self._loads.remove(source, simulated.request.group, simulated.predicted_tokens)
-        self._refresh_all(engine.instance)
-        return simulated
-
-    def _put(self, simulated: SimulatedRequest, target: InstanceId, costs: SwitchCosts | None = None) -> None:
-        """costs: of the way from the generator that had it; None where none did."""
-        scenario, engine = self.scenario, self.engines[target]
-        context = simulated.prompt_tokens + simulated.generated
-        if not simulated.generated and scenario.cache_block and self._loads.siblings(simulated.request.group, target):
-            context %= scenario.cache_block  # the full blocks of the prompt are there
-        if simulated.generated:
-            prefill_s = context_transfer(context, scenario.speeds, costs or scenario.costs).seconds
-        else:  # no generator has a cache of it
-            prefill_s = context / scenario.speeds.prefill_tokens_per_s
-        self._loads.add(target, simulated.request.group, simulated.predicted_tokens)
-        engine.add(simulated, prefill_s)
-        self._refresh_all(engine.instance)
-        self.look_again()
-
-    def _refresh_all(self, instance: Instance) -> None:
-        for slot in instance.slots:
-            self.refresh(slot)
-
-    def _on_done(self, instance: Instance, requests: list[SimulatedRequest]) -> None:
-        for simulated in requests:
-            self._loads.remove(instance.id, simulated.request.group, simulated.predicted_tokens)
-            is_cut = simulated.num_tokens >= self.scenario.work.max_tokens
-            (self._cut if is_cut else self._ended).append(simulated.num_tokens)
-        self._refresh_all(instance)
-        self.look_again()
-        self.on_finished(requests)
-
     def now_live(self, version: int) -> None:
         """Every generator samples from this version."""
         self.live_version = version
-        for engine in self.engines.values():
-            engine.flip(version)
+        self.engines.flip(version)
         self.look_again()
 
     def on_updated(self) -> None:
@@ -413,21 +297,7 @@ class SimulatedActuator:
 
     def state(self) -> ClusterState:
         scenario, work = self.scenario, self.scenario.work
-        unfinished: list[Unfinished] = []
-        for instance in self.instances_of("generate"):
-            engine = self.engines[instance.id]
-            engine.catch_up()
-            unfinished += [
-                Unfinished(
-                    name,
-                    instance.id,
-                    simulated.prompt_tokens,
-                    engine.tokens(simulated),
-                    work.max_tokens,
-                    simulated.request.group,
-                )
-                for name, simulated in engine.requests.items()
-            ]
+        unfinished = self.engines.unfinished(self.instances_of("generate"))
         return ClusterState(
             now_s=self.now_s,
             slots=tuple(
@@ -444,15 +314,18 @@ class SimulatedActuator:
             home=scenario.placement,
             limits=scenario.limits,
             instances=self.instances,
-            unfinished=tuple(unfinished),
-            lengths=Lengths(tuple(self._ended), tuple(self._cut), float(work.prompt_tokens)),
+            unfinished=unfinished,
+            lengths=self.engines.lengths,
             max_tokens=work.max_tokens,
         )
 
     def _batch(self) -> BatchProgress:
         if self._accounting is None:
             raise ValueError("a policy was asked before the loop had books")
-        counted, block_tokens = self._accounting.batch(self.pending, self.num_waiting), self.scenario.block_tokens
+        counted, block_tokens = (
+            self._accounting.batch(self.pending, self.engines.num_waiting),
+            self.scenario.block_tokens,
+        )
         return replace(
             counted,
             ready_tokens=counted.ready_tokens * block_tokens,

@@ -25,11 +25,11 @@ class SimGenerators:
     def __init__(self, actuator: SimulatedActuator, controller: ElasticController) -> None:
         self._actuator, self._controller = actuator, controller
         self._num_finished = self._finished_tokens = 0
-        actuator.on_finished.add(self._on_finished)
+        actuator.engines.on_finished.add(self._on_finished)
 
     @property
     def capacity(self) -> int:
-        return self._actuator.capacity
+        return self._actuator.engines.capacity
 
     async def generate(self, request: GenerateRequest) -> Generation:
         actuator, scenario = self._actuator, self._actuator.scenario
@@ -42,11 +42,11 @@ class SimGenerators:
             completion=asyncio.get_running_loop().create_future(),
             flips=[(0, actuator.live_version)],
         )
-        await actuator.start(simulated)
+        await actuator.engines.start(simulated)
         try:
             await simulated.completion
         except asyncio.CancelledError:
-            actuator.abort(simulated)
+            actuator.engines.abort(simulated)
             raise
         num_blocks = scenario.blocks(simulated.num_tokens)
         return Generation(
@@ -61,7 +61,7 @@ class SimGenerators:
         actuator = self._actuator
         seconds = actuator.scenario.speeds.receive_s
         slots = slots_on(actuator.instances_of("generate"))
-        actuator.stall(slots, seconds)
+        actuator.engines.stall(slots, seconds)
         await actuator.busy("publish", slots, seconds)
         actuator.now_live(manifest.version)
         return KnownWeights.of(manifest)
@@ -103,7 +103,7 @@ class SimTrainer:
                 pipeline, shape = PipelineShape.of(actuator.layout), actuator.layout.dims.rank_shape
                 done, left, tokens = _message(left, self.num_ranks, seq_len, pipeline)
                 seconds = actuator.scenario.speeds.train.seconds(tokens * block, self.num_ranks, shape)
-                actuator.stall(slots, seconds)
+                actuator.engines.stall(slots, seconds)
                 await actuator.busy("train", slots, seconds)
                 actuator.on_trained(SamplesInFlight(len(done), sum(done)))
             self._controller.notify()

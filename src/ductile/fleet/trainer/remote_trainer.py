@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Literal
+from typing import Any
 
 from ductile.columns import Floats
 from ductile.concurrency.background import finish
@@ -22,8 +22,8 @@ from ductile.concurrency.structured import Pause
 from ductile.core.batch.packing import pack
 from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
-from ductile.fleet.trainer.kept_versions import KeptVersions
 from ductile.fleet.trainer.micro_steps import IN_FLIGHT, MicroStep, MicroSteps, PendingSamples, in_steps
+from ductile.fleet.trainer.published_versions import PublishedVersions, VersionReceivers
 from ductile.fleet.trainer.sending import Sending
 from ductile.fleet.trainer.state_parking import StateParking
 from ductile.messages.outgoing_updates import BeginUpdate, FinishUpdate, LeaveOut, UpdateBegun
@@ -43,17 +43,12 @@ from ductile.messages.workers import (
     Scores,
     StateMoved,
     Stepped,
-    Withdraw,
 )
 from ductile.records import AS_IN_SOURCE, ChatFormat, Manifest, Sample, StepReport
 from ductile.roles import Failure, Late, Refused, SlotLost, StateKept, TrainerLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import R, ask_each
 from ductile.transport.mailbox import Died, Mailbox, SlotEvent
-
-VersionReceivers = Literal["slots", "servers", "both"]
-"""Receivers of each version: slots of the run, for which the ranks make a snapshot that is read while training goes on,
-or servers, to which they send it, so that the next optimizer step waits until it is withdrawn."""
 
 
 class RemoteTrainer:
@@ -76,16 +71,9 @@ class RemoteTrainer:
         """Membership epoch of the change that made `layout`, set with it; 0 for the one that the run began with."""
         self.with_gradient = False
         """A gradient has been accumulated since the last optimizer step."""
-        self.version: int | None = None
-        """Published version that the weights still are; None before the first, and once the weights have changed."""
-        self._newest = -1
-        """Newest version that the weights have ever been."""
         self._sending: Sending | None = None
         """Weight update that is not finished yet."""
         self._mailbox, self._deadlines, self._chat_format = mailbox, deadlines, chat_format
-        self._receivers: VersionReceivers = receivers
-        self._num_keeping = 0
-        """Blocks of `keeping` under way."""
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         """Changes and commands that wait for the next boundary."""
@@ -100,12 +88,15 @@ class RemoteTrainer:
         self._given: list[PendingSamples] = []
         self._micro_steps = MicroSteps(self._send, self._most_in_flight, deadlines.command_s)
         self.on_micro_step = self._micro_steps.on_done
-        self._kept = KeptVersions(mailbox)
-        self._wants_whole = True
-        """Somebody waits for the next version who has none, and so lacks what training does not change."""
         self._changed = ChangeSignal()
+        self._versions = PublishedVersions(mailbox, receivers, self._publish, self._changed)
         self._end: TrainerLost | None = None
         mailbox.subscribe(self._on_event)
+
+    @property
+    def version(self) -> int | None:
+        """Published version that the weights still are; None before the first, and once the weights have changed."""
+        return self._versions.current
 
     @property
     def is_held(self) -> bool:
@@ -172,7 +163,8 @@ class RemoteTrainer:
         if loss_denominator:
             await self._until_received()
         async with self.boundary(moves_weights=True):
-            self.version = self.version if loss_denominator == 0 else None
+            if loss_denominator:
+                self._versions.end_current()
             replies = await self._all(OptimStep(loss_denominator), Stepped)
             self.with_gradient = False
             return replies[self.layout.first].report
@@ -181,20 +173,15 @@ class RemoteTrainer:
         """Make a version available to the run's slots: what is trained of it, where they have the rest. Servers get it
         by `begin_update`, and need no snapshot."""
         async with self.boundary():
-            self._weights_are(version)
-            whole = self._wants_whole
-            manifest = await self._keep(version, whole)
-            if whole:  # who wants it meanwhile gets this one
-                self._wants_whole = False
-            return manifest
+            return await self._versions.publish(version)
 
     async def begin_update(self, update: WeightUpdate) -> list[Offer]:
         """Have the ranks send the weights, which are the update's version, beside training; what would change them
         waits for that. Raises Refused when they are not, or a rank cannot; then no rank sends."""
         async with self.boundary():
-            if update.version != self.version and update.version <= self._newest:
+            if update.version != self.version and update.version <= self._versions.newest:
                 raise Refused(f"the trainer has gone on from version {update.version}, and cannot send it")
-            self._weights_are(update.version)
+            self._versions.weights_are(update.version)
             if self._sending is not None:
                 self._sending.end()  # each rank ends what it still has of it
             self._sending = Sending(self._mailbox, update, self.layout.slots)
@@ -245,34 +232,36 @@ class RemoteTrainer:
 
     def can_offer(self, version: int) -> bool:
         """Return whether the weights still are this version, or it is still published."""
-        return (version == self.version and not self.parking.is_parked) or self._kept.has(version, whole=True)
+        return (version == self.version and not self.parking.is_parked) or self._versions.has_whole(version)
 
     async def offer(self, version: int) -> Manifest:
         """Publish all of a version, for slots that join. Raises Refused when training has gone on from this
         version."""
-        if manifest := self._kept.use(version, whole=True):
+        if manifest := self._versions.use_whole(version):
             return manifest
         self.parking.refuse()
-        self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
+        self._versions.check_current(
+            version
+        )  # before the turn, which may be long in coming: a change has it, and waits for this joiner
         async with self.boundary():
-            self._still(version)
-            return await self._keep(version)
+            self._versions.check_current(version)
+            return await self._versions.keep(version)
 
     def want_whole(self) -> None:
         """Publish the next version with what training does not change: somebody waits for it who has none."""
-        self._wants_whole = True
+        self._versions.want_whole()
 
     async def publish_again(self, version: int) -> Manifest | None:
         """Publish the weights as they are now under the number of the live version, which no slot has any more. None
         when a later version is on its way. Raises Refused while they are parked."""
-        if not self._is_newest(version):
+        if not self._versions.is_newest(version):
             return None
         self.parking.refuse()
         async with self.boundary():
-            if not self._is_newest(version):
+            if not self._versions.is_newest(version):
                 return None
-            self._weights_are(version)
-            return await self._keep(version)
+            self._versions.weights_are(version)
+            return await self._versions.keep(version)
 
     async def park(self, version: int, keeps_weights: bool) -> None:
         """Have the ranks move the state to host memory, once `version` is published. What needs it waits from then on.
@@ -280,13 +269,13 @@ class RemoteTrainer:
 
         keeps_weights: keep the weights published meanwhile, for slots that join: nobody else has them.
         """
-        while self._newest < version:
+        while self._versions.newest < version:
             self.check()
             await self._changed.wait()
         async with self.boundary(moves_weights=True):
             kept = self.version if keeps_weights else None
             if kept is not None:
-                await self._keep(kept)
+                await self._versions.keep(kept)
             self._kept_parked = kept
             await self.parking.park()
 
@@ -304,13 +293,7 @@ class RemoteTrainer:
 
     async def withdraw(self, version: int) -> None:
         async with self.boundary(needs_state=False):
-            if not self._kept.end_use(version):
-                return
-            # A slot that has left the trainer may be gone by now, and with it what it kept.
-            asked = self._kept.slots_until(version).difference(set(self._mailbox.lost).difference(self.layout.slots))
-            await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._deadlines.command_s, Done)
-            self._kept.forget_until(version)
-            self._changed.notify_all()
+            await self._versions.withdraw(version, self.layout.slots, self._deadlines.command_s)
 
     async def save(self, path: str) -> None:
         async with self.boundary():
@@ -318,7 +301,7 @@ class RemoteTrainer:
 
     async def load(self, path: str) -> None:
         async with self.boundary(moves_weights=True):
-            self.version = None
+            self._versions.end_current()
             await self._all(LoadState(path), Done)
             self.with_gradient = False
 
@@ -358,13 +341,8 @@ class RemoteTrainer:
     def keeping(self, version: int) -> Generator[None]:
         """Begin no optimizer step meanwhile, as others are sent the weights. Raises Refused once training has gone
         on."""
-        self._still(version)
-        self._num_keeping += 1
-        try:
+        with self._versions.sending(version):
             yield
-        finally:
-            self._num_keeping -= 1
-            self._changed.notify_all()
 
     @contextmanager
     def expecting_change(self) -> Generator[None]:
@@ -386,7 +364,7 @@ class RemoteTrainer:
     @property
     def publishers(self) -> frozenset[int]:
         """Slots that keep a snapshot which is not withdrawn yet. One that has left the trainer may be among them."""
-        return self._kept.slots
+        return self._versions.slots
 
     def needs(self, slot: int) -> bool:
         """Return whether a part of the state, or a version that others fetch, would be lost with the slot."""
@@ -408,18 +386,6 @@ class RemoteTrainer:
         if isinstance(event, Died):
             self.parking.look_again()
 
-    def _weights_are(self, version: int) -> None:
-        self.version, self._newest = version, max(version, self._newest)
-        self._changed.notify_all()  # the slots may be about to lend their devices
-
-    def _is_newest(self, version: int) -> bool:
-        """Return whether no later version is published, or about to be."""
-        return version >= max(self._kept.newest, self.version or 0)
-
-    def _still(self, version: int) -> None:
-        if self.version != version:
-            raise Refused(f"the trainer has gone on from version {version}, and cannot offer it")
-
     def check(self) -> None:
         """Raise TrainerLost where there is no trainer any more."""
         if self._end is not None:
@@ -429,12 +395,10 @@ class RemoteTrainer:
         """Wait until nobody is sent the weights any more. Updates of servers have deadlines of their own: past them,
         training goes on all the same."""
 
-        def may_change() -> bool:
-            is_published = self._receivers != "slots" and self.version in self._kept.versions
-            return not (self._num_keeping or is_published) or self._end is not None
-
         with suppress(TimeoutError):
-            await self._changed.wait_for(may_change, self._deadlines.patience_s)
+            await self._changed.wait_for(
+                lambda: self._versions.may_change or self._end is not None, self._deadlines.patience_s
+            )
 
     async def _until_not_held(self, given: PendingSamples) -> None:
         def may_go_on() -> bool:
@@ -448,16 +412,10 @@ class RemoteTrainer:
                 f"{given.num_samples} samples waiting"
             ) from None
 
-    async def _keep(self, version: int, whole: bool = True) -> Manifest:
-        if manifest := self._kept.use(version, whole):
-            return manifest
-        if self._receivers == "servers":
-            return self._kept.keep(version, Manifest(version, "none", "", 0, 0, ()), slot=None)
+    async def _publish(self, version: int, whole: bool) -> tuple[Manifest | None, int]:
+        """Have the ranks publish a version; returns its manifest, and the slot that has the snapshot."""
         first = self.layout.first
-        manifest = (await self._all(Publish(version, with_frozen=whole), Published))[first].manifest
-        if manifest is None:
-            raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
-        return self._kept.keep(version, manifest, slot=first)
+        return (await self._all(Publish(version, with_frozen=whole), Published))[first].manifest, first
 
     def _most_in_flight(self) -> int:
         return 0 if self._num_waiting or self.is_held else 1 if self._num_expecting else IN_FLIGHT

@@ -52,7 +52,8 @@ from ductile.fleet.requests.scorer import RemoteScorer
 from ductile.fleet.requests.weight_offers import WeightOffers
 from ductile.fleet.run_roles import RunRoles
 from ductile.fleet.servers.http_generators import HttpGenerators
-from ductile.fleet.trainer.remote_trainer import RemoteTrainer, VersionReceivers
+from ductile.fleet.trainer.published_versions import VersionReceivers
+from ductile.fleet.trainer.remote_trainer import RemoteTrainer
 from ductile.messages.message import RoleName
 from ductile.orchestrator.commands.bench import Bench
 from ductile.orchestrator.commands.compose import Prepared, canaries_of, prepare, run_loop
