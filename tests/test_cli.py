@@ -33,23 +33,32 @@ def ductile_command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*PYTHON, *words], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--help"],
-        ["--version"],
-        *([name, "--help"] for name in [*COMMANDS, *TOOLS]),
-        ["status", "--run", "nowhere"],
-        ["rl", "@", "good.toml", "--dry-run"],
-        ["rl", "--no-such-key"],
-    ],
-    ids=" ".join,
-)
-def test_help_and_checks_need_no_torch(words: list[str]) -> None:
-    """Also without what else is slow to import and that they do not need."""
-    imported = imported_by(*words)
-    assert "ductile.cli" in imported
-    assert imported & {*HEAVY, "numpy", "rich.console", "asyncio", "tokenizers"} == set()
+LIGHT = [
+    ["--help"],
+    ["--version"],
+    *([name, "--help"] for name in [*COMMANDS, *TOOLS]),
+    ["status", "--run", "nowhere"],
+    ["rl", "@", "good.toml", "--dry-run"],
+    ["rl", "--no-such-key"],
+]
+SAY_WHAT_IS_IMPORTED = """
+import contextlib, json, sys
+from ductile.cli import main
+for words in json.loads(sys.argv[1]):
+    with contextlib.suppress(SystemExit):
+        main(words)
+    print(json.dumps([words, [name for name in json.loads(sys.argv[2]) if name in sys.modules]]), file=sys.stderr)
+"""
+
+
+def test_help_and_checks_need_no_torch() -> None:
+    """Also without what else is slow to import and that they do not need. They follow each other in one process: it is
+    the first of them that imports something which is told."""
+    slow = json.dumps([*HEAVY, "numpy", "rich.console", "asyncio", "tokenizers"])
+    command = [sys.executable, "-c", SAY_WHAT_IS_IMPORTED, json.dumps(LIGHT), slow]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    told = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[[")]
+    assert told == [[words, []] for words in LIGHT], done.stderr
 
 
 def test_check_reads_what_the_config_names_without_torch() -> None:

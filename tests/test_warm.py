@@ -16,7 +16,7 @@ ECHO = [sys.executable, "-m", "tests.warm_echo"]
 def began(*words: str, code: int = 0, **how: Any) -> dict[str, Any]:
     environment = {**os.environ, "DUCTILE_ECHO": "yes"}
     done = subprocess.run(
-        [*ECHO, *words], input="hello", capture_output=True, text=True, env=environment, timeout=60, **how
+        [*ECHO, *words], input="hello", capture_output=True, text=True, env=environment, timeout=120, **how
     )
     assert (done.returncode, done.stderr) == (code, "")
     return json.loads(done.stdout)
@@ -42,4 +42,4 @@ def test_it_is_our_child_and_takes_signals() -> None:
         assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == -signal.SIGTERM
+        assert process.wait(60) == -signal.SIGTERM

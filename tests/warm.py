@@ -82,7 +82,7 @@ IMPORTED = (
     "torch.optim.adamw",
 )
 
-START_S = 60.0
+START_S = 200.0
 """Deadline of the template's imports, and of a fork."""
 ROOM = 16384
 """Bytes that the template keeps for the command line and the environment of what it becomes."""

@@ -10,7 +10,7 @@ from ductile.cli import main
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_printed_output_of_the_example_is_what_the_command_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
