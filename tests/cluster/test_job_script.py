@@ -28,15 +28,31 @@ for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
     tasks+=($!)
 done
 code=0
-for task in "${tasks[@]}"; do wait "$task" || code=1; done
+for task in "${tasks[@]}"; do
+    wait "$task"
+    own=$?
+    [ $own -le $code ] || code=$own
+done
 exit $code
 """
 SCONTROL = """#!/bin/bash
 echo "scontrol $*" >> "$CALLS"
 if [ "$1 $2" = "show hostnames" ]; then printf 'node1\\nnode2\\nnode3\\n'; fi
 """
+RAY = """#!/bin/bash
+# `ray symmetric-run`: it runs the command on the first node, and waits for its end on the others.
+[ "$BEHAVIOUR" = no_ray ] && exit 0
+if [ "$SLURM_NODEID" != 0 ]; then
+    while [ ! -e "$CALLS.over" ]; do sleep 0.05; done
+    exit 0
+fi
+echo "${*:1:6}" >> "$CALLS"
+shift 6
+"$@"
+"""
 PROGRAM = """#!/bin/bash
 # Stands for `python -P -m ductile`: says how it was called, and behaves as $BEHAVIOUR says.
+if [ "$2" = -c ]; then echo 10.0.0.1; exit; fi # asked for this machine's address
 shift 3
 echo "$*" >> "$CALLS"
 if [ "$1" = join ]; then
@@ -61,11 +77,12 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)
     nodes = '[slurm]\n[deployment]\ntype = "multi_node"\n'
-    files = {**FILES, "nodes.toml": f"{nodes}num_train_nodes = 2\nnum_infer_nodes = 1\n", "one.toml": "[slurm]\n"}
+    three = f"{nodes}num_train_nodes = 2\nnum_infer_nodes = 1\n"
+    files = {**FILES, "nodes.toml": three, "one.toml": "[slurm]\n", "ray.toml": f"{three}[ray]\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "bin").mkdir()
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "program": PROGRAM}.items():
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "program": PROGRAM, "ray": RAY}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
 
@@ -168,7 +185,7 @@ def test_what_is_asked_once_is_handed_on(words: Sequence[str], flags: str) -> No
     assert calls() == [f"rl @ <here>/out/configs/rl.toml{flags}"]
 
 
-@pytest.mark.parametrize("config", ["nodes.toml", "one.toml"])
+@pytest.mark.parametrize("config", ["nodes.toml", "one.toml", "ray.toml"])
 @pytest.mark.parametrize(
     ("signum", "words", "requeued"),
     [
@@ -189,6 +206,26 @@ def test_a_notice_has_the_run_save_and_the_job_queued_again(
     assert process.returncode == 130, said
     assert "saved" in said
     assert ("scontrol requeue 7" in calls()) == requeued
+
+
+def test_ray_starts_on_every_node_and_runs_the_orchestrator_on_the_first() -> None:
+    write("@", "ray.toml")
+    code, said = run("alone")
+    assert code == 0, said
+    assert calls() == ["symmetric-run --address 10.0.0.1:6386 --min-nodes 3 --", "rl @ <here>/out/configs/rl.toml"]
+    assert 'address = "auto"' in Path("out/configs/rl.toml").read_text()
+    token = Path("out/slurm/latest/ray_token")
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert len(token.read_text()) == 64
+    assert token.read_text() not in said
+
+
+def test_a_job_whose_ray_does_not_start_fails() -> None:
+    write("@", "ray.toml")
+    code, said = run("no_ray")
+    assert code == 1
+    assert "Ray did not start; the logs of the nodes are" in said
+    assert not Path("calls").exists()
 
 
 def test_a_node_that_does_not_see_the_folder_ends_the_job() -> None:

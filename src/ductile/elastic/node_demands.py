@@ -22,17 +22,17 @@ class NodeDemands(Listener):
         want: told after each step; it must return at once. clock: the ledger's."""
         self._config, self._ledger, self._clock = config, ledger, clock
         self._num_there, self._want = num_there, want
+        self._num_asked = config.num_nodes
         self._known: tuple[object, float, Mapping[IdleCause, float]] = None, 0.0, {}
         """The ledger that was looked at, what there was to spend in it, and what was idle."""
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         config = self._config
+        lacked, there = self._lacked() if step else None, self._num_there()
         most = config.max_nodes or config.num_nodes
-        self._want(
-            node_demand(
-                config.num_nodes, most, self._num_there(), config.auto_scheduler, self._lacked() if step else None
-            )
-        )
+        demand = node_demand(config.num_nodes, most, there, config.auto_scheduler, lacked, self._num_asked)
+        self._num_asked = demand.num_nodes
+        self._want(demand)
 
     def _lacked(self) -> float | None:
         """Return the share of the slots' time since the last call in which they lacked work."""

@@ -22,7 +22,7 @@ from ductile.observe import read_jsonl
 from tests.tiny import make_model_folder
 
 STEPS = 10
-MORE_STEPS = 40
+MORE_STEPS = 24
 """Steps of the reference of `sft`, for jobs that are interrupted; shorter ones are compared with its beginning."""
 RUN_S = 300.0
 NUM_COMPLETIONS = 20

@@ -86,9 +86,7 @@ class SlurmCluster:
         self.say("slurmctld", "-c")
         for node in ("n1", "n2"):
             self.say("slurmd", "-N", node)
-        self._until(
-            START_S, "the nodes are idle", lambda: self.say("sinfo", "-h", "-p", "main", "-o", "%t %D") == "idle 2"
-        )
+        self.wait_until_idle()
         self.took = f"installed in {installed_s - began_s:.1f} s, up in {time.monotonic() - installed_s:.1f} s"
         return self
 
@@ -110,6 +108,12 @@ class SlurmCluster:
     def state(self, job: str) -> str:
         """Return the job's state: "RUNNING", "COMPLETED"."""
         return self.say("squeue", "-h", "--states=all", "-j", job, "-o", "%T")
+
+    def wait_until_idle(self) -> None:
+        """Wait until nothing of any job is left on the nodes."""
+        self._until(
+            JOB_S, "the nodes are idle", lambda: self.say("sinfo", "-h", "-p", "main", "-o", "%t %D") == "idle 2"
+        )
 
     def address(self, node: str) -> str:
         """Return the address of a node, whose name means nothing outside of SLURM."""

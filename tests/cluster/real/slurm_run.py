@@ -83,6 +83,7 @@ def assert_goes_on_when_its_time_is_over(slurm: SlurmCluster, runs: Runs, job: s
     slurm.wait_until(job, ("PENDING", "COMPLETED", "FAILED"))
     assert 0 < len(steps(run)) < MORE_STEPS, logs_of(run)
     assert "the job is queued again" in next(run.glob("slurm/job_*.log")).read_text(), logs_of(run)
+    slurm.wait_until_idle()
     slurm.say("scontrol", "update", f"jobid={job}", "starttime=now")  # SLURM itself waits for some minutes
     assert_completes(slurm, job, run)
     assert (run / "slurm/latest").resolve().name == "attempt_1"

@@ -24,6 +24,11 @@ def test_a_run_that_may_have_four_nodes_asks_for_what_it_could_use(
     assert node_demand(2, 4, there, is_scheduled, lacked) == NodeDemand(asks_for, why)
 
 
+@pytest.mark.parametrize(("lacked", "asks_for"), [(0.15, 4), (0.21, 3)])
+def test_a_node_that_is_on_its_way_is_not_given_up_at_once(lacked: float, asks_for: int) -> None:
+    assert node_demand(2, 4, 3, True, lacked, num_asked=4).num_nodes == asks_for
+
+
 def test_a_run_that_is_not_at_work_asks_for_what_it_begins_with() -> None:
     assert first_demand(1) == NodeDemand(1, "the run begins with 1 node")
 

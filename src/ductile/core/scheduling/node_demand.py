@@ -16,7 +16,8 @@ from ductile.core.scheduling.facts.ledger import IdleCause
 LACKS: frozenset[IdleCause] = frozenset(("tail", "queue_full", "queue_empty", "held", "no_role"))
 """Causes for which a slot is idle, and further slots would be, too."""
 MOST_LACKED = 0.1
-"""Share of the slots' time in which they may have lacked work, and one more node is still asked for."""
+"""Share of the slots' time in which they may have lacked work, and one more node is still asked for. One that has been
+asked for is wanted on up to twice that: machines are not brought and taken with every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,13 @@ def first_demand(num_nodes: int) -> NodeDemand:
     return NodeDemand(num_nodes, f"the run begins with {many(num_nodes, 'node')}")
 
 
-def node_demand(num_nodes: int, max_nodes: int, num_there: int, is_scheduled: bool, lacked: float | None) -> NodeDemand:
+def node_demand(
+    num_nodes: int, max_nodes: int, num_there: int, is_scheduled: bool, lacked: float | None, num_asked: int = 0
+) -> NodeDemand:
     """Return what a run asks for that is at work.
 
     num_nodes, max_nodes: that it begins with, and that it may have. num_there: nodes that it has. is_scheduled: a
-    policy moves slots between roles. lacked: as of `lacked_share`, lately.
+    policy moves slots between roles. lacked: as of `lacked_share`, lately. num_asked: nodes that the run asks for now.
     """
     kept = max(num_nodes, min(num_there, max_nodes))
     if num_there < num_nodes:
@@ -57,6 +60,6 @@ def node_demand(num_nodes: int, max_nodes: int, num_there: int, is_scheduled: bo
         return NodeDemand(kept, "no policy would give the slots of another node work (cluster.auto_scheduler)")
     if lacked is None:
         return NodeDemand(kept, "it is not known yet how busy its slots are")
-    if lacked > MOST_LACKED:
+    if lacked > (2 * MOST_LACKED if num_asked > num_there else MOST_LACKED):
         return NodeDemand(kept, f"its slots lacked work for {lacked:.0%} of the last step")
     return NodeDemand(num_there + 1, f"its slots lacked work for {lacked:.0%} of the last step, and one more has some")
