@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ductile.cluster.slurm.job import Job, SubmittedConfig, in_words, job_of
 from ductile.cluster.slurm.script import MARK, SUFFIX, TEMPLATES, BadTemplate, render
@@ -126,12 +127,13 @@ def router_in_job(own: InferenceRunConfig, config: SubmittedConfig) -> RouterRun
     assert isinstance(config, InferenceRunConfig)
     asked = router_of(config)
     assert asked is not None
-    server = {name: getattr(own.server, name) for name in HttpServerConfig.model_fields}
+    server: dict[str, Any] = {name: getattr(own.server, name) for name in HttpServerConfig.model_fields}
+    server["port"] = router_port(config, asked)
     health = {name: getattr(own, name) for name in HealthCheckConfig.model_fields}
     return RouterRunConfig(
         policy=policy_of(asked),
         non_cached_tokens=non_cached_tokens(asked),
-        server=HttpServerConfig(**server | {"port": router_port(config, asked)}),
+        server=HttpServerConfig(**server),
         output_dir=own.output_dir,
         log=own.log,
         **health,

@@ -105,21 +105,24 @@ def _servers(config: InferenceRunConfig) -> Iterator[Finding]:
 def _behind_one_router(config: InferenceRunConfig, on_nodes: Sequence[NodeServers]) -> Iterator[Finding]:
     deployment, port_of = config.deployment, {"any": "backend_port"}
     for group in on_nodes:
-        key = f"deployment.{port_of.get(group.role, f'{group.role}_port')}"
+        port_key = port_of.get(group.role, f"{group.role}_port")
         if group.port == 0:
-            yield Finding((key,), "must be a port, the same on each node: the router is told the servers' addresses")
+            yield Finding(
+                (f"deployment.{port_key}",),
+                "must be a port, the same on each node: the router is told the servers' addresses",
+            )
         if group.role == "any":
             continue
-        replicas = f"num_{group.role}_replicas"
-        if replicas in deployment.model_fields_set and getattr(deployment, replicas) != group.num_nodes * group.each:
+        key = f"num_{group.role}_replicas"
+        if key in deployment.model_fields_set and getattr(deployment, key) != group.num_nodes * group.each:
             what = (
                 f"must be a multiple of deployment.num_{group.role}_nodes ({group.num_nodes}): a server is on one "
                 f"device, and nodes have equally many"
             )
-            yield Finding((f"deployment.{replicas}", f"deployment.num_{group.role}_nodes"), what)
+            yield Finding((f"deployment.{key}", f"deployment.num_{group.role}_nodes"), what)
         if config.cluster.device != "cpu" and group.each > deployment.gpus_per_node:
             what = f"must be at least {group.each}: each server of a node has a device of its own"
-            yield Finding(("deployment.gpus_per_node", f"deployment.{replicas}"), what)
+            yield Finding(("deployment.gpus_per_node", f"deployment.{key}"), what)
     if isinstance(deployment, DisaggregatedServing) and config.server.port == 0:
         yield Finding(("server.port",), "must be a port, as the job tells the router's address")
     if isinstance(deployment, DisaggregatedServing) and config.bench is not None:

@@ -109,8 +109,11 @@ def servers_on_nodes(config: InferenceRunConfig) -> tuple[NodeServers, ...]:
 
 
 def _each_node(deployment: DisaggregatedServing, role: str) -> int:
-    replicas, nodes = (getattr(deployment, f"num_{role}_{what}") for what in ("replicas", "nodes"))
-    return -(-replicas // nodes) if f"num_{role}_replicas" in deployment.model_fields_set else 1
+    """Return the servers of each node that has this role."""
+    if f"num_{role}_replicas" not in deployment.model_fields_set:
+        return 1
+    num_servers, num_nodes = getattr(deployment, f"num_{role}_replicas"), getattr(deployment, f"num_{role}_nodes")
+    return -(-num_servers // num_nodes)
 
 
 def planned_servers(config: InferenceRunConfig) -> tuple[PlannedServer, ...]:

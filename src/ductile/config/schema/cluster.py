@@ -231,7 +231,7 @@ class MultiNodeServing(Section):
     num_nodes: int = Field(default=2, ge=1)
     gpus_per_node: int = Field(default=8, ge=1)
     backend_port: int = Field(default=8100, ge=0, le=65535)
-    """With a router, the port of each node's first server; the others of the node have those after it."""
+    """Port of each node's first server behind a router; the others of the node have those after it."""
     router: RouterConfig | None = None
     """A router at `server.port` of the first node, before the servers of all nodes. Absent: clients go to any node, at
     `server.port`, where a node of several servers has a router of its own."""
@@ -244,9 +244,9 @@ class DisaggregatedServing(Section):
     type: Literal["disaggregated"]
     gpus_per_node: int = Field(default=8, ge=1)
     num_prefill_nodes: int = Field(default=1, ge=1)
-    """With `[slurm]`: nodes of servers that compute prompts. They come first."""
+    """Nodes that have servers which compute prompts, with `[slurm]`. They come first."""
     num_decode_nodes: int = Field(default=1, ge=1)
-    """With `[slurm]`: nodes of servers that go on with them."""
+    """Nodes that have servers which go on with them, with `[slurm]`."""
     num_prefill_replicas: int = Field(default=1, ge=1)
     """Servers that compute prompts, each on a device of its own. Over nodes equally many are on each; absent: one."""
     num_decode_replicas: int = Field(default=1, ge=1)
