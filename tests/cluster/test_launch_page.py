@@ -28,6 +28,13 @@ MORE_FILES = {
     "rl_nodes.toml": OF_RL,
     "sft_nodes.toml": OF_SFT,
     "servers.toml": '[slurm]\n[deployment]\ntype = "multi_node"\n',
+    "routed.toml": (
+        '[slurm]\n[deployment]\ntype = "multi_node"\n[deployment.router]\ntype = "vllm-router"\nport = 9000\n'
+    ),
+    "apart.toml": (
+        '[slurm]\n[deployment]\ntype = "disaggregated"\nnum_decode_nodes = 2\nnum_decode_replicas = 4\n'
+        'prefill_vllm_overrides = {max_num_batched_tokens = 4096}\ndecode_env_overrides = {OMP_NUM_THREADS = "2"}\n'
+    ),
     "path/to/my_template.sbatch.j2": (
         '#!/bin/bash\n{% include "_directives.j2" %}\n#SBATCH --constraint=h100\n\n{% include "_begin.j2" %}\n\n'
         '"${ductile[@]}" {{ command }} @ "$config"\n'
@@ -53,6 +60,8 @@ LINES = {
     ),
     "own_template": "rl @ my_config.toml --slurm.template-path path/to/my_template.sbatch.j2 --dry-run",
     "servers": "inference @ infer.toml @ servers.toml --dry-run",
+    "routed_servers": "inference @ infer.toml @ routed.toml --parallel.dp 2 --dry-run",
+    "disaggregated": "inference @ infer.toml @ apart.toml --dry-run",
     "one_server": "inference @ infer.toml --slurm --dry-run",
     "example_rl": f"rl @ {EXAMPLES / 'rl.toml'} @ {EXAMPLES / 'slurm.toml'} --model.name model --dry-run",
     "example_sft": (
@@ -138,7 +147,8 @@ def partition_of_the_page() -> str | None:
 
 
 @pytest.mark.parametrize(
-    "name", ["single_node", "six_and_two_gpus", "rl_nodes", "sft_nodes", "servers", "ray_nodes", "128_nodes"]
+    "name",
+    ["single_node", "six_and_two_gpus", "rl_nodes", "sft_nodes", "servers", "disaggregated", "ray_nodes", "128_nodes"],
 )
 def test_sbatch_accepts_the_script(name: str) -> None:
     if why := partition_of_the_page():

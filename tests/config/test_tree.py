@@ -98,6 +98,8 @@ OTHER_VALUES = {
     "cluster.cpu_slot_fraction": "0.5",
     "cluster.slots_per_device": "2",
     "cluster.device_memory_gib": "80",
+    "cluster.node_gb_per_s": "100",
+    "cluster.network_gb_per_s": "10",
     "cluster.heartbeat_timeout_s": "5",
     "cluster.command_timeout_s": "5",
     "cluster.progress_timeout_s": "5",

@@ -15,7 +15,8 @@ from itertools import groupby
 from typing import Literal
 
 from ductile.config.checks.asked_placement import num_nodes, placement_of, slots_per_node_of
-from ductile.config.schema.cluster import DisaggregatedServing, MultiNodeDeployment, MultiNodeServing, SlurmConfig
+from ductile.config.checks.serving_plan import NodeServers, servers_on_nodes
+from ductile.config.schema.cluster import MultiNodeDeployment, SlurmConfig
 from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig
 from ductile.core.instances.node_devices import DeviceUse, device_uses, visible_devices
 from ductile.core.instances.placement import many, slots_of
@@ -30,9 +31,9 @@ CPUS_PER_GPU = 4
 @dataclass(frozen=True, slots=True)
 class Job:
     command: str
-    kind: Literal["single_node", "multi_node", "ray", "servers"]
+    kind: Literal["single_node", "multi_node", "ray", "servers", "routed_servers"]
     """Which template: everything on one node; a run over several, whose other nodes join it; Ray on each node, whose
-    agents join it; a server on each node."""
+    agents join it; a server on each node; servers on all nodes behind one router."""
     num_nodes: int
     gpus_per_node: int
     """GPUs to ask for on each node; 0 where slots are on CPUs."""
@@ -41,6 +42,8 @@ class Job:
     first_rank: int
     """Rank of the node that runs the script, and the orchestrator."""
     uses: Sequence[DeviceUse]
+    behind_router: Sequence[NodeServers] = ()
+    """Servers of all nodes, where one router is before them."""
 
     @property
     def cpus_per_task(self) -> int:
@@ -49,6 +52,9 @@ class Job:
 
     def table(self) -> Iterator[str]:
         """Yield a line for each role of each group of nodes that do the same."""
+        if self.behind_router:
+            yield from self._routed()
+            return
         by_node = [(node, tuple(uses)) for node, uses in groupby(self.uses, key=lambda use: use.node)]
         for _, group in groupby(by_node, key=lambda each: [(use.device, use.roles) for use in each[1]]):
             nodes = list(group)
@@ -57,6 +63,17 @@ class Job:
                 yield f"{name:<14}{self._line(roles, [use for _, uses in nodes for use in uses if use.roles == roles])}"
         if self.kind in ("multi_node", "ray"):
             yield f"{'orchestrator':<14}on node {self.first_rank}, the first of the job's"
+
+    def _routed(self) -> Iterator[str]:
+        first = 0
+        for group in self.behind_router:
+            does = {"any": "", "prefill": ", which computes prompts", "decode": ", which goes on with them"}[group.role]
+            does = does.replace("computes", "compute").replace("goes", "go") if group.each > 1 else does
+            name = f"node{'' if group.num_nodes == 1 else 's'} {compact(range(first, first + group.num_nodes))}"
+            on = f" on GPU{'' if group.each == 1 else 's'} {compact(range(group.each))}" if self.gpus_per_node else ""
+            yield f"{name:<14}{many(group.each, 'server')} a node{on}, from port {group.port} on{does}"
+            first += group.num_nodes
+        yield f"{'router':<14}on node 0, the first of the job's"
 
     def _line(self, roles: Sequence[str], uses: Sequence[DeviceUse]) -> str:
         does = " and ".join(roles)
@@ -75,8 +92,8 @@ def job_of(command: str, config: SubmittedConfig) -> Job:
     nodes, is_whole = num_nodes(config), True
     by_ray = not isinstance(config, InferenceRunConfig) and config.ray is not None
     if isinstance(config, InferenceRunConfig):
-        kind = "servers"
-        num_gpus = deployment.gpus_per_node if isinstance(deployment, MultiNodeServing) else _num_servers(config)
+        kind = "routed_servers" if servers_on_nodes(config) else "servers"
+        num_gpus = deployment.gpus_per_node if nodes > 1 else _num_servers(config)
         devices = visible_devices(_num_servers(config))
         uses = [DeviceUse(node, device, (), ("generate",)) for node in range(nodes) for device in devices]
     else:
@@ -91,7 +108,8 @@ def job_of(command: str, config: SubmittedConfig) -> Job:
     first_rank = 0  # on Ray, too, where the machine of the command comes first
     if isinstance(deployment, MultiNodeDeployment) and not deployment.orchestrator_on_inference and not by_ray:
         first_rank = deployment.num_infer_nodes
-    return Job(command, kind, nodes, num_gpus if on_gpu else 0, is_whole, first_rank, uses)
+    behind = servers_on_nodes(config) if isinstance(config, InferenceRunConfig) else ()
+    return Job(command, kind, nodes, num_gpus if on_gpu else 0, is_whole, first_rank, uses, behind)
 
 
 def job_report(command: str, config: SubmittedConfig) -> str:
@@ -105,9 +123,6 @@ def job_report(command: str, config: SubmittedConfig) -> str:
 
 def _num_servers(config: InferenceRunConfig) -> int:
     """Return the servers of a node, each of which has a GPU of its own."""
-    deployment = config.deployment
-    if isinstance(deployment, DisaggregatedServing):
-        return deployment.num_prefill_replicas + deployment.num_decode_replicas
     return config.parallel.dp or 1
 
 

@@ -12,15 +12,25 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ductile.cluster.slurm.job import Job, SubmittedConfig, in_words, job_of
 from ductile.cluster.slurm.script import MARK, SUFFIX, TEMPLATES, BadTemplate, render
-from ductile.config.checks.serving_plan import router_of, router_port
+from ductile.config.checks.serving_plan import NodeServers, non_cached_tokens, policy_of, router_of, router_port
 from ductile.config.checks.written import RESOLVED
 from ductile.config.reading.command_line import pasteable
 from ductile.config.reading.dump import write_resolved
-from ductile.config.schema.cluster import MultiNodeServing, ServingDeploymentConfig, SingleNodeServing, SlurmConfig
-from ductile.config.schema.run import InferenceRunConfig, RLConfig, SFTConfig
+from ductile.config.schema.cluster import (
+    ClusterConfig,
+    MultiNodeServing,
+    ServingDeploymentConfig,
+    SingleNodeServing,
+    SlurmConfig,
+)
+from ductile.config.schema.fleet import HealthCheckConfig
+from ductile.config.schema.http_server import HttpServerConfig
+from ductile.config.schema.inference import EngineConfig
+from ductile.config.schema.run import InferenceRunConfig, RLConfig, RouterRunConfig, SFTConfig
 from ductile.disk import write_whole
 from ductile.user_files import NotText, read_text
 
@@ -31,6 +41,8 @@ READY_S = 1800
 """Seconds that the orchestrator has, in a job, to read its data and to listen for nodes."""
 KEY_VARIABLE = "DUCTILE_SERVER_KEY"
 """Environment variable with the key of servers that were not given one."""
+
+DEFAULT_RESTARTS: int = ClusterConfig.model_fields["max_restarts"].default
 
 
 class NotSubmitted(Exception):
@@ -51,10 +63,11 @@ def submit(command: str, config: SubmittedConfig) -> int:
             number = _sbatch(script)
             said = f"Submitted job {number}. {in_words(job, config.slurm)}."
             where.append(f"  log         {folder / 'slurm' / f'job_{number}.log'}")
-            if job.kind != "servers":
+            if "servers" not in job.kind:
                 where.append(f"  ask it      {pasteable('status', folder)}")
-        if job.kind == "servers":
-            where.append(f"  addresses   {folder / 'slurm' / 'urls'}, one a node, once the job runs")
+        if "servers" in job.kind:
+            which = "the router's" if job.behind_router else "one a node"
+            where.append(f"  addresses   {folder / 'slurm' / 'urls'}, {which}, once the job runs")
             if _makes_key(config):
                 where.append(f"  their key   {folder / 'slurm' / 'server_key'}")
     except (BadTemplate, NotSubmitted, OSError) as error:
@@ -74,7 +87,13 @@ def write_job(job: Job, config: SubmittedConfig, slurm: SlurmConfig, folder: Pat
     (folder / "slurm").mkdir(parents=True, exist_ok=True)
     if _makes_key(config) and not (key := folder / "slurm" / "server_key").exists():
         write_whole(key, f"{secrets.token_urlsafe(32)}\n", mode=0o600)
-    write_resolved(in_job(job, config, folder), resolved.parent, job.command, resolved.name)
+    own = in_job(job, config, folder)
+    if job.behind_router and isinstance(own, InferenceRunConfig):
+        write_resolved(router_in_job(own, config), resolved.parent, "router", "router.toml")
+        for group in job.behind_router:
+            write_resolved(server_in_job(own, group), resolved.parent, job.command, _config_of(group).name)
+    else:
+        write_resolved(own, resolved.parent, job.command, resolved.name)
     write_whole(script, text)
     return script, resolved
 
@@ -93,6 +112,39 @@ def in_job(job: Job, config: SubmittedConfig, folder: Path) -> SubmittedConfig:
     elif job.kind == "multi_node":
         changes["cluster"] = config.cluster.model_copy(update={"head_is_node": False})
     return config.model_copy(update=changes)
+
+
+def server_in_job(own: InferenceRunConfig, group: NodeServers) -> InferenceRunConfig:
+    """Return the config of each server of a group, which is told its port."""
+    overrides = EngineConfig.model_validate(group.overrides)
+    changes: dict[str, object] = {name: getattr(overrides, name) for name in group.overrides}
+    changes["parallel"] = own.parallel.model_copy(update={"dp": None})
+    changes["server"] = own.server.model_copy(update={"port": group.port})
+    changes["cluster"] = own.cluster.model_copy(update={"max_restarts": DEFAULT_RESTARTS})  # the script does that
+    return own.model_copy(update={**changes, "deployment": SingleNodeServing()})
+
+
+def router_in_job(own: InferenceRunConfig, config: SubmittedConfig) -> RouterRunConfig:
+    """Return the config of the router, which is told the servers' addresses. own: the servers' config in the job."""
+    assert isinstance(config, InferenceRunConfig)
+    asked = router_of(config)
+    assert asked is not None
+    server: dict[str, Any] = {name: getattr(own.server, name) for name in HttpServerConfig.model_fields}
+    server["port"] = router_port(config, asked)
+    health = {name: getattr(own, name) for name in HealthCheckConfig.model_fields}
+    return RouterRunConfig(
+        policy=policy_of(asked),
+        non_cached_tokens=non_cached_tokens(asked),
+        server=HttpServerConfig(**server),
+        output_dir=own.output_dir,
+        log=own.log,
+        **health,
+    )
+
+
+def _config_of(group: NodeServers) -> Path:
+    """Return the name of the config of a group's servers; that of those that finish requests is the command's own."""
+    return Path("prefill.toml" if group.role == "prefill" else "inference.toml")
 
 
 def values(job: Job, config: SubmittedConfig, slurm: SlurmConfig, folder: Path) -> dict[str, object]:
@@ -124,6 +176,19 @@ def values(job: Job, config: SubmittedConfig, slurm: SlurmConfig, folder: Path) 
         "requeue": slurm.requeue,
         "interface": config.cluster.interface or "",
         "port": _port(config),
+        "groups": [
+            {
+                "role": group.role,
+                "num_nodes": group.num_nodes,
+                "first_node": sum(each.num_nodes for each in job.behind_router[:place]),
+                "each": group.each,
+                "port": group.port,
+                "config": str((folder / "configs" / _config_of(group)).absolute()),
+                "environment": [f"{name}={value}" for name, value in group.environment.items()],
+            }
+            for place, group in enumerate(job.behind_router)
+        ],
+        "max_restarts": config.cluster.max_restarts,
         "key_variable": KEY_VARIABLE if _makes_key(config) else "",
     }
 

@@ -2,6 +2,7 @@
 
 from ductile.config.schema.cluster import (
     ClusterConfig,
+    DisaggregatedServing,
     GroupPlacement,
     MultiNodeDeployment,
     MultiNodeServing,
@@ -64,6 +65,8 @@ def num_nodes(config: SlotsConfig | InferenceRunConfig) -> int:
             return deployment.num_infer_nodes + deployment.num_train_nodes
         case MultiNodeTrainDeployment() | MultiNodeServing():
             return deployment.num_nodes
+        case DisaggregatedServing() if isinstance(config, InferenceRunConfig) and config.slurm is not None:
+            return deployment.num_prefill_nodes + deployment.num_decode_nodes
         case _:
             return config.cluster.num_nodes
 

@@ -1,14 +1,16 @@
 """Findings on the nodes of a deployment, and on what is written for SLURM."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 from ductile.config.checks.asked_placement import lacks_generators, num_nodes
+from ductile.config.checks.serving_plan import NodeServers, servers_on_nodes
 from ductile.config.checks.written import named_files
 from ductile.config.finding import Finding
 from ductile.config.schema.cluster import (
+    DisaggregatedServing,
     MultiNodeDeployment,
     MultiNodeServing,
     MultiNodeTrainDeployment,
@@ -83,14 +85,20 @@ def _generating(config: RLConfig, deployment: MultiNodeDeployment) -> Iterator[F
 
 def _servers(config: InferenceRunConfig) -> Iterator[Finding]:
     deployment, parallel = config.deployment, config.parallel
+    what = (
+        "starts servers on several nodes, which needs a [slurm] table. Without SLURM, start `ductile inference` on "
+        "each node, and `ductile router` before them"
+    )
+    if isinstance(deployment, DisaggregatedServing):
+        names = [name for name in ("num_prefill_nodes", "num_decode_nodes") if getattr(deployment, name) > 1]
+        if names and config.slurm is None:
+            yield Finding((f"deployment.{names[0]}", "slurm"), what)
+    elif isinstance(deployment, MultiNodeServing) and config.slurm is None:
+        yield Finding(("deployment.type", "slurm"), what)
+    if on_nodes := servers_on_nodes(config):
+        yield from _behind_one_router(config, on_nodes)
     if not isinstance(deployment, MultiNodeServing):
         return
-    if config.slurm is None:
-        what = (
-            "starts servers on several nodes, which needs a [slurm] table. Without SLURM, start `ductile inference` on "
-            "each node"
-        )
-        yield Finding(("deployment.type", "slurm"), what)
     needed = parallel.tp * (parallel.dp or 1)
     if needed > deployment.gpus_per_node:
         what = f"must be at least {needed}: a server's tp x dp slots are on one node"
@@ -98,6 +106,33 @@ def _servers(config: InferenceRunConfig) -> Iterator[Finding]:
     if config.server.port == 0:
         yield Finding(("server.port",), "must be a port, the same on each node, as the job tells their addresses")
     if config.bench is not None:
+        yield Finding(("bench", "deployment.type"), 'measures one server: write deployment.type = "single_node"')
+
+
+def _behind_one_router(config: InferenceRunConfig, on_nodes: Sequence[NodeServers]) -> Iterator[Finding]:
+    deployment, port_of = config.deployment, {"any": "backend_port"}
+    for group in on_nodes:
+        port_key = port_of.get(group.role, f"{group.role}_port")
+        if group.port == 0:
+            yield Finding(
+                (f"deployment.{port_key}",),
+                "must be a port, the same on each node: the router is told the servers' addresses",
+            )
+        if group.role == "any":
+            continue
+        key = f"num_{group.role}_replicas"
+        if key in deployment.model_fields_set and getattr(deployment, key) != group.num_nodes * group.each:
+            what = (
+                f"must be a multiple of deployment.num_{group.role}_nodes ({group.num_nodes}): a server is on one "
+                f"device, and nodes have equally many"
+            )
+            yield Finding((f"deployment.{key}", f"deployment.num_{group.role}_nodes"), what)
+        if config.cluster.device != "cpu" and group.each > deployment.gpus_per_node:
+            what = f"must be at least {group.each}: each server of a node has a device of its own"
+            yield Finding(("deployment.gpus_per_node", f"deployment.{key}"), what)
+    if isinstance(deployment, DisaggregatedServing) and config.server.port == 0:
+        yield Finding(("server.port",), "must be a port, as the job tells the router's address")
+    if isinstance(deployment, DisaggregatedServing) and config.bench is not None:
         yield Finding(("bench", "deployment.type"), 'measures one server: write deployment.type = "single_node"')
 
 

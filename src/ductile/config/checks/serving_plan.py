@@ -11,7 +11,15 @@ from ductile.config.checks.access import server_findings
 from ductile.config.checks.fleet_findings import health_findings, url_findings
 from ductile.config.finding import Finding
 from ductile.config.reading.errors import did_you_mean, listed
-from ductile.config.schema.cluster import ClusterConfig, DisaggregatedServing, RouterConfig, VllmRouter
+from ductile.config.schema.cluster import (
+    ClusterConfig,
+    DisaggregatedServing,
+    LlmdRouter,
+    MultiNodeServing,
+    RouterConfig,
+    RouterPolicy,
+    VllmRouter,
+)
 from ductile.config.schema.fleet import HealthCheckConfig
 from ductile.config.schema.inference import EngineConfig
 from ductile.config.schema.run import InferenceRunConfig, RouterRunConfig
@@ -36,19 +44,76 @@ class PlannedServer:
     environment: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class NodeServers:
+    """Servers of one role on some nodes of a job, equally many on each."""
+
+    role: ServerRole
+    num_nodes: int
+    each: int
+    """Servers of a node, each on a device of its own."""
+    port: int
+    """Port of a node's first one; the others have those after it."""
+    overrides: dict[str, Any]
+    environment: dict[str, str]
+
+
 def router_of(config: InferenceRunConfig) -> RouterConfig | None:
-    """Return the router that is before the servers; None where a single server is asked itself."""
+    """Return the router that is before all the servers; None where a single server is asked itself, or one of each
+    node."""
     deployment = config.deployment
-    if deployment.type == "multi_node":
-        return None
     if deployment.router is not None:
         return deployment.router
+    # A node of a job that has no router has its own where it has several servers.
     is_one = deployment.type == "single_node" and config.parallel.dp in (None, 1)
-    return None if is_one else VllmRouter()
+    return None if is_one or deployment.type == "multi_node" else VllmRouter()
 
 
 def router_port(config: InferenceRunConfig, router: RouterConfig) -> int:
     return config.server.port if router.port is None else router.port
+
+
+def policy_of(router: RouterConfig) -> RouterPolicy:
+    return "least_tokens" if isinstance(router, LlmdRouter) else router.policy
+
+
+def non_cached_tokens(router: RouterConfig) -> int:
+    return router.non_cached_tokens if isinstance(router, LlmdRouter) else 0
+
+
+def servers_on_nodes(config: InferenceRunConfig) -> tuple[NodeServers, ...]:
+    """Return the servers of a job that are behind one router, by the nodes that they are on; none where all are on this
+    machine, or each node is for itself."""
+    deployment = config.deployment
+    if isinstance(deployment, MultiNodeServing) and deployment.router is not None:
+        return (NodeServers("any", deployment.num_nodes, config.parallel.dp or 1, deployment.backend_port, {}, {}),)
+    if not isinstance(deployment, DisaggregatedServing) or config.slurm is None:
+        return ()
+    prefill = NodeServers(
+        "prefill",
+        deployment.num_prefill_nodes,
+        _each_node(deployment, "prefill"),
+        deployment.prefill_port,
+        deployment.prefill_vllm_overrides,
+        deployment.prefill_env_overrides,
+    )
+    decode = NodeServers(
+        "decode",
+        deployment.num_decode_nodes,
+        _each_node(deployment, "decode"),
+        deployment.decode_port,
+        deployment.decode_vllm_overrides,
+        deployment.decode_env_overrides,
+    )
+    return prefill, decode
+
+
+def _each_node(deployment: DisaggregatedServing, role: str) -> int:
+    """Return the servers of each node that has this role."""
+    if f"num_{role}_replicas" not in deployment.model_fields_set:
+        return 1
+    num_servers, num_nodes = getattr(deployment, f"num_{role}_replicas"), getattr(deployment, f"num_{role}_nodes")
+    return -(-num_servers // num_nodes)
 
 
 def planned_servers(config: InferenceRunConfig) -> tuple[PlannedServer, ...]:
@@ -72,7 +137,7 @@ def _row(role: ServerRole, size: int, first_port: int, first: int) -> list[tuple
 
 def serving_findings(config: InferenceRunConfig) -> Iterator[Finding]:
     deployment, router = config.deployment, router_of(config)
-    if deployment.type == "multi_node":
+    if deployment.type == "multi_node" and router is None:
         return
     restarts = ClusterConfig.model_fields["max_restarts"].default
     if router is None:
@@ -89,6 +154,12 @@ def serving_findings(config: InferenceRunConfig) -> Iterator[Finding]:
         for name in ("prefill", "decode"):
             key = f"deployment.{name}_vllm_overrides"
             yield from _override_findings(key, getattr(deployment, f"{name}_vllm_overrides"))
+    yield from health_findings(config, "")
+    if on_nodes := servers_on_nodes(config):
+        yield from _router_port_findings(config, router)
+        for group in on_nodes:
+            yield from _port_findings(config, router, _of_a_node(group))
+        return
     servers = planned_servers(config)
     if config.bench is not None:
         what = "asks one server of its own. Leave deployment.router out, and parallel.dp"
@@ -96,7 +167,7 @@ def serving_findings(config: InferenceRunConfig) -> Iterator[Finding]:
     if config.cluster.device != "cpu" and len(servers) > deployment.gpus_per_node:
         what = f"must be at least {len(servers)}: each server has a device of its own"
         yield Finding(("deployment.gpus_per_node", "parallel.dp"), what)
-    yield from health_findings(config, "")
+    yield from _router_port_findings(config, router)
     yield from _port_findings(config, router, servers)
 
 
@@ -134,13 +205,23 @@ def _override_findings(key: str, overrides: dict[str, object]) -> Iterator[Findi
             yield Finding((key,), f"has {name} = {value!r}: {problem.errors(include_url=False)[0]['msg']}")
 
 
+def _of_a_node(group: NodeServers) -> tuple[PlannedServer, ...]:
+    return tuple(
+        PlannedServer(number, role, port, group.overrides, group.environment)
+        for number, role, port in _row(group.role, group.each, group.port, 0)
+    )
+
+
+def _router_port_findings(config: InferenceRunConfig, router: RouterConfig) -> Iterator[Finding]:
+    if router.port is not None and "port" in config.server.model_fields_set and router.port != config.server.port:
+        what = f"contradicts server.port ({config.server.port}), where the router listens. Leave one of them out"
+        yield Finding(("deployment.router.port", "server.port"), what)
+
+
 def _port_findings(
     config: InferenceRunConfig, router: RouterConfig, servers: Sequence[PlannedServer]
 ) -> Iterator[Finding]:
     port = router_port(config, router)
-    if router.port is not None and "port" in config.server.model_fields_set and router.port != config.server.port:
-        what = f"contradicts server.port ({config.server.port}), where the router listens. Leave one of them out"
-        yield Finding(("deployment.router.port", "server.port"), what)
     keys = {"any": "deployment.backend_port", "prefill": "deployment.prefill_port", "decode": "deployment.decode_port"}
     taken = [("the router", port), *((f"a {keys[each.role]} server", each.port) for each in servers)]
     by_port = sorted(((number, who) for who, number in taken if number), key=lambda pair: pair[0])

@@ -12,7 +12,14 @@ from ductile.config.checks.asked_servers import servers_in_words
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.checks.preflight import num_examples
 from ductile.config.checks.scorer_findings import scorers_in_words
-from ductile.config.checks.serving_plan import PlannedServer, planned_servers, router_of, router_port
+from ductile.config.checks.serving_plan import (
+    NodeServers,
+    PlannedServer,
+    planned_servers,
+    router_of,
+    router_port,
+    servers_on_nodes,
+)
 from ductile.config.checks.trainer_layout import (
     TrainingConfig,
     layout_rules,
@@ -163,8 +170,16 @@ def _work(config: RunConfig) -> Iterator[Row]:
         router = router_of(config)
         port = config.server.port if router is None else router_port(config, router)
         yield "serves", _address(config.server, port)
-        if router is not None:
+        if on_nodes := servers_on_nodes(config):
+            yield from _column("servers", [_servers(group) for group in on_nodes])
+        elif router is not None:
             yield from _column("servers", [_server(config.server, each) for each in planned_servers(config)])
+
+
+def _servers(group: NodeServers) -> str:
+    does = {"any": "", "prefill": ", which compute prompts", "decode": ", which go on with them"}[group.role]
+    ports = f"port {group.port}" if group.each == 1 else f"ports from {group.port} on"
+    return f"{group.each} on each of {many(group.num_nodes, 'node')}, at {ports}{does}"
 
 
 def _server(settings: HttpServerConfig, server: PlannedServer) -> str:

@@ -51,7 +51,8 @@ def _unscheduled(command: str, *read: str) -> Unread:
 
 _ONE_PROCESS = Unread(
     ("cluster.component_placement", "cluster.cpu_slot_fraction", "cluster.slots_per_device",
-     "cluster.device_memory_gib", "cluster.heartbeat_timeout_s", "cluster.command_timeout_s",
+     "cluster.device_memory_gib", "cluster.node_gb_per_s", "cluster.network_gb_per_s",
+     "cluster.heartbeat_timeout_s", "cluster.command_timeout_s",
      "cluster.start_timeout_s", "cluster.num_nodes", "cluster.max_nodes", "cluster.head_is_node", "cluster.interface",
      "cluster.port", "cluster.node_groups", "cluster.drain_deadline_s"),
     "each server of `ductile inference` is one process on one device, without slots",

@@ -230,33 +230,38 @@ class SingleNodeServing(Section):
 
 
 class MultiNodeServing(Section):
-    """A server on each node, which knows of no other. For SLURM."""
+    """A server on each node, or `parallel.dp` of them, which know of no other node's. For SLURM."""
 
     type: Literal["multi_node"]
     num_nodes: int = Field(default=2, ge=1)
     gpus_per_node: int = Field(default=8, ge=1)
-    backend_port: Annotated[int, NotBuilt("a router before several servers")] = Field(default=8100, ge=0, le=65535)
-    router: Annotated[RouterConfig | None, NotBuilt("a router before several servers")] = None
-
-
-_MANY = NotBuilt("servers on several nodes", instead="All servers of `ductile inference` are on this machine.")
+    backend_port: int = Field(default=8100, ge=0, le=65535)
+    """Port of each node's first server behind a router; the others of the node have those after it."""
+    router: RouterConfig | None = None
+    """A router at `server.port` of the first node, before the servers of all nodes. Absent: clients go to any node, at
+    `server.port`, where a node of several servers has a router of its own."""
 
 
 class DisaggregatedServing(Section):
-    """Prefill and decode apart: some servers compute prompts, others take their keys and values over and go on."""
+    """Prefill and decode apart: some servers compute prompts, others take their keys and values over and go on. All are
+    on this machine; with `[slurm]` they are on nodes of their own."""
 
     type: Literal["disaggregated"]
     gpus_per_node: int = Field(default=8, ge=1)
-    num_prefill_nodes: Annotated[int, _MANY] = Field(default=1, ge=1)
-    num_decode_nodes: Annotated[int, _MANY] = Field(default=1, ge=1)
+    num_prefill_nodes: int = Field(default=1, ge=1)
+    """Nodes that have servers which compute prompts, with `[slurm]`. They come first."""
+    num_decode_nodes: int = Field(default=1, ge=1)
+    """Nodes that have servers which go on with them, with `[slurm]`."""
     num_prefill_replicas: int = Field(default=1, ge=1)
-    """Servers that compute prompts, each on a device of its own."""
+    """Servers that compute prompts, each on a device of its own. Over nodes equally many are on each; absent: one."""
     num_decode_replicas: int = Field(default=1, ge=1)
-    """Servers that go on with them, each on a device of its own."""
+    """Servers that go on with them, each on a device of its own. Over nodes equally many are on each; absent: one."""
     prefill_port: int = Field(default=8100, ge=0, le=65535)
-    """Port of the first server that computes prompts; the others have those after it. 0: free ports."""
+    """Port of the first server that computes prompts, of each node's first one over nodes; the others have those after
+    it. 0: free ports."""
     decode_port: int = Field(default=8200, ge=0, le=65535)
-    """Port of the first server that goes on with them; the others have those after it. 0: free ports."""
+    """Port of the first server that goes on with them, of each node's first one over nodes; the others have those after
+    it. 0: free ports."""
     prefill_env_overrides: dict[str, str] = {}
     """Variables of the environment of servers that compute prompts."""
     decode_env_overrides: dict[str, str] = {}
@@ -267,7 +272,7 @@ class DisaggregatedServing(Section):
     decode_vllm_overrides: dict[str, object] = {}
     """Keys of `inference` that servers which go on with them have otherwise."""
     router: RouterConfig | None = None
-    """The router at `server.port`; there is one in any case."""
+    """The router at `server.port`, on the first node where there are several; there is one in any case."""
 
 
 ServingDeploymentConfig = Annotated[

@@ -222,6 +222,8 @@ class RouterRunConfig(HealthCheckConfig):
     """Servers that compute prompts, whose keys and values those of `urls` take over."""
     policy: RouterPolicy = "consistent_hash"
     """Which server gets a request: see `deployment.router.policy` of `ductile inference`."""
+    non_cached_tokens: int = Field(default=0, ge=0)
+    """A prompt of fewer tokens, estimated by its length, is not computed by one of `prefill_urls`."""
     server: HttpServerConfig = HttpServerConfig()
     """The router's own address and limits. Its API key is that of the servers, too."""
     output_dir: FilePath = "runs/router"

@@ -159,10 +159,7 @@ class RequestRouter:
         while (chosen := await self._next(search)) is not None:
             with self.servers.attempt(chosen, request) as attempt:
                 try:
-                    async with attempt.watched():
-                        reply = await self._client.ask(
-                            "POST", chosen.url + request.route, RESPONSE_S, _headers(chosen), content
-                        )
+                    reply = await self._ask(attempt, chosen, request.route, content)
                 except (NoReply, CutOff) as why:
                     self._failed(attempt, why)
                 except asyncio.CancelledError:
@@ -173,6 +170,12 @@ class RequestRouter:
                         return _response(reply)
             self._turn_away(search, chosen)
         return self._without(search)
+
+    async def _ask(self, attempt: Attempt, chosen: RoutedServer, route: str, content: bytes) -> HttpReply:
+        """Return a server's whole response; wait for it no longer than the server is there. Raises NoReply or
+        CutOff."""
+        async with attempt.watched():
+            return await self._client.ask("POST", chosen.url + route, RESPONSE_S, _headers(chosen), content)
 
     # -- Streams ----------------------------------------------------------------------------------------------------
 
@@ -290,10 +293,7 @@ class RequestRouter:
             tried.add(chosen.url)
             with self.prefill.attempt(chosen, work) as attempt:
                 try:
-                    async with attempt.watched():
-                        reply = await self._client.ask(
-                            "POST", chosen.url + request.route, RESPONSE_S, _headers(chosen), content
-                        )
+                    reply = await self._ask(attempt, chosen, request.route, content)
                 except (NoReply, CutOff) as why:
                     self.metrics.prefills.labels(chosen.url, "failed").inc()
                     self.prefill.failed(attempt, str(why), isinstance(why, NoReply) and why.kind == "closed")

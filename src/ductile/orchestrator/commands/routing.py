@@ -8,8 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from ductile.config.checks.serving_plan import planned_servers, router_of, router_port
-from ductile.config.schema.cluster import LlmdRouter, RouterConfig, RouterPolicy
+from ductile.config.checks.serving_plan import non_cached_tokens, planned_servers, policy_of, router_of, router_port
 from ductile.config.schema.http_server import HttpServerConfig
 from ductile.config.schema.run import InferenceRunConfig, RouterRunConfig
 from ductile.config.schema.secrets import secret_of
@@ -45,7 +44,7 @@ def route_between(config: RouterRunConfig) -> int:
         for url in config.prefill_urls:
             assert prefill is not None
             prefill.add(root_of(url))
-        router = RequestRouter(servers, prefill)
+        router = RequestRouter(servers, prefill, config.non_cached_tokens)
         with StopSignals() as stop:
             print(f"routing to {', '.join(config.urls)} on {url_of(listener, config.server)}", flush=True)
             await serve_router(router, config.server, listener, stop, _never)
@@ -61,10 +60,11 @@ def serve_several(config: InferenceRunConfig) -> int:
     server = config.server.model_copy(update={"port": router_port(config, asked)})
 
     async def serve(listener: socket.socket) -> int:
-        servers = RoutedServers(config, _policy(asked), _key_of(server), LOG.info)
+        policy = policy_of(asked)
+        servers = RoutedServers(config, policy, _key_of(server), LOG.info)
         is_apart = config.deployment.type == "disaggregated"
-        prefill = RoutedServers(config, _policy(asked), _key_of(server), LOG.info) if is_apart else None
-        router = RequestRouter(servers, prefill, asked.non_cached_tokens if isinstance(asked, LlmdRouter) else 0)
+        prefill = RoutedServers(config, policy, _key_of(server), LOG.info) if is_apart else None
+        router = RequestRouter(servers, prefill, non_cached_tokens(asked))
         processes = [
             ServerProcess(config, planned, prefill if prefill and planned.role == "prefill" else servers, LOG.info)
             for planned in planned_servers(config)
@@ -117,10 +117,6 @@ async def _until_gone(tasks: "list[asyncio.Task[None]]") -> None:
 
 async def _never() -> None:
     await asyncio.Event().wait()
-
-
-def _policy(router: RouterConfig) -> RouterPolicy:
-    return "least_tokens" if isinstance(router, LlmdRouter) else router.policy
 
 
 def _key_of(config: HttpServerConfig) -> Callable[[str], str | None]:
