@@ -24,6 +24,7 @@ LATER = range(SAVED + 1, MAX_STEPS + 1)
 ENDS_WITHIN_S = 400.0
 FEW_BITS = 1e-5
 """What sums of the same numbers in another order differ in, relatively."""
+SEVERAL = ("--cluster.num-nodes", "2", "--cluster.interface", HEAD, "--cluster.start-timeout-s", "250")
 SOON_SILENT = ("--cluster.heartbeat-timeout-s", "5")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FATES = {signal.SIGKILL: "was killed by SIGKILL", signal.SIGSTOP: "was silent for"}
@@ -112,10 +113,24 @@ def test_sft_goes_on_with_the_same_bits(tmp_path: Path, model: Path, start) -> N
 
 
 @pytest.mark.nightly
+def test_a_node_that_dies_costs_a_train_slot_and_a_generator(tmp_path: Path, model: Path, start) -> None:
+    config = write_config(tmp_path / "rl", model, **EVERY, train='"0,2"', generate="1,3", score=1)
+    run = start(config, *SEVERAL)
+    agent = join(run.folder, 1, "--wait-s", "250")
+    until_in_the_step_after_next(run)
+    agent.kill()
+    back = assert_went_back_once(run, [2], [0])
+    assert "since slot 2 (train, pid " in back["sentence"]
+    assert "was lost with node 1 (" in back["sentence"]
+    assert summary(run.folder)["slots"] == {"train": [0], "generate": [1], "score": [1]}
+    assert [event["node"] for event in run.events("node_lost")] == [1]
+    agent.communicate(timeout=30)
+
+
+@pytest.mark.nightly
 def test_a_node_that_dies_costs_its_two_slots_at_once(tmp_path: Path, model: Path, start) -> None:
     config = write_sft(tmp_path / "sft", model, **EVERY, train='"0-3"')
-    several = ("--cluster.num-nodes", "2", "--cluster.interface", HEAD, "--cluster.start-timeout-s", "250")
-    run = start(config, *several, command="sft")
+    run = start(config, *SEVERAL, command="sft")
     agent = join(run.folder, 1, "--wait-s", "250")
     until_in_the_step_after_next(run)
     agent.kill()

@@ -20,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 from ductile.cluster.agent import BROKEN_S
 from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.cluster.make_cluster import has_several_nodes
+from ductile.concurrency.structured import cancel_on
 from ductile.config.checks.asked_placement import SlotsConfig
 from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.reading.imports import ImportPathError
@@ -34,12 +35,14 @@ from ductile.orchestrator.ending.meaning import Beginning
 from ductile.orchestrator.ending.progress import CheckpointError, Checkpoints
 from ductile.orchestrator.ending.run_until import SlotDied, run_until
 from ductile.orchestrator.ending.supervise import Session
-from ductile.roles import Failure
+from ductile.roles import Failure, Late, Refused, SlotLost, TrainerLost
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import TokenizerError
 
 NEWS_S = BROKEN_S + 3.0
-"""How long after a failure the news may come that a node is lost: its peers see broken connections earlier."""
+"""How much longer than a lease it may take until it is known that a node is lost."""
+FOLLOW = (Refused, Late, SlotLost, TrainerLost)
+"""Failures that may follow from the loss of a node."""
 START_CANCEL_S = 8.0
 """A start that is interrupted has processes to stop before it returns."""
 UNREADABLE = (TaskError, TokenizerError, ImportPathError, CheckpointError, OSError)
@@ -83,6 +86,11 @@ class RunAttempt(Generic[P]):
     def rules(self) -> LayoutRules:
         return self._resizer.rules if self._resizer else self._rules
 
+    def needs(self, slot: int) -> bool:
+        """Return whether the attempt ends with the slot: all while they get their roles, then those with a part of the
+        trainer's state, or a version that others fetch."""
+        return self._resizer.depends_on(slot) if self._resizer else slot in self.placement.slots
+
     @property
     def trained(self) -> tuple[int, ...]:
         """Slots of the trainer, in rank order."""
@@ -105,7 +113,7 @@ class RunAttempts(Generic[C, P]):
         checkpoints, most = attempt.prepared.checkpoints, self._config.cluster.max_restarts
         if checkpoints is None or not most or self._session.measures or not (attempt.is_at_work or self._num_in_row):
             raise failure
-        lost = await self._lost(attempt)
+        lost = await self._lost(attempt, failure)
         while lost and not self._session.interrupt.graceful.is_set():
             saved = await asyncio.to_thread(checkpoints.steps)
             step = saved[-1] if saved else 0
@@ -127,19 +135,20 @@ class RunAttempts(Generic[C, P]):
                 lost = frozenset(attempt.placement.slots)
         raise failure
 
-    async def _lost(self, attempt: RunAttempt[P]) -> frozenset[int]:
-        """Return the lost slots with which the attempt has ended: of all while they got their roles, of the trainer's
-        from then on."""
-        mailbox, needed = self._cluster.mailbox, attempt.trained if attempt.is_at_work else attempt.placement.slots
+    async def _lost(self, attempt: RunAttempt[P], failure: Failure) -> frozenset[int]:
+        """Return the lost slots with which the attempt has ended. Where a collective has failed, waits for the news of
+        a lost node: its peers see earlier that connections are broken."""
+        mailbox = self._cluster.mailbox
 
         def lost() -> frozenset[int]:
-            return frozenset(slot for slot in needed if slot in mailbox.lost and slot not in mailbox.gone)
+            return frozenset(slot for slot in mailbox.lost.keys() - mailbox.gone if attempt.needs(slot))
 
-        is_spread = has_several_nodes(self._config.cluster, self._config.ray)
-        if is_spread and not lost() and not self._cluster.has_failed:
+        cluster = self._config.cluster
+        may_follow = has_several_nodes(cluster, self._config.ray) and type(failure) in FOLLOW
+        if may_follow and not lost() and not self._cluster.has_failed:
             with suppress(TimeoutError):
-                async with asyncio.timeout(NEWS_S):
-                    await self._cluster.death()
+                async with asyncio.timeout(cluster.heartbeat_timeout_s + NEWS_S):
+                    await cancel_on(self._session.interrupt.graceful, self._cluster.death())
         return lost()
 
     def _why(self, failure: Failure, lost: frozenset[int]) -> str:
