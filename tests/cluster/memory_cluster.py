@@ -82,6 +82,7 @@ class MemoryCluster:
         for slot in [*self.running]:
             self.condemn(slot, f"slot {slot} was ended")
         self._failed.clear()
+        self.sentences.clear()
         self._needed = lambda slot: True
         await self.add(slots)
 

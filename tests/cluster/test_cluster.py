@@ -123,6 +123,29 @@ def test_a_death_is_reported_once_and_ends_the_run_only_if_it_is_needed(play, ne
     play(story)
 
 
+def test_a_run_begins_again_on_the_slots_that_are_left_and_waits_for_another_death(play):
+    async def story(cluster: Cluster, kill, running):
+        kill(1)
+        assert "slot 1" in await cluster.death()
+        assert cluster.startable([0, 1]) == {0, 1}
+        epoch = cluster.mailbox.epoch
+        await cluster.begin_again([0])
+        assert not cluster.has_failed
+        assert cluster.mailbox.lost.keys() == {1}
+        assert cluster.mailbox.epoch >= epoch
+        await eventually(lambda: running() == {cluster.processes[0].pid})
+        assert await cluster.mailbox.ask(0, Ping(), 10) == Done()
+        with pytest.raises(SlotLost):
+            await cluster.mailbox.ask(1, Ping(), 10)
+        kill(0)
+        assert "slot 0" in await cluster.death()
+        await cluster.begin_again([0, 1])
+        assert cluster.mailbox.lost == {}
+        assert await cluster.mailbox.ask(1, Ping(), 10) == Done()
+
+    play(story)
+
+
 def test_slots_that_do_not_run_are_added_and_lost_ones_start_anew(play):
     async def story(cluster: Cluster, kill, running):
         cluster.ends_without(lambda slot: False)

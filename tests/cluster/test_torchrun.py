@@ -42,7 +42,7 @@ def words(*given: str, size: int = 4, local: int = 4) -> str:
     ],
 )
 def test_each_rank_is_a_node_of_one_slot(given: list[str], follows: str) -> None:
-    assert words(*given) == f"--cluster.num-nodes 4 --deployment.gpus-per-node 1 {follows}"
+    assert words(*given) == f"--cluster.num-nodes 4 --deployment.gpus-per-node 1 --cluster.max-restarts 0 {follows}"
 
 
 def test_between_machines_nothing_is_on_loopback() -> None:

@@ -95,13 +95,6 @@ def test_every_kind_of_death(tmp_path: Path, model: Path, start):
 
 
 @pytest.mark.slow
-def test_one_of_two_train_slots(tmp_path: Path, model: Path, start):
-    # Its peer hangs in a collective or fails in it, and must neither hold up the end nor be blamed.
-    config = write_config(tmp_path, model, max_steps=MAX_STEPS, train='"0-1"', generate="2", score=2)
-    live(start, config, kill_slot("train"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("num_lives", mostly_nightly([2, 10], 2))
 def test_ctrl_c_at_random_moments(tmp_path: Path, model: Path, start, num_lives: int):
     config = write_config(tmp_path, model, max_steps=MAX_STEPS)

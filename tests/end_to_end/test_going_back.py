@@ -13,7 +13,8 @@ import pytest
 from tests.cluster.joining import HEAD, join
 from tests.end_to_end.runs import Run, checkpointed_steps, summary, write_config, write_sft
 from tests.end_to_end.test_scheduled_equivalence import FLAGS, GROUP_SIZE, NUM_ROLLOUTS
-from tests.end_to_end.watched import DRAWS, FOLDER, Trained, trained_in
+from tests.end_to_end.watched import DRAWS, FOLDER, trained_in
+from tests.fleet.server_processes import ServerProcesses
 from tests.nightly import mostly_nightly
 
 MAX_STEPS, SAVED = 4, 2
@@ -24,6 +25,7 @@ ENDS_WITHIN_S = 400.0
 FEW_BITS = 1e-5
 """What sums of the same numbers in another order differ in, relatively."""
 SOON_SILENT = ("--cluster.heartbeat-timeout-s", "5")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FATES = {signal.SIGKILL: "was killed by SIGKILL", signal.SIGSTOP: "was silent for"}
 
 
@@ -69,7 +71,6 @@ def assert_learned_the_same(run: Run, by_hand: Run, tolerance: float) -> None:
             assert ours[step][name] == pytest.approx(theirs[step][name], rel=tolerance, abs=0.0), (step, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", mostly_nightly(FATES, signal.SIGKILL))
 def test_rl_goes_on_as_if_it_were_resumed_by_hand(tmp_path: Path, model: Path, start, number: signal.Signals) -> None:
     config = write_config(tmp_path / "rl", model, **EVERY, train='"1-2"', generate="0", score=0)
@@ -90,22 +91,13 @@ def test_rl_goes_on_as_if_it_were_resumed_by_hand(tmp_path: Path, model: Path, s
     by_hand = resumed_by_hand(start, run, config, tmp_path / "hand", *flags, *alone, **watched("theirs"))
     assert_learned_the_same(run, by_hand, FEW_BITS)
 
-    def of_life(files: list[Path]) -> list[Trained]:
-        (folder := tmp_path / f"life_{len(files)}_{files[0].stem}").mkdir()
-        for file in files:
-            shutil.copy(file, folder)
-        return list(trained_in(folder))
-
-    files = sorted((tmp_path / "ours").glob("trained_*.jsonl"))
-    of_first = [file for file in files if int(file.stem.partition("_")[2]) in first.values()]
-    before, after = of_life(of_first), of_life([file for file in files if file not in of_first])
-    counted = [sample for sample in before if sample.step <= SAVED] + after
+    counted = trained_in(tmp_path / "ours", [back])
     assert Counter(sample.step for sample in counted) == dict.fromkeys(range(1, MAX_STEPS + 1), NUM_ROLLOUTS)
     assert {*Counter(sample.prompt for sample in counted).values()} == {GROUP_SIZE}, "each sample counts once"
-    assert {sample.tokens for sample in after} == {sample.tokens for sample in trained_in(tmp_path / "theirs")}
+    ours, theirs = ({each.tokens for each in trained} for trained in (counted, trained_in(tmp_path / "theirs")))
+    assert theirs <= ours
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_sft_goes_on_with_the_same_bits(tmp_path: Path, model: Path, start) -> None:
     config = write_sft(tmp_path / "sft", model, **EVERY, train='"0-1"')
@@ -119,7 +111,6 @@ def test_sft_goes_on_with_the_same_bits(tmp_path: Path, model: Path, start) -> N
     )
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_node_that_dies_costs_its_two_slots_at_once(tmp_path: Path, model: Path, start) -> None:
     config = write_sft(tmp_path / "sft", model, **EVERY, train='"0-3"')
@@ -131,13 +122,39 @@ def test_a_node_that_dies_costs_its_two_slots_at_once(tmp_path: Path, model: Pat
     back = assert_went_back_once(run, [2, 3], [0, 1])
     assert "was lost with node 1 (" in back["sentence"]
     assert "(slots 2-3 are lost)" in back["sentence"]
-    agent.wait(30)
+    agent.communicate(timeout=30)
     alone = ("--cluster.component-placement.actor", "0-1")
     by_hand = resumed_by_hand(start, run, config, tmp_path / "hand", *alone, command="sft")
     assert_learned_the_same(run, by_hand, FEW_BITS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+def test_servers_take_the_versions_of_a_run_that_has_gone_back(tmp_path: Path, model: Path, start) -> None:
+    """The server has had a later version than the one that the run goes back to, and generates for it again."""
+    config = write_config(tmp_path / "rl", model, **EVERY, train='"1-2"', generate="0", score=0)
+    text = config.read_text().replace('rollout = "0", inference = 0', 'rollout = "0"')
+    with ServerProcesses(model, tmp_path) as servers:
+        (server,) = servers.start()
+        registry = f'[inference]\nregistry = {{ type = "file", folder = "{servers.registry}" }}\n'
+        config.write_text(f"{text}\n{registry}topology_change_cooldown_seconds = 0\n")
+        run = start(config, "--orchestrator.max-async-level", "0")  # nothing is generated for a step before its version
+
+        def later() -> bool:
+            return any(each["version"] > SAVED for each in run.events("weights_updated"))
+
+        run.until(later, deadline_s=ENDS_WITHIN_S)
+        os.kill(pids_of(run)[2], signal.SIGKILL)
+        back = assert_went_back_once(run, [2], [1])
+        assert server.process.poll() is None
+    updates = [event for event in run.events("weights_updated") if event["outcomes"]]
+    assert all(each["outcome"] == "committed" for update in updates for each in update["outcomes"])
+    before, after = ([u["version"] for u in updates if (u["time"] > back["time"]) == is_after] for is_after in (0, 1))
+    assert max(before) > SAVED
+    assert after[0] == SAVED, "the version of the checkpoint, though the server has had a later one"
+    assert after == sorted(set(after))
+    assert run.metrics()[-1]["servers"] == 1.0
+
+
 @pytest.mark.nightly
 def test_without_a_checkpoint_it_begins_anew_and_ends_when_no_slot_is_left(tmp_path: Path, model: Path, start) -> None:
     config = write_sft(tmp_path / "sft", model, max_steps=1000, interval=1000, train='"0-1"')

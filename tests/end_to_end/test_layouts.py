@@ -103,7 +103,7 @@ def test_a_run_killed_around_a_resize_goes_on_and_trains_each_sample_once(
     assert code == 0 or code == (-signal.SIGKILL if strike["how"] == "end" else 1), life.said()
     assert "Traceback" not in life.said()
     assert_nothing_is_left(life)
-    trained = trained_in(tmp_path / "first")
+    trained = trained_in(tmp_path / "first", life.events("went_back"))
     saved = max(checkpointed_steps(life.folder), default=0)
     if code != 0:
         assert code != 1 or ("Go on with: ductile rl @" in life.said()) == bool(saved)

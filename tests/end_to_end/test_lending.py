@@ -61,12 +61,15 @@ def test_a_generator_that_is_killed_meanwhile_comes_back(tmp_path, model, start)
 
 
 @pytest.mark.slow
-def test_a_train_slot_that_is_killed_meanwhile_ends_the_run_with_a_sentence(tmp_path, model, start):
+def test_with_a_train_slot_that_is_killed_meanwhile_the_trainer_goes_back(tmp_path, model, start):
     run = start(write_lending(tmp_path, model), *ON_POLICY)
     run.until(lambda: bool(run.events("parked")))
     os.kill(pid_of(run, 1), signal.SIGKILL)
-    assert run.ends(within_s=60) == 1, run.said()
-    assert "slot 1 (train" in run.said().replace("Slot 1", "slot 1"), "whether it has begun to generate yet or not"
+    assert run.ends(within_s=180) == 0, run.said()
+    [back] = run.events("went_back")
+    assert (back["lost"], back["after"]) == ([1], [0])
+    assert "since slot 1 (train" in back["sentence"], "whether it has begun to generate yet or not"
+    assert [row["step"] for row in run.metrics() if row["step"]] == list(range(1, NUM_STEPS + 1))
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, st
 @pytest.mark.slow
 def test_after_a_resize_deaths_count_by_what_a_slot_does_now(tmp_path: Path, model: Path, start):
     config = write_sft(tmp_path, model, max_steps=100000, interval=1)
-    run = start(config, command="sft")
+    run = start(config, "--cluster.max-restarts", "0", command="sft")
     run.until_step(1)
     resize(run, "1-2")
     pids = {event["slot"]: event["pid"] for event in run.events("slot_started")}

@@ -153,7 +153,6 @@ class Trained:
     logprobs: tuple[float, ...]
     step: int
     """The first is 1."""
-    time_s: float
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -164,12 +163,16 @@ class Trained:
         return len(self.tokens) - self.num_prompt_tokens
 
 
-def trained_in(folder: Path) -> Sequence[Trained]:
-    """By any data-parallel rank, in no order."""
-    rows = [row for path in sorted(folder.glob("trained_*.jsonl")) for row in read_jsonl(path)]
-    return [
-        Trained(tuple(row["tokens"]), row["prompt"], tuple(row["logprobs"]), row["step"], row["time"]) for row in rows
+def trained_in(folder: Path, went_back: Sequence[dict[str, Any]] = ()) -> Sequence[Trained]:
+    """By any data-parallel rank, in no order. went_back: events of the run; what was trained since the checkpoint that
+    a trainer goes back to does not count."""
+    rows = [
+        row
+        for path in sorted(folder.glob("trained_*.jsonl"))
+        for row in read_jsonl(path)
+        if not any(row["time"] < event["time"] and row["step"] > event["step"] for event in went_back)
     ]
+    return [Trained(tuple(row["tokens"]), row["prompt"], tuple(row["logprobs"]), row["step"]) for row in rows]
 
 
 def commands_in(folder: Path) -> list[dict[str, Any]]:

@@ -70,6 +70,7 @@ EVENTS = (
     scheduling.PolicyFailed("Traceback"),
     resizes.TrainerResized(1, (0,), (0, 1), 4, ParallelDims(), ParallelDims(dp_shard=2), 0.1, 0.2, {"freeze": 0.1}),
     resizes.ResizeRolledBack(1, (0,), (0, 1), 4, ParallelDims(), ParallelDims(dp_shard=2), traceback="Traceback"),
+    resizes.TrainerWentBack(4, (1,), (0, 1), (0,), ParallelDims(), 2, 4),
     ending.StopAsked(),
     ending.EndedAsAsked(),
     ending.EndedByDeath("slot_died"),

@@ -22,7 +22,7 @@ class Reached(Exception):
     """Far enough for this test."""
 
 
-@pytest.mark.parametrize("command", [run._rl, run._batches], ids=["rl", "sft and trainer"])
+@pytest.mark.parametrize("command", [run._rl, run._batches, run._fake_batches], ids=["rl", "sft", "trainer"])
 def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pytest.MonkeyPatch):
     """Else what it takes is the most that a run uses, or more than the models have left."""
     did: list[str] = []
@@ -34,24 +34,22 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
         did.append("take roles")
         raise Reached
 
-    async def nothing(*arguments: object) -> None:
-        pass
-
     cluster = MemoryCluster(Mailbox(MemoryTransport({})), [0])
     monkeypatch.setattr(run_until_module, "CAUSE_S", 0.0)
     monkeypatch.setattr(run, "placement_of", lambda config: SimpleNamespace(slots=(0,), train=(0,)))
+    monkeypatch.setattr(run, "_activity", lambda *arguments: None)
     monkeypatch.setattr(run, "_roles", lambda config, placement: {})
     monkeypatch.setattr(run, "layout_rules", lambda config: NO_RULES)
     monkeypatch.setattr(run, "slots_per_node_of", lambda config, placement: SlotsPerNode(1, 1))
     monkeypatch.setattr(run, "make_cluster", lambda *arguments: cluster)
-    monkeypatch.setattr(run, "_start", nothing)
+    monkeypatch.setattr(run, "_announce", lambda *arguments: None)
     monkeypatch.setattr(run, "_begin", measure)
     monkeypatch.setattr(run, "_take_roles", take_roles)
     monkeypatch.setattr(run, "assign_role", take_roles)
     config = SimpleNamespace(cluster=ClusterConfig(command_timeout_s=1.0), bench=object(), ray=None)
     prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}, model=TrainerModelConfig()))
     interrupt = SimpleNamespace(graceful=asyncio.Event())
-    told = SimpleNamespace(folder=None, record=SimpleNamespace(event=None))
+    told = SimpleNamespace(folder=None, record=SimpleNamespace(event=None), began_s=0.0)
     session = SimpleNamespace(**vars(told), bench=Bench(BenchConfig(), {}), tracing=None, interrupt=interrupt)
     with pytest.raises(Reached):
         asyncio.run(command(config, prepared, session))

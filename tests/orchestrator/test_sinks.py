@@ -6,7 +6,9 @@ import types
 import pytest
 
 from ductile.config.schema.run import WandbConfig
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.events.checkpoints import CheckpointSaved, RunResumed
+from ductile.events.resizes import TrainerWentBack
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.commands.sinks import SinkMissing, TensorboardSink, WandbSink
 
@@ -85,6 +87,17 @@ def test_a_resumed_run_is_the_same_run_of_wandb_taken_back_once_it_has_resumed(t
     assert wandb.calls[-1]["resume_from"] == "abc123?_step=2"
     WandbSink(record, WandbConfig(project="q"), config={}, last_kept=2)
     assert "id" not in wandb.calls[-1], "the other project does not have it"
+
+
+def test_a_run_that_goes_back_by_itself_goes_back_in_wandb_and_begins_anew_there_where_it_has_no_step(tmp_path, wandb):
+    record, back = Recorder(tmp_path), TrainerWentBack(2, (1,), (0, 1), (0,), ParallelDims(), last_kept=2)
+    sink = WandbSink(record, WandbConfig(project="p"), config={})
+    for event in (back, RunResumed(2)):
+        sink.on_event(event)
+    assert wandb.calls[-1]["resume_from"] == "abc123?_step=2"
+    sink.on_event(TrainerWentBack(0, (1,), (0, 1), (0,), ParallelDims()))
+    finished, begun = wandb.calls[-2:]
+    assert (finished, "id" in begun) == (("finish", 1), False)
 
 
 def test_where_wandb_cannot_go_back_the_run_is_the_same_and_the_user_is_told(tmp_path, wandb):

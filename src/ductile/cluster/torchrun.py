@@ -111,10 +111,10 @@ class Rank:
                 "node: leave it out"
             )
         words = ["--cluster.num-nodes", f"{size}", "--deployment.gpus-per-node", "1"]
+        if isinstance(config, SFTConfig):  # with one rank torchrun ends all others: none are left to go back on
+            words += ["--cluster.max-restarts", "0"]
         if cluster.interface is None and (interface := self.interface()):
             words += ["--cluster.interface", interface]
-        if isinstance(config, SFTConfig):  # with a rank torchrun ends all others, so there is nothing to go back on
-            words += ["--cluster.max-restarts", "0"]
         if cluster.component_placement is not None or "num_gpus" in deployment.model_fields_set:
             if (num_slots := placement_of(config).num_slots) != size:
                 key = "deployment.num_gpus" if cluster.component_placement is None else "cluster.component_placement"

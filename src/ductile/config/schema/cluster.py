@@ -103,8 +103,8 @@ class ClusterConfig(Section):
     `ductile drain`. Kubernetes and SLURM send SIGKILL after 30."""
     max_restarts: int = Field(default=5, ge=0)
     """How often in a row a lost generator or scorer is started again before its slot is given back: at once first, then
-    after 1 s, 2 s, 4 s and so on. 0: it is given back at once. Also how often a trainer that loses slots goes back to the
-    same checkpoint, on the slots that are left. 0: the run ends."""
+    after 1 s, 2 s, 4 s and so on. 0: it is given back at once. Also how often a trainer that loses slots goes back to
+    the same checkpoint, on the slots that are left. 0: the run ends."""
 
 
 class RayConfig(Section):

@@ -42,10 +42,10 @@ class TrainerLoss:
 
 @dataclass(frozen=True, slots=True)
 class WayBack:
-    """Where the run goes on, or why it cannot."""
+    """Roles and layout with which a run goes on, or the reason for which it ends."""
 
     reason: str
-    """Why the trainer has this layout, where that is not plain; why the run ends. A clause; may be ""."""
+    """Reason for which slots are left out, or for which the run ends, as a clause; "" where there is nothing to say."""
     placement: Placement | None = None
     """Roles of the slots that are left; None where the run ends."""
     layout: ParallelLayout | None = None

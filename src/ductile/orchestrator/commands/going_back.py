@@ -1,10 +1,10 @@
-"""Lives of a run in one process: when the trainer has lost slots, the next life goes on from the last checkpoint, as
+"""Attempts at a run in one process: when the trainer has lost slots, the next one goes on from the last checkpoint, as
 `--resume` does, on the slots that are left.
 
-    lost       a life ends as a run does that has lost a slot: what can be saved is saved, all that it had begun ends
+    lost       an attempt ends as a run that has lost a slot: what can be saved is saved, all that it has begun ends
     way back   `ductile.core.scheduling.going_back` says on which slots; where there are none, the run ends after all
-    prepare    data and checkpoint are read anew: nothing of the life before is gone on with but its files
-    again      all slots are killed, and those that are left begin with new processes, in the nodes that there are
+    prepare    data and checkpoint are read anew: of the attempt before, only its files are gone on with
+    again      all slots are killed, and those that are left begin with new processes, on the nodes that there are
 
 So parameters, optimizer, random numbers, place in the data and metrics are those of a run that is resumed by hand on
 the same slots, and so are its versions: no process is left that has seen later ones, and servers outside are taken over
@@ -20,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 from ductile.cluster.agent import BROKEN_S
 from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.cluster.make_cluster import has_several_nodes
+from ductile.concurrency.structured import cancel_on
 from ductile.config.checks.asked_placement import SlotsConfig
 from ductile.config.checks.asked_servers import asked_servers
 from ductile.config.reading.imports import ImportPathError
@@ -34,12 +35,14 @@ from ductile.orchestrator.ending.meaning import Beginning
 from ductile.orchestrator.ending.progress import CheckpointError, Checkpoints
 from ductile.orchestrator.ending.run_until import SlotDied, run_until
 from ductile.orchestrator.ending.supervise import Session
-from ductile.roles import Failure
+from ductile.roles import Failure, Late, Refused, SlotLost, TrainerLost
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import TokenizerError
 
 NEWS_S = BROKEN_S + 3.0
-"""How long after a failure the news may come that a node is lost: its peers see broken connections earlier."""
+"""How much longer than a lease it may take until it is known that a node is lost."""
+FOLLOW = (Refused, Late, SlotLost, TrainerLost)
+"""Failures that may follow from the loss of a node."""
 START_CANCEL_S = 8.0
 """A start that is interrupted has processes to stop before it returns."""
 UNREADABLE = (TaskError, TokenizerError, ImportPathError, CheckpointError, OSError)
@@ -62,7 +65,7 @@ P = TypeVar("P", bound=Restored)
 C = TypeVar("C", bound=SlotsConfig)
 
 
-class Life(Generic[P]):
+class RunAttempt(Generic[P]):
     """A run from the moment at which its slots get their roles to the loss of its trainer, or to its end."""
 
     def __init__(self, prepared: P, placement: Placement, rules: LayoutRules, began_s: float) -> None:
@@ -83,14 +86,19 @@ class Life(Generic[P]):
     def rules(self) -> LayoutRules:
         return self._resizer.rules if self._resizer else self._rules
 
+    def needs(self, slot: int) -> bool:
+        """Return whether the attempt ends with the slot: all while they get their roles, then those with a part of the
+        trainer's state, or a version that others fetch."""
+        return self._resizer.depends_on(slot) if self._resizer else slot in self.placement.slots
+
     @property
     def trained(self) -> tuple[int, ...]:
         """Slots of the trainer, in rank order."""
         return self._resizer.layout.slots if self._resizer else self.placement.train
 
 
-class Lives(Generic[C, P]):
-    """What comes after a life that has ended with a failure."""
+class RunAttempts(Generic[C, P]):
+    """Chooses what comes after an attempt that has ended with a failure."""
 
     def __init__(self, config: C, cluster: Cluster, session: Session, prepare: Callable[[C], P]) -> None:
         self._config, self._cluster, self._session, self._prepare = config, cluster, session, prepare
@@ -98,48 +106,49 @@ class Lives(Generic[C, P]):
         """How often the run has gone back to the checkpoint of `_step`."""
         self._step = 0
 
-    async def after(self, life: Life[P], failure: Failure) -> Life[P]:
-        """Have slots begin again, and return their life. Raises the failure where the run ends with it: that is not
-        for lack of slots of the trainer, or the user wants to stop. Raises SlotDied, which has why, where it would go
-        back and cannot."""
-        checkpoints, most = life.prepared.checkpoints, self._config.cluster.max_restarts
-        if checkpoints is None or not most or self._session.measures or not (life.is_at_work or self._num_in_row):
+    async def after(self, attempt: RunAttempt[P], failure: Failure) -> RunAttempt[P]:
+        """Have slots begin again, and return the attempt on them. Raises the failure where the run ends with it, as the
+        trainer has lost no slot, or the user wants to stop; and SlotDied, which says why, where it would go back and
+        cannot."""
+        checkpoints, most = attempt.prepared.checkpoints, self._config.cluster.max_restarts
+        if checkpoints is None or not most or self._session.measures or not (attempt.is_at_work or self._num_in_row):
             raise failure
-        lost = await self._lost(life)
+        lost = await self._lost(attempt, failure)
         while lost and not self._session.interrupt.graceful.is_set():
             saved = await asyncio.to_thread(checkpoints.steps)
             step = saved[-1] if saved else 0
             if step > self._step:
                 self._step, self._num_in_row = step, 0
             why = self._why(failure, lost)
-            back = way_back(self._loss(life, lost), life.rules)
+            back = way_back(self._loss(attempt, lost), attempt.rules)
             if not back.goes_on:
                 raise self._ends(why, back.reason) from failure
             self._num_in_row += 1
             try:
-                return await self._begin_again(life, back, lost, why)
+                return await self._begin_again(attempt, back, lost, why)
             except UNREADABLE as error:
                 raise self._ends(why, str(error)) from error
             except StartFailed as error:
                 assert back.placement is not None
                 failure = SlotDied(str(error))
-                life = Life(life.prepared, back.placement, life.rules, life.began_s)
-                lost = frozenset(life.placement.slots)
+                attempt = RunAttempt(attempt.prepared, back.placement, attempt.rules, attempt.began_s)
+                lost = frozenset(attempt.placement.slots)
         raise failure
 
-    async def _lost(self, life: Life[P]) -> frozenset[int]:
-        """Return the slots with which the life has ended: all that it had while they got their roles, then those that
-        train."""
-        mailbox, needed = self._cluster.mailbox, life.trained if life.is_at_work else life.placement.slots
+    async def _lost(self, attempt: RunAttempt[P], failure: Failure) -> frozenset[int]:
+        """Return the lost slots with which the attempt has ended. Where a collective has failed, waits for the news of
+        a lost node: its peers see earlier that connections are broken."""
+        mailbox = self._cluster.mailbox
 
         def lost() -> frozenset[int]:
-            return frozenset(slot for slot in needed if slot in mailbox.lost and slot not in mailbox.gone)
+            return frozenset(slot for slot in mailbox.lost.keys() - mailbox.gone if attempt.needs(slot))
 
-        is_spread = has_several_nodes(self._config.cluster, self._config.ray)
-        if is_spread and not lost() and not self._cluster.has_failed:
+        cluster = self._config.cluster
+        may_follow = has_several_nodes(cluster, self._config.ray) and type(failure) in FOLLOW
+        if may_follow and not lost() and not self._cluster.has_failed:
             with suppress(TimeoutError):
-                async with asyncio.timeout(NEWS_S):
-                    await self._cluster.death()
+                async with asyncio.timeout(cluster.heartbeat_timeout_s + NEWS_S):
+                    await cancel_on(self._session.interrupt.graceful, self._cluster.death())
         return lost()
 
     def _why(self, failure: Failure, lost: frozenset[int]) -> str:
@@ -147,18 +156,18 @@ class Lives(Generic[C, P]):
         why = str(failure) if isinstance(failure, SlotDied) else known[min(lost)]
         return why if len(lost) == 1 else f"{why} ({slots_of(lost)} are lost)"
 
-    def _loss(self, life: Life[P], lost: frozenset[int]) -> TrainerLoss:
-        config, home = self._config, life.placement
-        startable = self._cluster.startable(home.slots + life.trained)
+    def _loss(self, attempt: RunAttempt[P], lost: frozenset[int]) -> TrainerLoss:
+        config, home = self._config, attempt.placement
+        startable = self._cluster.startable(home.slots + attempt.trained)
         has_servers = isinstance(config, RLConfig) and (
             bool(asked_servers(config).urls) or config.inference.registry is not None
         )
         return TrainerLoss(
             home=home,
             # A policy's slots change roles by themselves, so the trainer is where the run began: on what is left of it.
-            trained=home.train if config.cluster.auto_scheduler else life.trained,
+            trained=home.train if config.cluster.auto_scheduler else attempt.trained,
             # While slots get their roles, all fail with one: those on nodes that are there may be tried once more.
-            lost=lost if life.is_at_work else lost - startable,
+            lost=lost if attempt.is_at_work else lost - startable,
             startable=startable,
             num_in_row=self._num_in_row,
             max_restarts=config.cluster.max_restarts,
@@ -166,7 +175,9 @@ class Lives(Generic[C, P]):
             slots_per_scorer=config.scorer.tp if isinstance(config, RLConfig) else 1,
         )
 
-    async def _begin_again(self, life: Life[P], back: WayBack, lost: frozenset[int], why: str) -> Life[P]:
+    async def _begin_again(
+        self, attempt: RunAttempt[P], back: WayBack, lost: frozenset[int], why: str
+    ) -> RunAttempt[P]:
         """Raises StartFailed, or what `prepare` raises."""
         assert back.placement is not None
         assert back.layout is not None
@@ -179,7 +190,7 @@ class Lives(Generic[C, P]):
             TrainerWentBack(
                 step=step,
                 lost=tuple(sorted(lost)),
-                before=life.trained,
+                before=attempt.trained,
                 after=back.layout.slots,
                 after_dims=back.layout.dims,
                 num_in_row=self._num_in_row,
@@ -189,7 +200,7 @@ class Lives(Generic[C, P]):
         )
         again = self._cluster.begin_again(back.placement.slots)
         await run_until(again, stop, cancel_s=START_CANCEL_S)
-        return Life(prepared, back.placement, life.rules, began_s)
+        return RunAttempt(prepared, back.placement, attempt.rules, began_s)
 
     def _ends(self, why: str, reason: str) -> SlotDied:
         return SlotDied(f"{why}; the trainer cannot go back to a checkpoint: {reason}")

@@ -54,7 +54,7 @@ from ductile.fleet.trainer.remote_trainer import RemoteTrainer, VersionReceivers
 from ductile.messages.message import RoleName
 from ductile.orchestrator.commands.bench import Bench
 from ductile.orchestrator.commands.compose import Prepared, canaries_of, prepare, run_loop
-from ductile.orchestrator.commands.going_back import START_CANCEL_S, C, Life, Lives, P
+from ductile.orchestrator.commands.going_back import START_CANCEL_S, C, P, RunAttempt, RunAttempts
 from ductile.orchestrator.commands.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
 from ductile.orchestrator.commands.routing import route_between, serve_several, with_key
 from ductile.orchestrator.commands.run_context import RunContext
@@ -124,29 +124,31 @@ async def _on_slots(
     prepared: P,
     session: Session,
     prepare: Callable[[C], P],
-    live: Callable[[C, Life[P], Cluster, Session], Awaitable[RenderableType]],
+    live: Callable[[C, RunAttempt[P], Cluster, Session], Awaitable[RenderableType]],
 ) -> RenderableType:
     """Start the slots, and have the run live on them: once, and again from the last checkpoint when the trainer has
-    lost some (`Lives`)."""
-    life = Life(prepared, placement_of(config), layout_rules(config), session.began_s)
-    async with _slots(config, life.placement, prepared.trainer, session) as cluster:
-        lives = Lives(config, cluster, session, prepare)
+    lost some (`RunAttempts`)."""
+    attempt = RunAttempt(prepared, placement_of(config), layout_rules(config), session.began_s)
+    async with _slots(config, attempt.placement, prepared.trainer, session) as cluster:
+        attempts = RunAttempts(config, cluster, session, prepare)
         while True:
             try:
-                return await live(config, life, cluster, session)
+                return await live(config, attempt, cluster, session)
             except Failure as failure:
-                life = await lives.after(life, failure)
-                _announce(cluster, life.placement, session)
+                attempt = await attempts.after(attempt, failure)
+                _announce(cluster, attempt.placement, session)
 
 
-async def _live_rl(config: RLConfig, life: Life[Prepared], cluster: Cluster, session: Session) -> RenderableType:
+async def _live_rl(
+    config: RLConfig, attempt: RunAttempt[Prepared], cluster: Cluster, session: Session
+) -> RenderableType:
     """Give the slots their roles, and run the RL loop."""
-    prepared, placement, stop = life.prepared, life.placement, session.interrupt.graceful
+    prepared, placement, stop = attempt.prepared, attempt.placement, session.interrupt.graceful
     activity = _activity(cluster, session)
-    fleet = await run_until(_take_roles(config, life, cluster), stop, cluster.death())
+    fleet = await run_until(_take_roles(config, attempt, cluster), stop, cluster.death())
     _begin_traces(config, cluster, session, lambda: fleet.trainer.layout.slots, prepared.progress.step)
     servers = Servers(config, fleet, session.record, session.folder, stop) if has_servers(config) else None
-    async with _live(config, life, cluster, fleet.trainer, activity, session, fleet, servers) as (resizer, drains):
+    async with _live(config, attempt, cluster, fleet.trainer, activity, session, fleet, servers) as (resizer, drains):
 
         async def change_over(slot: int) -> None:
             await activity.change_over(slot)
@@ -166,7 +168,7 @@ async def _live_rl(config: RLConfig, life: Life[Prepared], cluster: Cluster, ses
             config, prepared, cluster, fleet, resizer, recovery, activity, session.record, placement
         )
         scheduling.on_controller.add(drains.begin)
-        context = _context(session, life.began_s, lambda: fleet.slots_by_role, resizer, cluster, drains, servers)
+        context = _context(session, attempt.began_s, lambda: fleet.slots_by_role, resizer, cluster, drains, servers)
         device = next(iter(cluster.devices.values()))
         # They may not begin: then there is no loop.
         async with recovery, servers or nullcontext(), scheduling, drains:
@@ -185,19 +187,19 @@ async def _live_rl(config: RLConfig, life: Life[Prepared], cluster: Cluster, ses
 
 
 async def _live_batches(
-    config: SFTConfig | TrainerRunConfig, life: Life[PreparedBatches], cluster: Cluster, session: Session
+    config: SFTConfig | TrainerRunConfig, attempt: RunAttempt[PreparedBatches], cluster: Cluster, session: Session
 ) -> RenderableType:
     """Give the slots their role, and train on one batch after the other."""
-    prepared, deadlines, activity = life.prepared, Deadlines.of(config.cluster), _activity(cluster, session)
-    settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(life.placement.train, life.rules)
+    prepared, deadlines, activity = attempt.prepared, Deadlines.of(config.cluster), _activity(cluster, session)
+    settings, layout = prepared.trainer.model_dump(mode="json"), layout_for(attempt.placement.train, attempt.rules)
     taking = assign_role(cluster.mailbox, "train", settings, [layout], deadlines.command_s, cluster.rendezvous)
     await run_until(taking, session.interrupt.graceful, cluster.death())
     trainer = RemoteTrainer(cluster.mailbox, layout, deadlines, prepared.chat_format)
     _begin_traces(config, cluster, session, lambda: trainer.layout.slots, prepared.progress.step)
-    async with _live(config, life, cluster, trainer, activity, session) as (resizer, drains):
+    async with _live(config, attempt, cluster, trainer, activity, session) as (resizer, drains):
         drains.begin(TrainerMover(trainer, resizer))
         slots = lambda: {"train": trainer.layout.slots}  # noqa: E731
-        context = _context(session, life.began_s, slots, resizer, cluster, drains)
+        context = _context(session, attempt.began_s, slots, resizer, cluster, drains)
         async with drains:
             summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
     return batches_summary(summary, prepared.model_folder)
@@ -307,7 +309,7 @@ async def _hear_the_slots(cluster: Cluster, session: Session) -> None:
 @asynccontextmanager
 async def _live(
     config: SlotsConfig,
-    life: Life[Prepared] | Life[PreparedBatches],
+    attempt: RunAttempt[Prepared] | RunAttempt[PreparedBatches],
     cluster: Cluster,
     trainer: RemoteTrainer,
     activity: SlotActivity,
@@ -317,7 +319,7 @@ async def _live(
 ) -> AsyncGenerator[tuple[TrainerResizer, Drains]]:
     """Meanwhile the run serves `ductile status`, `ductile resize`, `ductile drain` and `ductile fleet`. fleet: has the
     trainer; None where there is nothing else."""
-    command_s, trainer_config = Deadlines.of(config.cluster).command_s, life.prepared.trainer
+    command_s, trainer_config = Deadlines.of(config.cluster).command_s, attempt.prepared.trainer
     options = ResizeOptions(
         settings=trainer_config.model_dump(mode="json"),
         rendezvous=cluster.rendezvous,
@@ -326,8 +328,8 @@ async def _live(
         keeps_old=trainer_config.resize.memory == "shadow",
         patience_s=command_s,
     )
-    resizer = TrainerResizer(cluster, trainer, options, session.record, most_slots(config), fleet, life.rules)
-    life.trains_by(resizer)
+    resizer = TrainerResizer(cluster, trainer, options, session.record, most_slots(config), fleet, attempt.rules)
+    attempt.trains_by(resizer)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     drains = Drains(cluster, trainer, session.record, session.interrupt.graceful.is_set)
     live = LiveRun(session, cluster, trainer, activity, resizer, drains, policy, servers)
@@ -336,14 +338,14 @@ async def _live(
             yield resizer, drains
 
 
-async def _take_roles(config: RLConfig, life: Life[Prepared], cluster: Cluster) -> RunRoles:
+async def _take_roles(config: RLConfig, attempt: RunAttempt[Prepared], cluster: Cluster) -> RunRoles:
     """Give all slots their roles; they load their models at the same time."""
     mailbox, deadlines = cluster.mailbox, Deadlines.of(config.cluster)
-    prepared, placement = life.prepared, life.placement
+    prepared, placement = attempt.prepared, attempt.placement
     timeout_s = deadlines.command_s
     generate = config.inference.model_dump(mode="json")
     train = score = prepared.trainer.model_dump(mode="json")
-    layout = layout_for(placement.train, life.rules)
+    layout = layout_for(placement.train, attempt.rules)
     instances = first_instances(placement, limits_of(config))
     generators = [each for each in instances if each.role == "generate"]
     scorers = [each for each in instances if each.role == "score"]
