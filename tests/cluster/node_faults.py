@@ -9,8 +9,8 @@ from typing import Literal
 from tests.cluster.node_run import NUM_NODES, SPARE, Moment
 
 MAX_STEPS = 6
-PATIENT_S, WATCHFUL_S = 60.0, 10.0
-"""`cluster.heartbeat_timeout_s`: longer than a partition by far, or short, where silence has to be noticed."""
+PATIENT_S, WATCHFUL_S = 30.0, 10.0
+"""`cluster.heartbeat_timeout_s`: its default, or less, where silence has to be noticed."""
 
 How = Literal["kill", "cut power", "part", "part until lost", "drain", "join", "grow"]
 """grow: the trainer, onto the first slot of a node, once that has joined."""
