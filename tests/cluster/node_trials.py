@@ -35,7 +35,7 @@ NUM_TRIALS = int(os.environ.get("NODE_TRIALS", "40"))
 SAMPLES_PER_STEP, GROUP_SIZE = 32, 8
 SAME, SAME_RELAYOUT = 1e-5, 1e-4
 """How far losses may be apart, and where the trainer's layout is another one."""
-DRAIN_S, AGAIN_S = 60.0, 1.0
+DRAIN_S, JOIN_S, AGAIN_S = 60.0, 60.0, 1.0
 NO_SLOT = "the trainer cannot go back to a checkpoint: no slot that trained is left"
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -103,6 +103,8 @@ def check(trial: Trial, network: Network, machine: OneMachine, folder: Path) -> 
         print(f"\n{trial}; {len(happened)} of {len(trial.faults)} happened; {story(run)}; exit code {code}")
         assert "Traceback" not in run.said(), run.said()
         assert_nodes_are_lost_once(run, happened, trial.placement)
+        stayed = disturbed.codes().keys() - {fault.node for fault in trial.faults if fault.how != "part"}
+        assert {disturbed.codes()[node] for node in stayed} <= {0}, run.said()
         went_back = run.events("went_back")
         if code:
             saved = assert_no_slot_is_left(run, code, happened, trial.placement)
@@ -143,7 +145,7 @@ def befall(disturbed: NodesRun, fault: Fault, placement: Placement) -> bool:
             # In the place of another one when that is known to be lost: before, its number is refused.
             if not disturbed.until_or_end(lambda: disturbed.num_lost(node) == disturbed.num_struck[node]):
                 return False
-            disturbed.join(node)
+            disturbed.join(node, JOIN_S)
         case "drain":
             return disturbed.command("drain", folder, "--node", f"{node}", "--deadline-s", f"{DRAIN_S:g}") == 0
         case "grow":
