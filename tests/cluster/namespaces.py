@@ -25,13 +25,15 @@ import pytest
 
 TIMEOUT_S = 30.0
 PREFIX = "dctl"
+NUM_NUMBERS = 250
 
 
 class Network:
     """Nodes 0 to n-1 behind one bridge."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self._id = os.getpid() % 250
+    def __init__(self, num_nodes: int, number: int) -> None:
+        """number: below NUM_NUMBERS; each may be in use once at a time."""
+        self._id = number
         self.num_nodes = num_nodes
         self._bridge = f"{PREFIX}{self._id}"
 
@@ -55,7 +57,13 @@ class Network:
         ip("link", "set", self._cable(node), "up")
 
     def make(self) -> None:
-        ip("link", "add", self._bridge, "type", "bridge")
+        """Raises FileExistsError where a network has this number, which another process may be using."""
+        try:
+            ip("link", "add", self._bridge, "type", "bridge")
+        except subprocess.CalledProcessError as error:
+            if "File exists" in error.stderr:
+                raise FileExistsError(self._bridge) from error
+            raise
         ip("link", "set", self._bridge, "up")
         for node in range(self.num_nodes):
             name, cable = self._name(node), self._cable(node)
@@ -91,13 +99,22 @@ def nodes(num_nodes: int) -> Iterator[Network]:
     """A network of so many nodes, made and removed. Skips the test where this machine does not let it be made."""
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` (iproute2)")
-    network = Network(num_nodes)
-    try:
-        network.make()
-    except subprocess.CalledProcessError as error:
-        network.remove()
-        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+    network = _made(num_nodes)
     try:
         yield network
     finally:
         network.remove()
+
+
+def _made(num_nodes: int) -> Network:
+    for number in range(os.getpid(), os.getpid() + NUM_NUMBERS):
+        network = Network(num_nodes, number % NUM_NUMBERS)
+        try:
+            network.make()
+        except FileExistsError:
+            continue
+        except subprocess.CalledProcessError as error:
+            network.remove()
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        return network
+    pytest.skip(f"there are {NUM_NUMBERS} networks already, such as {PREFIX}0")

@@ -9,8 +9,8 @@ from typing import Literal
 from tests.cluster.node_run import NUM_NODES, SPARE, Moment
 
 MAX_STEPS = 6
-PATIENT_S, WATCHFUL_S = 60.0, 10.0
-"""`cluster.heartbeat_timeout_s`: longer than a partition by far, or short, where silence has to be noticed."""
+PATIENT_S, WATCHFUL_S = 30.0, 10.0
+"""`cluster.heartbeat_timeout_s`: its default, or less, where silence has to be noticed."""
 
 How = Literal["kill", "cut power", "part", "part until lost", "drain", "join", "grow"]
 """grow: the trainer, onto the first slot of a node, once that has joined."""
@@ -134,11 +134,15 @@ def of_trainers(how: How, *then: How) -> Callable[[random.Random], Plan]:
     return plan
 
 
-def of_any(how: How, first: int = 1) -> Callable[[random.Random], Plan]:
-    def plan(chance: random.Random) -> Plan:
-        return chance.choice(list(PLACEMENTS)), (Fault(how, chance.randrange(first, NUM_NODES), moment(chance)),)
+def drained(chance: random.Random) -> Plan:
+    return chance.choice(list(PLACEMENTS)), (Fault("drain", chance.randrange(1, NUM_NODES), moment(chance)),)
 
-    return plan
+
+def parted(chance: random.Random) -> Plan:
+    """The orchestrator's node, too."""
+    name, node = chance.choice(list(PLACEMENTS)), chance.randrange(NUM_NODES)
+    at, other = moment(chance), chance.choice([each for each in range(NUM_NODES) if each != node])
+    return name, (Fault("part", node, at), Fault("part", other, moment(chance)))
 
 
 def grown(chance: random.Random) -> Plan:
@@ -159,8 +163,8 @@ def combined(chance: random.Random) -> Plan:
 
 KINDS: Mapping[str, Callable[[random.Random], Plan]] = {
     "a node of generators is killed": of_generators("kill"),
-    "a node is drained": of_any("drain"),
-    "a partition of 5 s": of_any("part", first=0),
+    "a node is drained": drained,
+    "two partitions of 5 s": parted,
     "a node joins and trains": grown,
     "a node that trains is lost": lambda chance: of_trainers(chance.choice(("kill", "cut power")))(chance),
     "the power of a node of generators is cut": of_generators("cut power"),

@@ -63,8 +63,9 @@ class NodesRun:
         for node in range(1, NUM_NODES):
             self.join(node)
 
-    def join(self, node: int) -> None:
-        words = ("ductile", "join", str(self.run.folder), "--node-rank", str(node), "--wait-s", f"{DEADLINE_S:g}")
+    def join(self, node: int, wait_s: float = DEADLINE_S) -> None:
+        """wait_s: for the run, which may have ended."""
+        words = ("ductile", "join", str(self.run.folder), "--node-rank", str(node), "--wait-s", f"{wait_s:g}")
         self.network.mend(node)
         self._others.append(self.network.begin(node, *words, **self._how))
         self.agents[node] = self._others[-1]
@@ -138,6 +139,10 @@ class NodesRun:
     def ends(self) -> int:
         """Wait for the run's exit code. Its agents have ended then, and nothing is left."""
         return self.run.ends(within_s=DEADLINE_S)
+
+    def codes(self) -> dict[int, int]:
+        """Exit codes of the agents, by node."""
+        return {node: agent.wait(DEADLINE_S) for node, agent in self.agents.items()}
 
     def close(self) -> None:
         for process in self._others:

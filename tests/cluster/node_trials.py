@@ -35,7 +35,7 @@ NUM_TRIALS = int(os.environ.get("NODE_TRIALS", "40"))
 SAMPLES_PER_STEP, GROUP_SIZE = 32, 8
 SAME, SAME_RELAYOUT = 1e-5, 1e-4
 """How far losses may be apart, and where the trainer's layout is another one."""
-DRAIN_S, AGAIN_S = 60.0, 1.0
+DRAIN_S, JOIN_S, AGAIN_S = 60.0, 60.0, 1.0
 NO_SLOT = "the trainer cannot go back to a checkpoint: no slot that trained is left"
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -103,15 +103,17 @@ def check(trial: Trial, network: Network, machine: OneMachine, folder: Path) -> 
         print(f"\n{trial}; {len(happened)} of {len(trial.faults)} happened; {story(run)}; exit code {code}")
         assert "Traceback" not in run.said(), run.said()
         assert_nodes_are_lost_once(run, happened, trial.placement)
-        lost_at = {event["time"]: event["step"] for event in run.events("went_back")}
+        others = {fault.node for fault in trial.faults if fault.how != "part"}
+        assert not any(code for node, code in disturbed.codes().items() if node not in others), run.said()
+        went_back = run.events("went_back")
         if code:
             saved = assert_no_slot_is_left(run, code, happened, trial.placement)
-            lost_at[run.events("died")[-1]["time"]] = saved
+            went_back.append({"time": run.events("died")[-1]["time"], "step": saved})
             disturbed.close()
             lives.append(NodesRun(network, config, folder, *flags, "--resume" if saved else "--clean"))
             run = lives[-1].run
             assert lives[-1].ends() == 0, run.said()
-        assert_each_sample_is_trained_once(trained_in(folder), lost_at)
+        assert_each_sample_is_trained_once(trained_in(folder, went_back))
         assert summary(run.folder)["steps"] == MAX_STEPS
         assert_same_losses(run.metrics(), expected, SAME_RELAYOUT if trial.relayouts else SAME)
         backs = run.events("went_back")
@@ -143,7 +145,7 @@ def befall(disturbed: NodesRun, fault: Fault, placement: Placement) -> bool:
             # In the place of another one when that is known to be lost: before, its number is refused.
             if not disturbed.until_or_end(lambda: disturbed.num_lost(node) == disturbed.num_struck[node]):
                 return False
-            disturbed.join(node)
+            disturbed.join(node, JOIN_S)
         case "drain":
             return disturbed.command("drain", folder, "--node", f"{node}", "--deadline-s", f"{DRAIN_S:g}") == 0
         case "grow":
@@ -204,15 +206,9 @@ def assert_no_slot_is_left(run: Run, code: int, happened: tuple[Fault, ...], pla
     return saved
 
 
-def assert_each_sample_is_trained_once(trained: Sequence[Trained], lost_at: Mapping[float, int]) -> None:
-    """lost_at: step of the last checkpoint, by the time at which what had been trained since was lost."""
-    counted = [
-        sample
-        for sample in trained
-        if not any(sample.time_s < time_s and sample.step > step for time_s, step in lost_at.items())
-    ]
-    assert Counter(sample.step for sample in counted) == dict.fromkeys(range(1, MAX_STEPS + 1), SAMPLES_PER_STEP)
-    assert {*Counter(sample.prompt for sample in counted).values()} == {GROUP_SIZE}
+def assert_each_sample_is_trained_once(trained: Sequence[Trained]) -> None:
+    assert Counter(sample.step for sample in trained) == dict.fromkeys(range(1, MAX_STEPS + 1), SAMPLES_PER_STEP)
+    assert {*Counter(sample.prompt for sample in trained).values()} == {GROUP_SIZE}
 
 
 def assert_same_losses(metrics: Metrics, expected: Metrics, tolerance: float) -> None:

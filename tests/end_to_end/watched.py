@@ -153,7 +153,6 @@ class Trained:
     logprobs: tuple[float, ...]
     step: int
     """The first is 1."""
-    time_s: float
 
     @property
     def prompt(self) -> tuple[int, ...]:
