@@ -113,6 +113,8 @@ OTHER_VALUES = {
     "inference.server.host": "::1",
     "inference.server.api_key": "12345678",
     "inference.server.api_key_var": "PATH",
+    "inference.server.ssl_certfile": "cert.pem",
+    "inference.server.ssl_keyfile": "key.pem",
     "inference.server.served_model_name": "mine",
     "inference.server.generation_config": "ignore",
     "inference.server.max_connections": "7",

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -37,6 +37,8 @@ from ductile.transport.http_server.middleware import host_name
 
 TIMEOUT_S = 10.0
 """Seconds that a client has to send a request's headers, again for its body, and to take the response."""
+MAX_BODY_BYTES = 1 << 20
+"""A body of more bytes is not read to its end; one of more than a lease has is refused before."""
 MAX_CONNECTIONS = 256
 """Connections that are open at a time. One more takes the place of the one that has waited longest."""
 
@@ -150,7 +152,7 @@ def registry_app(book: LeaseTable, token: str | None = None) -> Starlette:
 async def serve_registry(app: Starlette, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
     """Serve the registry in this event loop; gives its URL. port: 0 takes a free one. Raises OSError."""
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    limits = HttpServerConfig(max_connections=MAX_CONNECTIONS, max_body_bytes=MOST_BYTES, timeout_s=TIMEOUT_S)
+    limits = HttpServerConfig(max_connections=MAX_CONNECTIONS, max_body_bytes=MAX_BODY_BYTES, timeout_s=TIMEOUT_S)
     server = _Server(uvicorn_settings(app, limits, lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     bound, number = listener.getsockname()[:2]
@@ -172,10 +174,13 @@ class _Server(uvicorn.Server):
 async def _body(request: Request) -> bytes:
     """Return what a request brings. Raises LeaseError when that is more than any lease has."""
     content = b""
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > MOST_BYTES:
-            raise LeaseError(f"has more than {MOST_BYTES} bytes")
+    try:
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > MOST_BYTES:
+                raise LeaseError(f"has more than {MOST_BYTES} bytes")
+    except ClientDisconnect:
+        raise LeaseError("has not come whole") from None
     return content
 
 

@@ -118,7 +118,7 @@ class _Poster:
         self._update_id = update.update_id
         self._token = receiver.token
         self._access = {"Authorization": f"Bearer {receiver.token}"} if receiver.token else {}
-        """Header that a server with an API key asks for at every route."""
+        """Header that every route of a server with an API key asks for, also that of its state."""
         self._headers = {"Content-Type": "application/octet-stream", "X-Ductile-Epoch": str(update.epoch)}
         self._headers |= self._access
         root = self._root = urlsplit(receiver.url)
