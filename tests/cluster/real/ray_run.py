@@ -43,8 +43,7 @@ def start() -> Iterator[Any]:
 
     yield begin
     for life in lives:
-        life.process.kill()
-        life.process.wait()
+        life.close()
 
 
 def on(address: str, num_nodes: int, **ray: Any) -> list[str]:

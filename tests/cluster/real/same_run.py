@@ -128,8 +128,9 @@ class Runs:
     def time(self, command: str, where: str, name: str, began_s: float) -> None:
         """Note how long a run took to start. began_s: Unix time of the command."""
         events, rows = read_jsonl(self.folder / name / "events.jsonl"), steps(self.folder / name)
-        slots_s = max(event["time"] for event in events if event["kind"] == "slot_started") - began_s
-        self.started.append(Started(command, where, slots_s, rows[0]["time"] - began_s))
+        work_s = rows[0]["time"]
+        slots_s = max(each["time"] for each in events if each["kind"] == "slot_started" and each["time"] <= work_s)
+        self.started.append(Started(command, where, slots_s - began_s, work_s - began_s))
 
     def reference(self, command: str) -> Path:
         """Return the folder of the run on this machine."""

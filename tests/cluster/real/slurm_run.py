@@ -184,7 +184,7 @@ def test_the_run_of_a_job_is_asked_from_the_login_node(slurm: SlurmCluster, runs
 
 
 def test_sbatch_accepts_the_scripts_of_the_page(slurm: SlurmCluster) -> None:
-    words = ["-m", "pytest", "-q", "-k", "sbatch_accepts", "tests/cluster/test_launch_page.py"]
+    words = ["-m", "pytest", "-k", "sbatch_accepts", "tests/cluster/test_launch_page.py"]
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=slurm.environment, capture_output=True, text=True, timeout=RUN_S
     )
