@@ -132,6 +132,20 @@ def test_of_supervised_fine_tuning_keys_have_no_trainer(tmp_path: Path, capsys: 
     assert parse(SFTConfig, ["@", "good_sft.toml", "@", "fit.toml"], across=False).config.model.ac is not None
 
 
+def test_gpus_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over a slow network, shards of a copy are inside nodes; copies or stages are across them."""
+    words = ["sft", "@", "good_sft.toml", "--model.name", "large", "--model.seq-len", "2048", "--gpus", "16"]
+    (tmp_path / "good_sft.toml").write_text('max_steps = 4\n[data]\npath = "data.jsonl"\n')
+    words += ["--gpu-memory", "80GiB", "--json", "fits.json", "--deployment.gpus-per-node", "8"]
+    assert fit(*words, "--cluster.network-gb-per-s", "1") == 0
+    assert "(H100, 8 a node)" in capsys.readouterr().out
+    best = json.loads((tmp_path / "fits.json").read_text())["fits"][0]
+    assert 8 % (best["layout"]["dp_shard"] * best["layout"]["cp"] * best["layout"]["tp"]) == 0
+    (tmp_path / "fit.toml").write_text(best["toml"])
+    deployment = parse(SFTConfig, ["@", "good_sft.toml", "@", "fit.toml"], across=False).config.deployment
+    assert (deployment.type, deployment.num_nodes, deployment.gpus_per_node) == ("multi_node", 2, 8)  # pyright: ignore
+
+
 def test_measured_speeds_and_other_devices_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def best_s(*words: str) -> float:
         assert fit("@", "good.toml", *OF_LARGE, "--gpus", "8", "--gpu-memory", "80", "--json", "f.json", *words) == 0

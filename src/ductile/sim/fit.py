@@ -209,6 +209,10 @@ def _deployment(request: FitRequest) -> list[str]:
     if isinstance(deployment, MultiNodeDeployment | MultiNodeTrainDeployment):
         return [f"# deployment is of several nodes: give the trainer {gpus} GPUs"]
     of_rl, per_node = isinstance(deployment, SingleNodeDeployment), request.slots_per_node
+    if per_node is not None and gpus % per_node:
+        return [
+            f"# {gpus} GPUs are no whole nodes of {per_node}: cluster.component_placement gives actor so many of them"
+        ]
     if per_node is not None:
         name, num_infer = "num_nodes", 0
         if isinstance(deployment, SingleNodeDeployment):

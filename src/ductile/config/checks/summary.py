@@ -346,6 +346,8 @@ def _reasons(chosen: ChosenLayout, rules: LayoutRules, root: str) -> list[str]:
     for axis in ("pp", "dp_replicate", "cp", "tp"):
         if (size := getattr(dims, axis)) > 1 or axis in planned.reasons:
             given = f"{root}resize.layouts has {chosen.listed}" if chosen.listed else f"as {root}model.{axis} says"
+            if axis == "dp_replicate" and not chosen.listed and rules.nodes_per_fsdp_group:
+                given = f"a copy over {many(rules.nodes_per_fsdp_group, 'node')}, by deployment.nodes_per_fsdp_group"
             found.append(f"{axis} {size}: {planned.reasons.get(axis, given)}")
     if dims.dp_shard > 1:
         found.append(f"dp_shard {dims.dp_shard}: what the other axes leave of {many(len(chosen.layout.slots), 'slot')}")
