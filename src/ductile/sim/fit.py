@@ -118,7 +118,7 @@ def toml(fit: TrainingFit, request: FitRequest) -> str:
     """Return what to lay over the config, so that it trains so: every axis and knob of which the config has another
     value."""
     model, root = model_section(request.config)
-    lines = ["[cluster]", f"device_memory_gib = {request.gpu_memory / GIB:.6g}", "", *_deployment(request)]
+    lines = ["[cluster]", f"device_memory_gib = {_exactly(request.gpu_memory / GIB)}", "", *_deployment(request)]
     changes = _changes(fit, model)
     if plain := {key: value for key, value in changes.items() if not isinstance(value, Mapping)}:
         lines += ["", f"[{root}model]", *(f"{key} = {spelled(value)}" for key, value in plain.items())]
@@ -127,6 +127,12 @@ def toml(fit: TrainingFit, request: FitRequest) -> str:
             written = cast("Mapping[str, object]", value)
             lines += ["", f"[{root}model.{key}]", *(f"{name} = {spelled(each)}" for name, each in written.items())]
     return "\n".join(lines)
+
+
+def _exactly(number: float) -> str:
+    """Return it without a rounding: what is read back has to hold what fits."""
+    short = f"{number:.6g}"
+    return short if float(short) == number else repr(number)
 
 
 def _changes(fit: TrainingFit, model: TrainerModelConfig) -> dict[str, object]:

@@ -58,6 +58,8 @@ def memory_options(config: TrainingConfig) -> MemoryOptions:
     """Return the options on which the memory of a slot of the trainer depends, besides model and layout."""
     cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
     options = trainer_memory(trainer, "cpu" if cluster.device == "cpu" else "cuda")
+    if not isinstance(config, RLConfig):  # there the trainer begins with the groups that are finished
+        options = replace(options, num_samples=num_samples(config))
     if isinstance(config, RLConfig) and placement_of(config).shares:  # a generator is on the same slot
         share = config.inference.gpu_memory_utilization or 0.0
         options = replace(options, generator_bytes=int((cluster.device_memory_gib or 0.0) * GIB * share))

@@ -93,15 +93,14 @@ def best_fits(
     Args:
         asked: what is asked for besides sizes: `seq_len`, styles, schedules.
         memory: room of a slot, and the options that no knob changes.
-        num_samples: samples of an optimizer step, each of `seq_len` tokens.
+        num_samples: samples of an optimizer step, each of `seq_len` tokens; its time depends on them.
         built: keys whose knobs may be used; None: all.
         host_bytes: host memory that a slot may take; None: any.
     """
     sets = _Sets(spec, memory.room_bytes, host_bytes, num_samples, speed, built)
     found: list[TrainingFit] = []
     for dims in possible_layouts(spec, num_slots, asked.cp_style, asked.num_runs, MOST_TP):
-        sized = replace(memory.options_of(asked), num_micro_batches=-(-num_samples // dims.num_data_parallel))
-        best = sets.best(dims, sized)
+        best = sets.best(dims, memory.options_of(asked))
         if best is not None:
             found.append(best)
     return sorted(found, key=lambda fit: (fit.time.step_s, fit.use.device.total))
