@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ductile.config.checks.asked_placement import placement_of
+from ductile.config.checks.beside_training import generator_bytes, scorer_bytes
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.finding import Finding
 from ductile.config.reading.key_tree import keys
@@ -58,12 +59,10 @@ def memory_options(config: TrainingConfig) -> MemoryOptions:
     """Return the options on which the memory of a slot of the trainer depends, besides model and layout."""
     cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
     options = trainer_memory(trainer, "cpu" if cluster.device == "cpu" else "cuda")
-    if not isinstance(config, RLConfig):  # there the trainer begins with the groups that are finished
-        options = replace(options, num_samples=num_samples(config))
-    if isinstance(config, RLConfig) and placement_of(config).shares:  # a generator is on the same slot
-        share = config.inference.gpu_memory_utilization or 0.0
-        options = replace(options, generator_bytes=int((cluster.device_memory_gib or 0.0) * GIB * share))
-    return options
+    if isinstance(config, RLConfig):
+        generator, scorer = generator_bytes(config, options.device), scorer_bytes(config, options.device)
+        return replace(options, generator_bytes=generator, scorer_bytes=scorer)
+    return replace(options, num_samples=num_samples(config))  # in RL it begins with the groups that are finished
 
 
 def trainer_memory(

@@ -52,6 +52,8 @@ class MemoryOptions:
     """Bytes of the device that its driver and its libraries take for a process."""
     generator_bytes: int = 0
     """Bytes of a generator on the same slot: its weights and its KV cache."""
+    scorer_bytes: int = 0
+    """Bytes of a scorer on the same slot: its weights."""
     num_micro_batches: int | None = None
     """Micro-batches of a data-parallel rank in an optimizer step; None: as many as `num_samples` makes. From the second
     one on there is a gradient all the time."""

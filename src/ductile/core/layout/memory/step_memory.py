@@ -96,6 +96,7 @@ class _StageStep:
             "optimizer": int(self._num_trained_shard * self._options.optimizer_bytes) * moments,
             "activations": self._inputs_bytes,
             "generator": self._options.generator_bytes,
+            "scorer": self._options.scorer_bytes,
             "context": self._options.context_bytes,
         }
 
