@@ -10,11 +10,20 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ductile.cli import main
-from ductile.config.checks.trainer_layout import asked_layout, layout_findings, layout_warnings, slot_memory
+from ductile.config.checks.exclusions import exclusion_findings
+from ductile.config.checks.trainer_layout import (
+    asked_layout,
+    layout_findings,
+    layout_rules,
+    layout_warnings,
+    slot_memory,
+)
 from ductile.config.reading.parse import parse
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
+from ductile.core.layout.choice.layout_rules import choose_layout
 from ductile.core.layout.choice.planner import plan_layout
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.model.spec import spec_from_hf
 from ductile.sim.fit import FitRequest, find_fits, toml
 from ductile.sim.fit_command import memory_bytes
@@ -145,6 +154,36 @@ def test_no_overlay_has_too_little_memory_for_check(gpus: int, batch: int, memor
         assert not [said for said in layout_warnings(config, gpus) if "too little memory" in said], fit
 
 
+@pytest.mark.parametrize(
+    ("own", "taken_back", "left"),
+    [
+        ("[cluster]\nslots_per_device = 2", "slots_per_device = 1\n", {}),
+        (
+            '[trainer.resize]\nlayouts = ["tp=8", "dp_shard=4"]',
+            '[trainer.resize]\nlayouts = ["dp_shard=4"]\n',
+            {},
+        ),
+        ('[trainer.model]\npp_schedule = "zero_bubble"\n[trainer.model.compile]', "", {"pp": 1}),
+        ('[trainer.model]\npp_schedule = "zero_bubble"\nfp8 = true', "", {"pp": 1}),
+    ],
+)
+def test_nothing_else_of_the_config_contradicts_a_fit(
+    own: str, taken_back: str, left: dict[str, int], tmp_path: Path
+) -> None:
+    (tmp_path / "own.toml").write_text(own)
+    config = ["@", "good.toml", "@", "own.toml"]
+    words = ["--model.name", "large", "--cluster.device", "cuda"]
+    assert fit(*config, *words, "--gpus", "8", "--gpu-memory", "80GiB", "--json", "fits.json") == 0
+    fits = json.loads((tmp_path / "fits.json").read_text())["fits"]
+    assert any(taken_back in each["toml"] for each in fits)
+    for each in fits[:6]:
+        (tmp_path / "fit.toml").write_text(each["toml"])
+        read = parse(RLConfig, [*config, "@", "fit.toml", *words], across=False).config
+        assert choose_layout(8, layout_rules(read)).layout.dims == ParallelDims(**each["layout"])
+        assert not [*layout_findings(read, 8), *exclusion_findings(read)]
+        assert {axis: each["layout"][axis] for axis in left} == left
+
+
 def test_where_only_host_memory_is_too_small_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("@", "good.toml", *OF_LARGE, "--gpus", "1", "--gpu-memory", "40GiB", "--host-memory", "20GiB")
     assert fit(*words) == 1
@@ -212,6 +251,7 @@ def test_slips_are_told_with_what_to_write(words: list[str], said: str, capsys: 
         (["@", "good.toml", "--model.name", "nowhere"], "--model.name = nowhere does not exist"),
         (["@", "empty.toml"], "the config names no model: write --model.name"),
         (["@", "good.toml", "--gpu", "abacus"], "--gpu abacus: its peak is not known; write H100"),
+        (["@", "good.toml", "--trainer.resize.layouts", "tp 8"], "--trainer.resize.layouts: 'tp 8': "),
         (["@", "good.toml", "--trainer.model.seqlen", "4"], "--trainer.model.seqlen"),
         (["@", "good.toml", "--json", "no/f.json"], "there is no folder no"),
     ],

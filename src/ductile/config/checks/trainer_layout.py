@@ -162,8 +162,8 @@ def asked_layout(model: TrainerModelConfig) -> AskedLayout:
 
 def layout_findings(config: TrainingConfig, num_slots: int) -> Iterator[Finding]:
     """Everything that keeps the trainer from its layout on so many slots, or from a listed one."""
-    rules, (_, resize, root) = layout_rules(config), _trainer(config)
-    yield from _listed_findings(rules, resize, root)
+    rules, (_, _, root) = layout_rules(config), _trainer(config)
+    yield from listed_findings(config)
     if choose_layout(num_slots, rules).listed:
         return  # the run begins with it
     errors = plan_layout(num_slots, rules.asked, rules.spec).errors
@@ -270,7 +270,9 @@ def _not_taken(asked: AskedLayout, dims: ParallelDims) -> dict[str, object]:
     return {axis: size for axis, size in sizes.items() if size not in (1, "auto", getattr(dims, axis))}
 
 
-def _listed_findings(rules: LayoutRules, resize: ResizeConfig, root: str) -> Iterator[Finding]:
+def listed_findings(config: TrainingConfig) -> Iterator[Finding]:
+    """Listed layouts that are no text of one, or that the trainer cannot have on whatever slots."""
+    rules, (_, resize, root) = layout_rules(config), _trainer(config)
     key = f"{root}resize.layouts"
     for text in resize.layouts:
         if wrong := _unreadable(text):
