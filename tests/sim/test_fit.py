@@ -3,16 +3,29 @@
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from ductile.cli import main
-from ductile.config.checks.trainer_layout import asked_layout, slot_memory
+from ductile.config.checks.exclusions import exclusion_findings
+from ductile.config.checks.trainer_layout import (
+    asked_layout,
+    layout_findings,
+    layout_rules,
+    layout_warnings,
+    slot_memory,
+)
 from ductile.config.reading.parse import parse
 from ductile.config.schema.model import TrainerModelConfig
-from ductile.config.schema.run import RLConfig, SFTConfig
+from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
+from ductile.core.layout.choice.layout_rules import choose_layout
 from ductile.core.layout.choice.planner import plan_layout
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.model.spec import spec_from_hf
+from ductile.sim.fit import FitRequest, find_fits, toml
 from ductile.sim.fit_command import memory_bytes
 from tests.config.stories import furnish
 
@@ -29,6 +42,7 @@ LARGE = {
     "tie_word_embeddings": True,
 }
 """Qwen3-4B."""
+GIB = 2**30
 OF_LARGE = ["--model.name", "large", "--trainer.model.seq-len", "32768"]
 
 
@@ -102,6 +116,72 @@ def test_axes_and_knobs_that_the_config_has_and_the_fit_has_not_are_taken_back(t
                     parse(RLConfig, ["@", "good.toml", *over, "@", "fit.toml"], across=False).config.trainer.model
                 )
             assert models[0] == models[1]
+
+
+def laid_over(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    """Return both tables as one, as `@ base.toml @ overlay.toml` has them."""
+    merged = dict(base)
+    for key, value in overlay.items():
+        below = merged.get(key)
+        merged[key] = laid_over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+@settings(
+    max_examples=10,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    gpus=st.sampled_from([1, 2, 3, 4]),
+    batch=st.integers(1, 6),
+    memory_gib=st.floats(20, 60),
+    seq_len=st.sampled_from([512, 4096, 16_384]),
+)
+def test_no_overlay_has_too_little_memory_for_check(gpus: int, batch: int, memory_gib: float, seq_len: int) -> None:
+    base = {
+        "model": {"name": "large", "seq_len": seq_len},
+        "cluster": {"device": "cuda"},
+        "deployment": {"type": "single_node"},
+        "data": {"fake": {"batch_size": batch}},
+        "loss": {"type": "sft"},
+    }
+    request = FitRequest(TrainerRunConfig.model_validate(base), gpus, int(memory_gib * GIB), "H100", 200 * GIB)
+    for fit in find_fits(request, request.host_memory):
+        config = TrainerRunConfig.model_validate(laid_over(base, tomllib.loads(toml(fit, request))))
+        assert not list(layout_findings(config, gpus)), fit
+        assert not [said for said in layout_warnings(config, gpus) if "too little memory" in said], fit
+
+
+@pytest.mark.parametrize(
+    ("own", "taken_back", "left"),
+    [
+        ("[cluster]\nslots_per_device = 2", "slots_per_device = 1\n", {}),
+        (
+            '[trainer.resize]\nlayouts = ["tp=8", "dp_shard=4"]',
+            '[trainer.resize]\nlayouts = ["dp_shard=4"]\n',
+            {},
+        ),
+        ('[trainer.model]\npp_schedule = "zero_bubble"\n[trainer.model.compile]', "", {"pp": 1}),
+        ('[trainer.model]\npp_schedule = "zero_bubble"\nfp8 = true', "", {"pp": 1}),
+    ],
+)
+def test_nothing_else_of_the_config_contradicts_a_fit(
+    own: str, taken_back: str, left: dict[str, int], tmp_path: Path
+) -> None:
+    (tmp_path / "own.toml").write_text(own)
+    config = ["@", "good.toml", "@", "own.toml"]
+    words = ["--model.name", "large", "--cluster.device", "cuda"]
+    assert fit(*config, *words, "--gpus", "8", "--gpu-memory", "80GiB", "--json", "fits.json") == 0
+    fits = json.loads((tmp_path / "fits.json").read_text())["fits"]
+    assert any(taken_back in each["toml"] for each in fits)
+    for each in fits[:6]:
+        (tmp_path / "fit.toml").write_text(each["toml"])
+        read = parse(RLConfig, [*config, "@", "fit.toml", *words], across=False).config
+        assert choose_layout(8, layout_rules(read)).layout.dims == ParallelDims(**each["layout"])
+        assert not [*layout_findings(read, 8), *exclusion_findings(read)]
+        assert {axis: each["layout"][axis] for axis in left} == left
 
 
 def test_where_only_host_memory_is_too_small_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,6 +265,7 @@ def test_slips_are_told_with_what_to_write(words: list[str], said: str, capsys: 
         (["@", "good.toml", "--model.name", "nowhere"], "--model.name = nowhere does not exist"),
         (["@", "empty.toml"], "the config names no model: write --model.name"),
         (["@", "good.toml", "--gpu", "abacus"], "--gpu abacus: its peak is not known; write H100"),
+        (["@", "good.toml", "--trainer.resize.layouts", "tp 8"], "--trainer.resize.layouts: 'tp 8': "),
         (["@", "good.toml", "--trainer.model.seqlen", "4"], "--trainer.model.seqlen"),
         (["@", "good.toml", "--json", "no/f.json"], "there is no folder no"),
     ],

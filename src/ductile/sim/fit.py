@@ -5,26 +5,35 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
+from ductile.config.checks.exclusions import exclusion_findings
 from ductile.config.checks.on_disk import model_findings
 from ductile.config.checks.trainer_layout import (
     TrainingConfig,
     asked_layout,
     built_keys,
+    layout_findings,
+    layout_rules,
+    listed_findings,
     model_section,
     model_spec,
     num_samples,
     slot_memory,
 )
+from ductile.config.reading.derive import derive
 from ductile.config.schema.cluster import MultiNodeDeployment, MultiNodeTrainDeployment, SingleNodeDeployment
 from ductile.config.schema.model import TrainerModelConfig
+from ductile.config.schema.run import RLConfig
 from ductile.config.schema.section import Section
+from ductile.config.schema.trainer import ResizeConfig
 from ductile.core.instances.placement import many
 from ductile.core.layout.choice.asked_layout import AskedLayout
+from ductile.core.layout.choice.layout_rules import plan_listed
 from ductile.core.layout.choice.layout_text import in_words
 from ductile.core.layout.choice.memory_levers import AXES, relief, spelled
 from ductile.core.layout.choice.memory_levers import in_words as relief_in_words
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import SlotMemory
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.memory.parts import GIB, gib
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.scheduling.costs.layout_time import SlotSpeed
@@ -60,11 +69,17 @@ class FitRequest:
         raise ValueError(f"--model.name = {name} {first.what}")
 
     @cached_property
-    def memory(self) -> SlotMemory:
-        """Room of a slot of its own on such a GPU."""
+    def on_gpus(self) -> TrainingConfig:
+        """The config on such GPUs, with a slot on each."""
         device = {"device_memory_gib": self.gpu_memory / GIB, "slots_per_device": 1}
         cluster = self.config.cluster.model_copy(update=device)
-        found = slot_memory(self.config.model_copy(update={"cluster": cluster}))
+        found, _ = derive(self.config.model_copy(update={"cluster": cluster}))
+        return found
+
+    @cached_property
+    def memory(self) -> SlotMemory:
+        """Room of a slot of its own on such a GPU."""
+        found = slot_memory(self.on_gpus)
         assert found is not None, "the config says how much memory there is"
         return found
 
@@ -86,6 +101,20 @@ class FitRequest:
         return deployment.gpus_per_node if is_said and self.gpus > deployment.gpus_per_node else None
 
     @property
+    def resize(self) -> ResizeConfig:
+        """Its `layouts` are all such as the trainer can have."""
+        for wrong in listed_findings(self.config):
+            raise ValueError(f"--{wrong.keys[0]}: {wrong.what}")
+        return (self.config.trainer if isinstance(self.config, RLConfig) else self.config).resize
+
+    def listed_beside(self, dims: ParallelDims) -> list[str]:
+        """Return the listed layouts beside which so many GPUs have this one: of those that are for as many, the one
+        that is the same."""
+        planned = {text: plan_listed(text, self.gpus, layout_rules(self.config)) for text in self.resize.layouts}
+        layouts = {text: None if plan is None else plan.layout for text, plan in planned.items()}
+        return [text for text, layout in layouts.items() if layout is None or layout.dims == dims]
+
+    @property
     def asked(self) -> AskedLayout:
         return asked_layout(model_section(self.config)[0])
 
@@ -104,10 +133,22 @@ class FitRequest:
 
 
 def find_fits(request: FitRequest, host_memory: int | None) -> list[TrainingFit]:
-    """Return the best way to train for each layout that fits, the fastest first. host_memory: bytes of it that each GPU
-    may take; None: any number."""
+    """Return the best way to train for each layout that fits, the fastest first, but for those with which
+    `ductile check` would refuse other keys of the config. host_memory: bytes of it that each GPU may take; None: any
+    number."""
+    return [fit for fit in _all_that_fit(request, host_memory) if not _refused(fit, request)]
+
+
+def _all_that_fit(request: FitRequest, host_memory: int | None) -> list[TrainingFit]:
     spec, memory, speed = request.spec, request.memory, request.speed
     return best_fits(spec, request.gpus, request.asked, memory, request.num_samples, speed, built_keys(), host_memory)
+
+
+def _refused(fit: TrainingFit, request: FitRequest) -> str:
+    """Return what keeps the config from training so, as a sentence; "" where nothing does."""
+    config = overlaid(fit, request)
+    found = next(iter([*layout_findings(config, request.gpus), *exclusion_findings(config)]), None)
+    return "" if found is None else f"{found.keys[0]} {found.what}"
 
 
 def table(fits: Sequence[TrainingFit]) -> str:
@@ -128,8 +169,12 @@ def toml(fit: TrainingFit, request: FitRequest) -> str:
     """Return what to lay over the config, so that it trains so: every axis and knob of which the config has another
     value."""
     model, root = model_section(request.config)
-    lines = ["[cluster]", f"device_memory_gib = {request.gpu_memory / GIB:.6g}", "", *_deployment(request)]
+    lines = ["[cluster]", f"device_memory_gib = {_exactly(request.gpu_memory / GIB)}"]
+    lines += ["slots_per_device = 1"] if request.config.cluster.slots_per_device != 1 else []
+    lines += ["", *_deployment(request)]
     changes = _changes(fit, model)
+    if (listed := request.listed_beside(fit.dims)) != request.resize.layouts:
+        lines += ["", f"[{root}resize]", f"layouts = {spelled(listed)}"]
     if plain := {key: value for key, value in changes.items() if not isinstance(value, Mapping)}:
         lines += ["", f"[{root}model]", *(f"{key} = {spelled(value)}" for key, value in plain.items())]
     for key, value in changes.items():
@@ -137,6 +182,30 @@ def toml(fit: TrainingFit, request: FitRequest) -> str:
             written = cast("Mapping[str, object]", value)
             lines += ["", f"[{root}model.{key}]", *(f"{name} = {spelled(each)}" for name, each in written.items())]
     return "\n".join(lines)
+
+
+def overlaid(fit: TrainingFit, request: FitRequest) -> TrainingConfig:
+    """Return the config with what `toml` says, but for the deployment."""
+    config = request.on_gpus
+    model, _ = model_section(config)
+    changes: dict[str, object] = {}
+    for key, value in _changes(fit, model).items():
+        if isinstance(value, Mapping):
+            now = getattr(model, key)
+            of_now = now.model_dump() if isinstance(now, Section) else {}
+            value = getattr(TrainerModelConfig.model_validate({key: {**of_now, **value}}), key)
+        changes[key] = value
+    resize = request.resize.model_copy(update={"layouts": request.listed_beside(fit.dims)})
+    update = {"model": model.model_copy(update=changes), "resize": resize}
+    if isinstance(config, RLConfig):
+        update = {"trainer": config.trainer.model_copy(update=update)}
+    return config.model_copy(update=update)
+
+
+def _exactly(number: float) -> str:
+    """Return it without a rounding: what is read back has to hold what fits."""
+    short = f"{number:.6g}"
+    return short if float(short) == number else repr(number)
 
 
 def _changes(fit: TrainingFit, model: TrainerModelConfig) -> dict[str, object]:
@@ -161,6 +230,8 @@ def _changes(fit: TrainingFit, model: TrainerModelConfig) -> dict[str, object]:
 def why_nothing_fits(request: FitRequest) -> str:
     """Return what a slot needs at least, and what would have to be."""
     spec, memory, asked = request.spec, request.memory, request.asked
+    if refused := [_refused(fit, request) for fit in _all_that_fit(request, request.host_memory)]:
+        return f"There would be memory, but the config excludes every layout that has it: {refused[0]}."
     if fits := find_fits(request, host_memory=None):
         fit = min(fits, key=lambda each: each.use.host.total)
         return (

@@ -90,8 +90,9 @@ def _print_fits(request: "FitRequest", asked: argparse.Namespace) -> int:
     from ductile.observe import write_json
     from ductile.sim.fit import as_json, find_fits, table, toml, why_nothing_fits
 
-    print(f"{request.sentence}\n", flush=True)
+    said = request.sentence
     fits = find_fits(request, request.host_memory)
+    print(f"{said}\n", flush=True)
     if asked.json is not None:
         write_json(asked.json, {"fits": [as_json(fit, request) for fit in fits]})
     if not fits:

@@ -117,11 +117,11 @@ def test_the_state_lies_on_the_device_or_in_host_memory() -> None:
     assert everything.device.gathered > 0, "computing needs whole parameters"
 
 
-def test_generators_and_the_device_s_context_take_their_part() -> None:
+def test_generators_scorers_and_the_device_s_context_take_their_part() -> None:
     options = MemoryOptions(seq_len=64)
-    beside = predict(QWEN, ParallelDims(), replace(options, generator_bytes=7, context_bytes=5)).device
-    assert (beside.generator, beside.context) == (7, 5)
-    assert beside.total == predict(QWEN, ParallelDims(), options).device.total + 12
+    beside = predict(QWEN, ParallelDims(), replace(options, generator_bytes=7, scorer_bytes=3, context_bytes=5)).device
+    assert (beside.generator, beside.scorer, beside.context) == (7, 3, 5)
+    assert beside.total == predict(QWEN, ParallelDims(), options).device.total + 15
 
 
 SIZES = st.sampled_from([1, 2, 3, 4])

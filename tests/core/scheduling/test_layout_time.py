@@ -132,7 +132,7 @@ def test_fits_are_the_best_of_their_layouts_and_fit() -> None:
     assert all(fit.use.device.total <= memory.room_bytes for fit in fits)
     best = {fit.dims: fit.time.step_s for fit in fits}
     for dims in possible:
-        options = replace(memory.options_of(asked), num_micro_batches=-(-8 // dims.num_data_parallel))
+        options = memory.options_of(asked)
         for _, values in KNOBS:
             for _, changes in values:
                 tried = replace(options, **changes)  # pyright: ignore

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ductile.config.checks.asked_placement import placement_of, topology_of
+from ductile.config.checks.beside_training import generator_bytes, scorer_bytes
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.finding import Finding
 from ductile.config.reading.key_tree import keys
@@ -68,10 +69,10 @@ def memory_options(config: TrainingConfig) -> MemoryOptions:
     """Return the options on which the memory of a slot of the trainer depends, besides model and layout."""
     cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
     options = trainer_memory(trainer, "cpu" if cluster.device == "cpu" else "cuda")
-    if isinstance(config, RLConfig) and placement_of(config).shares:  # a generator is on the same slot
-        share = config.inference.gpu_memory_utilization or 0.0
-        options = replace(options, generator_bytes=int((cluster.device_memory_gib or 0.0) * GIB * share))
-    return options
+    if isinstance(config, RLConfig):
+        generator, scorer = generator_bytes(config, options.device), scorer_bytes(config, options.device)
+        return replace(options, generator_bytes=generator, scorer_bytes=scorer)
+    return replace(options, num_samples=num_samples(config))  # in RL it begins with the groups that are finished
 
 
 def trainer_memory(
@@ -171,8 +172,8 @@ def asked_layout(model: TrainerModelConfig) -> AskedLayout:
 
 def layout_findings(config: TrainingConfig, num_slots: int) -> Iterator[Finding]:
     """Everything that keeps the trainer from its layout on so many slots, or from a listed one."""
-    rules, (_, resize, root) = layout_rules(config), _trainer(config)
-    yield from _listed_findings(rules, resize, root)
+    rules, (_, _, root) = layout_rules(config), _trainer(config)
+    yield from listed_findings(config)
     if choose_layout(num_slots, rules).listed:
         return  # the run begins with it
     errors = plan_layout(num_slots, rules.asked, rules.spec).errors
@@ -279,7 +280,9 @@ def _not_taken(asked: AskedLayout, dims: ParallelDims) -> dict[str, object]:
     return {axis: size for axis, size in sizes.items() if size not in (1, "auto", getattr(dims, axis))}
 
 
-def _listed_findings(rules: LayoutRules, resize: ResizeConfig, root: str) -> Iterator[Finding]:
+def listed_findings(config: TrainingConfig) -> Iterator[Finding]:
+    """Listed layouts that are no text of one, or that the trainer cannot have on whatever slots."""
+    rules, (_, resize, root) = layout_rules(config), _trainer(config)
     key = f"{root}resize.layouts"
     for text in resize.layouts:
         if wrong := _unreadable(text):

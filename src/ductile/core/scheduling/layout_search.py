@@ -94,7 +94,7 @@ def best_fits(
     Args:
         asked: what is asked for besides sizes: `seq_len`, styles, schedules.
         memory: room of a slot, and the options that no knob changes.
-        num_samples: samples of an optimizer step, each of `seq_len` tokens.
+        num_samples: samples of an optimizer step, each of `seq_len` tokens; its time depends on them.
         built: keys whose knobs may be used; None: all.
         host_bytes: host memory that a slot may take; None: any.
     """
@@ -103,8 +103,7 @@ def best_fits(
     for dims in possible_layouts(spec, num_slots, asked.cp_style, asked.num_runs, MOST_TP):
         if not is_inside(dims.tp, num_slots, speed.slots_per_node):
             continue
-        sized = replace(memory.options_of(asked), num_micro_batches=-(-num_samples // dims.num_data_parallel))
-        best = sets.best(dims, sized)
+        best = sets.best(dims, memory.options_of(asked))
         if best is not None:
             found.append(best)
     return sorted(found, key=lambda fit: (fit.time.step_s, fit.use.device.total))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ductile.core.layout.geometry.context_parallel import CpStyleAsked
+from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule
 
 LeverName = Literal["selective", "fsdp_cpu_offload"]
@@ -51,9 +52,14 @@ class MemoryOptions:
     """Bytes of the device that its driver and its libraries take for a process."""
     generator_bytes: int = 0
     """Bytes of a generator on the same slot: its weights and its KV cache."""
+    scorer_bytes: int = 0
+    """Bytes of a scorer on the same slot: its weights."""
     num_micro_batches: int | None = None
-    """Micro-batches of a data-parallel rank in an optimizer step; None: many. From the second one on there is a
-    gradient all the time."""
+    """Micro-batches of a data-parallel rank in an optimizer step; None: as many as `num_samples` makes. From the second
+    one on there is a gradient all the time."""
+    num_samples: int | None = None
+    """Samples of an optimizer step that the trainer gets at once, each at most a micro-batch; None: they may come in
+    any number of parts."""
     cp_style: CpStyleAsked = "auto"
     pp_schedule: PipelineSchedule = "1f1b"
     num_runs: int = 1
@@ -73,6 +79,12 @@ class MemoryOptions:
             own["checkpointing"] = Checkpointing(kept["mode"], kept["freq"], tuple(kept["targets"]))
         own["excluded"] = tuple(own.get("excluded", ()))
         return MemoryOptions(**own)
+
+    def micro_batches(self, dims: ParallelDims) -> int | None:
+        """Return the most micro-batches that a data-parallel rank has in an optimizer step; None: many."""
+        if self.num_micro_batches is not None or self.num_samples is None:
+            return self.num_micro_batches
+        return -(-self.num_samples // dims.num_data_parallel)
 
     @property
     def state_bytes(self) -> float:

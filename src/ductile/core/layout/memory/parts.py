@@ -25,6 +25,8 @@ class MemoryParts:
     """Buffers of collectives, and hidden states on their way to another stage."""
     generator: int = 0
     """Weights and KV cache of a generator that shares the slot."""
+    scorer: int = 0
+    """Weights of a scorer that shares the slot, those of the reference among them."""
     context: int = 0
     """What the device's driver and libraries take."""
 

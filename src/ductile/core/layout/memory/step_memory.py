@@ -68,6 +68,7 @@ class _StageStep:
         and has no gradient yet."""
         self._is_first = is_first
         self._spec, self._dims, self._options, self._stage = spec, dims, options, stage
+        self._num_micro_batches = options.micro_batches(dims)
         self._shapes: SlotShapes = slot_shapes(spec, dims, options)
         self._layers = [self._layer(number) for number in _layers_of(spec, dims, options.num_runs, stage)]
         self._has_head = stage == dims.pp - 1
@@ -95,6 +96,7 @@ class _StageStep:
             "optimizer": int(self._num_trained_shard * self._options.optimizer_bytes) * moments,
             "activations": self._inputs_bytes,
             "generator": self._options.generator_bytes,
+            "scorer": self._options.scorer_bytes,
             "context": self._options.context_bytes,
         }
 
@@ -115,7 +117,7 @@ class _StageStep:
     @property
     def _has_gradient(self) -> bool:
         """Whether there is a gradient from an earlier micro-batch."""
-        number = self._options.num_micro_batches
+        number = self._num_micro_batches
         return not self._is_first and (number is None or number > 1)
 
     def _gradients(self) -> int:
@@ -131,7 +133,7 @@ class _StageStep:
     @property
     def _num_messages(self) -> int:
         """Schedules of pp in an optimizer step."""
-        number = self._options.num_micro_batches
+        number = self._num_micro_batches
         pipeline = PipelineShape(self._dims.pp, self._options.num_runs)
         return 2 if number is None else len(pipeline.messages(number))
 
@@ -282,7 +284,7 @@ class _StageStep:
         pp, runs, stage = self._dims.pp, self._options.num_runs, self._stage
         if pp == 1:
             return 1
-        most = self._options.num_micro_batches or PipelineShape(pp, runs).full_message
+        most = self._num_micro_batches or PipelineShape(pp, runs).full_message
         if not self._is_first:
             most = max(1, most - 1)  # one of them has had its backward pass
         if self._runs_all_first:
@@ -296,7 +298,7 @@ class _StageStep:
     def _runs_all_first(self) -> bool:
         """True where every stage runs all forward passes before a backward pass, as with fewer micro-batches than
         stages 1F1B is not for them (`parallel/pipeline.py`)."""
-        number, is_plain = self._options.num_micro_batches, self._options.pp_schedule == "1f1b"
+        number, is_plain = self._num_micro_batches, self._options.pp_schedule == "1f1b"
         return number is not None and number < self._dims.pp and is_plain and self._options.num_runs == 1
 
     @property
