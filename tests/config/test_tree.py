@@ -100,8 +100,6 @@ OTHER_VALUES = {
     "cluster.device_memory_gib": "80",
     "cluster.node_gb_per_s": "100",
     "cluster.network_gb_per_s": "10",
-    "inference.server.ssl_certfile": __file__,
-    "inference.server.ssl_keyfile": __file__,
     "cluster.heartbeat_timeout_s": "5",
     "cluster.command_timeout_s": "5",
     "cluster.progress_timeout_s": "5",
