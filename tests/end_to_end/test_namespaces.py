@@ -32,11 +32,11 @@ def test_rl_over_three_machines(tmp_path: Path, model: Path):
             for process in (run, *joined):
                 process.kill()
                 process.wait(10)
-            output.flush()
+            output.close()
     said = (tmp_path / "output").read_text()
     assert (code, codes) == (0, [0, 0]), said
     events = read_jsonl(folder / "events.jsonl")
     joins = {row["node"]: row["address"] for row in events if row["kind"] == "node_joined"}
     assert joins == {node: network.address(node) for node in (1, 2)}
-    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     assert not [row for row in events if row["kind"] in ("slot_lost", "node_lost")]
