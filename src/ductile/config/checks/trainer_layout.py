@@ -15,7 +15,14 @@ from ductile.config.reading.key_tree import keys
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.optimizer_state import optimizer_state
 from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, ResizeConfig, TrainerConfig
+from ductile.config.schema.trainer import (
+    AdamWConfig,
+    MuonConfig,
+    OptimConfig,
+    ResizeConfig,
+    SignSGDConfig,
+    TrainerConfig,
+)
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, dims_allowed, plan_listed
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
@@ -25,7 +32,7 @@ from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, LeverName, MemoryOptions
+from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, LeverName, MemoryOptions, UpdateRule
 from ductile.core.layout.memory.parts import gib
 from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.peak import compute_dtype
@@ -76,6 +83,7 @@ def trainer_memory(
         compute_bytes=DTYPE_BYTES[compute_dtype(model.compute_dtype, device)],
         reduce_bytes=DTYPE_BYTES[model.reduce_dtype],
         optimizer_bytes=state_bytes(trainer) - 2 * dtype,
+        rule=_rule(trainer.optim),
         reduce_every_step=model.reduce_every == "step",
         reshard_after_forward=model.reshard_after_forward,
         checkpointing=None if ac is None else Checkpointing(ac.mode, ac.freq, tuple(ac.targets)),
@@ -92,6 +100,14 @@ def trainer_memory(
         seq_len=asked.seq_len,
         excluded=tuple(_excluded(trainer)),
     )
+
+
+def _rule(optim: OptimConfig) -> UpdateRule:
+    if isinstance(optim, MuonConfig):
+        return "muon"
+    if isinstance(optim, SignSGDConfig):
+        return "sign_sgd"
+    return "adamw_8bit" if isinstance(optim, AdamWConfig) and optim.moments == "8bit" else "torch"
 
 
 def _excluded(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> Iterator[LeverName]:
