@@ -1,8 +1,8 @@
 """Keys of the trainer that exclude each other, each with the reason: where its state lies, and which kernel it runs."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
+from ductile.config.checks.device_kind import device_kind
 from ductile.config.checks.trainer_layout import TrainingConfig
 from ductile.config.finding import Finding
 from ductile.config.schema.model import TrainerModelConfig, excluded_pairs, why_not_selective
@@ -33,8 +33,7 @@ def exclusion_findings(config: TrainingConfig) -> Iterator[Finding]:
 def exclusion_warnings(config: TrainingConfig) -> Iterator[str]:
     """Yield a sentence for each key that is written and has no effect on this machine."""
     model, root = (config.trainer.model, "trainer.") if isinstance(config, RLConfig) else (config.model, "")
-    offloading, device = model.ac_offloading, config.cluster.device
-    on_cpu = device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+    offloading, on_cpu = model.ac_offloading, device_kind(config.cluster.device) == "cpu"
     if offloading is not None and "pin_memory" in offloading.model_fields_set and offloading.pin_memory and on_cpu:
         at = f"{root}model.ac_offloading.pin_memory"
         yield f"{at} = true has no effect on a CPU: page-locked memory is for copies from and to a GPU"

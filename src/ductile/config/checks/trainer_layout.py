@@ -9,6 +9,7 @@ from typing import Literal
 
 from ductile.config.checks.asked_placement import placement_of
 from ductile.config.checks.beside_training import generator_bytes, scorer_bytes
+from ductile.config.checks.device_kind import device_kind
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.finding import Finding
 from ductile.config.reading.key_tree import keys
@@ -65,7 +66,7 @@ def slot_memory(config: TrainingConfig) -> SlotMemory | None:
 def memory_options(config: TrainingConfig) -> MemoryOptions:
     """Return the options on which the memory of a slot of the trainer depends, besides model and layout."""
     cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
-    options = trainer_memory(trainer, "cpu" if cluster.device == "cpu" else "cuda")
+    options = trainer_memory(trainer, device_kind(cluster.device))
     if isinstance(config, RLConfig):
         generator, scorer = generator_bytes(config, options.device), scorer_bytes(config, options.device)
         return replace(options, generator_bytes=generator, scorer_bytes=scorer)
