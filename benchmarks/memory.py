@@ -135,7 +135,7 @@ class Measured:
         """The trainer's section of a config."""
         axes = {axis: size for axis, size in case.sizes.items() if axis != "dp_shard"}
         model = {"name": str(self._folder / case.model), "seq_len": case.seq_len, "debug": {"random_init": True}}
-        return {"model": {**model, **axes, **case.options}, "loss": {"type": "sft"}, "optim": {"type": "adamw"}}
+        return {"model": {**model, **axes, **case.options}, "loss": {"type": "sft"}, "optim": case.optim}
 
     def layout(self, case: Case) -> ParallelLayout:
         """The layout that a run would have. Raises CannotGoOn for one that the planner refuses."""

@@ -52,6 +52,8 @@ class Case:
     seq_len: int = 1024
     sample_tokens: int = 256
     """Tokens of each sample; they fill micro-batches of `seq_len`."""
+    optim: Mapping[str, Any] = field(default_factory=lambda: {"type": "adamw"})
+    """`trainer.optim`."""
 
     @property
     def num_slots(self) -> int:
@@ -64,7 +66,8 @@ class Case:
     def name(self) -> str:
         """ "deep 2048, dp_shard 2, ac selective norm": a name that no other case has."""
         words = [f"{key} {_words(value)}" for key, value in (*self.sizes.items(), *self.options.items())]
-        return ", ".join([f"{self.model} {self.seq_len}", *words])
+        optim = [] if self.optim == {"type": "adamw"} else [_words(self.optim)]
+        return ", ".join([f"{self.model} {self.seq_len}", *words, *optim])
 
     def with_options(self, **options: Any) -> "Case":
         return replace(self, options={**self.options, **options})
@@ -161,6 +164,9 @@ def knobs() -> Iterator[Knob]:
 
 _LLAMA, _QWEN3, _QWEN2 = Case("llama"), Case("qwen3"), Case("qwen2", seq_len=1536, sample_tokens=384)
 _BYTES = Case("bytes", seq_len=512, sample_tokens=128)
+_SHORT = Case("bytes", options=FULL, seq_len=64, sample_tokens=64)
+"""A step whose peak is in the optimizer."""
+_MUON, _8BIT = {"type": "muon"}, {"type": "adamw", "moments": "8bit"}
 _LORA = {"lora": {"rank": 16}}
 _DP2, _TP2, _PP2, _CP2 = ({axis: 2} for axis in ("dp_shard", "tp", "pp", "cp"))
 
@@ -197,6 +203,10 @@ def configurations() -> Iterator[Case]:
         yield case.with_options(**_LORA)
     for sizes in (_DP2, _TP2, _PP2, _CP2):
         yield replace(_QWEN3, sizes=sizes).with_options(**_LORA)
+    for sizes, optim in (({}, _MUON), ({}, _8BIT), (_DP2, _MUON), (_TP2, _MUON), (_PP2, _MUON), (_DP2, _8BIT)):
+        yield replace(_SHORT, sizes=sizes, optim=optim)
+    for optim in (_MUON, _8BIT):
+        yield replace(_SHORT, optim=optim).with_options(optim_cpu_offload=True)
 
 
 FIT_TOKENS = 1024

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ductile.config.checks import device_kind
 from ductile.config.checks.beside_training import generator_bytes, scorer_bytes
 from ductile.config.checks.trainer_layout import memory_options
 from ductile.config.reading.parse import parse
@@ -71,3 +72,16 @@ def test_scorers_on_train_slots(placement: dict[str, str], words: str, num_bytes
     config = config_of(placement, *words.split())
     assert scorer_bytes(config, "cuda") == num_bytes
     assert memory_options(config).scorer_bytes == num_bytes
+
+
+@pytest.mark.parametrize(("has_driver", "device"), [(True, "cuda"), (False, "cpu")])
+def test_auto_is_the_device_that_the_machine_has(
+    has_driver: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_kind, "DRIVER", tmp_path if has_driver else tmp_path / "none")
+    options = memory_options(parse(RLConfig, ["@", "good.toml"], across=False).config)
+    assert options.device == device
+    assert options == memory_options(
+        parse(RLConfig, ["@", "good.toml", "--cluster.device", device], across=False).config
+    )
+    assert (options.context_bytes > 0) == has_driver

@@ -12,6 +12,7 @@ from ductile.core.layout.geometry.parallel_layout import ParallelLayout
 from ductile.messages.resizes import Prepare
 from ductile.messages.workers import ExportModel, Park, Publish, SaveState, Unpark, Withdraw
 from ductile.parallel.host_memory import is_host, plain_tensors
+from ductile.trainer import parking
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.train_role import TrainRole
 from tests.tiny import make_model_folder
@@ -115,3 +116,26 @@ def test_a_resize_does_not_begin_before_the_state_is_back_and_its_new_memory_can
         fleet.ask(dict.fromkeys((2, 1), Unpark()))
         assert fleet.call((2, 1), state) == before
         assert fleet.optim_step(20.0).step == 1
+
+
+def comes_back_at_the_second_attempt(role: TrainRole) -> tuple[bool, bool]:
+    """Return whether all was in host memory after the first attempt, and there again after the second."""
+
+    class NoCopies:
+        def start(self, source: torch.Tensor, target: torch.Tensor) -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+    before, parked = state(role), parking.park(role._live)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parking, "host_copies", lambda device: NoCopies())
+        with pytest.raises(RuntimeError, match="out of memory"):
+            parked.restore()
+    is_parked = parked.is_whole and parked.device_bytes == 0
+    parked.restore()
+    return is_parked, state(role) == before
+
+
+def test_where_the_first_copy_fails_all_is_in_host_memory_as_before(folder: Path) -> None:
+    with Fleet(settings(folder), range(1)) as fleet:
+        fleet.assign((0,))
+        assert fleet.call((0,), comes_back_at_the_second_attempt) == {0: (True, True)}

@@ -71,7 +71,7 @@ class FitRequest:
     @cached_property
     def on_gpus(self) -> TrainingConfig:
         """The config on such GPUs, with a slot on each."""
-        device = {"device_memory_gib": self.gpu_memory / GIB, "slots_per_device": 1}
+        device = {"device": "cuda", "device_memory_gib": self.gpu_memory / GIB, "slots_per_device": 1}
         cluster = self.config.cluster.model_copy(update=device)
         found, _ = derive(self.config.model_copy(update={"cluster": cluster}))
         return found
@@ -169,7 +169,9 @@ def toml(fit: TrainingFit, request: FitRequest) -> str:
     """Return what to lay over the config, so that it trains so: every axis and knob of which the config has another
     value."""
     model, root = model_section(request.config)
-    lines = ["[cluster]", f"device_memory_gib = {_exactly(request.gpu_memory / GIB)}"]
+    lines = ["[cluster]"]
+    lines += ['device = "cuda"'] if request.config.cluster.device != "cuda" else []
+    lines += [f"device_memory_gib = {_exactly(request.gpu_memory / GIB)}"]
     lines += ["slots_per_device = 1"] if request.config.cluster.slots_per_device != 1 else []
     lines += ["", *_deployment(request)]
     changes = _changes(fit, model)

@@ -114,11 +114,15 @@ class Muon:
     def step(self, lr: float, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Update the parameters by their gradients. Collective over the stage's slots."""
         for batch in self._batches:
-            parts = {name: self._momentum(name, state[name]["momentum_buffer"]) for name in batch}
-            updates = self._matrices.apply(_scaled_orthogonal, parts)
-            for name in batch:
-                weights = local_shard(self._parameters[name])
-                weights.mul_(1 - lr * self._weight_decay).add_(updates[name].view(weights.shape), alpha=-lr)
+            self._update(batch, lr, state)
+
+    def _update(self, batch: Sequence[str], lr: float, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """All that it makes is gone when it returns, before the next batch has any."""
+        parts = {name: self._momentum(name, state[name]["momentum_buffer"]) for name in batch}
+        updates = self._matrices.apply(_scaled_orthogonal, parts)
+        for name in batch:
+            weights = local_shard(self._parameters[name])
+            weights.mul_(1 - lr * self._weight_decay).add_(updates[name].view(weights.shape), alpha=-lr)
 
     def _momentum(self, name: str, buffer: Tensor) -> Tensor:
         """This slot's part, flat."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ductile.config.schema.optimizer_state import OptimizerTensor
 from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, SGDConfig, SignSGDConfig
-from ductile.core.layout.memory.step_memory import BUCKET_BYTES
+from ductile.core.layout.memory.optimizer_memory import BUCKET_BYTES
 from ductile.core.layout.model.parameters import is_layer_matrix, is_norm_or_bias
 from ductile.parallel.data import like, local_shard
 from ductile.parallel.host_copies import Copy, host_copies

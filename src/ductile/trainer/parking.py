@@ -74,7 +74,11 @@ class ParkedTrainer:
             while self.moved:
                 moved = self.moved[-1]
                 moved.storage.resize_(moved.host.nbytes)
-                copy = copies.start(moved.host, _bytes_of(moved.storage))
+                try:
+                    copy = copies.start(moved.host, _bytes_of(moved.storage))
+                except BaseException:
+                    moved.storage.resize_(0)  # it is in host memory alone, as before
+                    raise
                 coming.append((copy, self.moved.pop()))
                 if len(coming) >= IN_FLIGHT:
                     coming.popleft()[0].finish()

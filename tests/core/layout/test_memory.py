@@ -12,6 +12,7 @@ from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.memory.layer_memory import layer_memory
 from ductile.core.layout.memory.offloaded import buffer_bytes
+from ductile.core.layout.memory.optimizer_memory import Trained, step_extra
 from ductile.core.layout.memory.options import Checkpointing, MemoryOptions
 from ductile.core.layout.memory.parts import MemoryParts
 from ductile.core.layout.memory.predict import predict
@@ -30,6 +31,13 @@ SIX = ModelSpec("qwen3", 4096, 128, 512, 6, 4, 2, 32, qk_norm=True)
 ADAPTED = replace(SIX, lora=LoraSpec(16, 32.0))
 LLAMA = ModelSpec("llama", 4096, 256, 768, 6, 8, 4, 32, tie_embeddings=True)
 """Model that a pipeline runs with as many micro-batches as stages, or with fewer."""
+BYTES = ModelSpec("llama", 256, 256, 704, 4, 8, 4, 32)
+EMBEDDED = ModelSpec("llama", 32_768, 512, 4096, 8, 16, 8, 32, tie_embeddings=True)
+"""Models that have their peak in the optimizer's step, where micro-batches are short. The moments of the embeddings of
+the second one have more than a bucket."""
+SHORT_STEP = {"seq_len": 64, "checkpointing": Checkpointing("full")}
+OF_MUON = {**SHORT_STEP, "rule": "muon", "optimizer_bytes": 4.2}
+OF_8_BITS = {**SHORT_STEP, "rule": "adamw_8bit", "optimizer_bytes": 2.13}
 CPU = MemoryOptions(compute_bytes=4, device="cpu", num_micro_batches=2)
 """Options of a trainer in fp32 on a CPU, with two micro-batches a step."""
 
@@ -80,6 +88,14 @@ def selective(*targets: str) -> Checkpointing:
         (100.77, ADAPTED, {"pp": 2}, {"seq_len": 1024}),
         (62.13, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "interleaved", "num_runs": 2}),
         (71.81, DEEP, {"pp": 2}, {"seq_len": 256, "num_micro_batches": 4, "pp_schedule": "zero_bubble"}),
+        (59.50, BYTES, {}, {**OF_MUON}),
+        (59.50, BYTES, {}, {**OF_MUON, "optim_cpu_offload": True}),
+        (41.07, BYTES, {"dp_shard": 2}, {**OF_MUON}),
+        (42.01, BYTES, {"tp": 2}, {**OF_MUON}),
+        (30.30, BYTES, {"pp": 2}, {**OF_MUON}),
+        (36.30, BYTES, {}, {**OF_8_BITS}),
+        (36.30, BYTES, {}, {**OF_8_BITS, "optim_cpu_offload": True}),
+        (802.1, EMBEDDED, {}, {**SHORT_STEP, "head_chunk_tokens": 16, "optim_cpu_offload": True}),
     ],
 )  # fmt: skip
 def test_predictions_are_near_what_real_trainers_had(
@@ -259,10 +275,12 @@ def test_options_that_are_written_down_are_read_again(options: MemoryOptions) ->
 
 
 def test_the_numbers_of_modules_that_take_torch_are_these() -> None:
-    from ductile.core.layout.memory import head_memory, layer_operations
+    from ductile.core.layout.memory import head_memory, layer_operations, optimizer_memory
     from ductile.kernels import products
     from ductile.model import logprobs
+    from ductile.trainer import muon
 
+    assert optimizer_memory.MUON_BATCH_BYTES == muon.BATCH_BYTES
     assert head_memory.CHUNK_ELEMENTS == logprobs.CHUNK_ELEMENTS
     assert layer_operations.BLOCKS == products.BLOCKS
 
@@ -289,3 +307,24 @@ def test_a_module_without_an_adapter_keeps_nothing_for_its_weight() -> None:
     )
     assert some.kept_bytes < none.kept_bytes < every.kept_bytes
     assert some.weight_gradients < every.weight_gradients < none.weight_gradients
+
+
+def trained(*kept_mib: float) -> list[Trained]:
+    return [Trained(1, True, size * MIB) for size in kept_mib]
+
+
+@pytest.mark.parametrize(
+    ("kept_mib", "coming_mib"),
+    [
+        ([10, 20, 30], 60),  # one bucket
+        ([40, 40, 40, 40], 120),  # four of them, three of which are there at once
+        ([300, 40, 10, 40, 40], 350 + 40),
+        ([300, 200, 100], 600),
+        ([300, 10, 10, 50, 200], 370),  # the largest ones are no neighbours of each other
+    ],
+)
+def test_an_offloaded_state_comes_in_buckets_of_which_three_are_there(kept_mib: list[float], coming_mib: float) -> None:
+    extra = step_extra(trained(*kept_mib), replace(CPU, optim_cpu_offload=True), ParallelDims())
+    assert extra.coming == coming_mib * MIB
+    assert extra.working == 0
+    assert step_extra(trained(*kept_mib), CPU, ParallelDims()).coming == 0

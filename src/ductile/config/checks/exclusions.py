@@ -1,13 +1,14 @@
 """Keys of the trainer that exclude each other, each with the reason: where its state lies, and which kernel it runs."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
+from ductile.config.checks.device_kind import device_kind
+from ductile.config.checks.on_disk import read_spec
 from ductile.config.checks.trainer_layout import TrainingConfig
 from ductile.config.finding import Finding
 from ductile.config.schema.model import TrainerModelConfig, excluded_pairs, why_not_selective
 from ductile.config.schema.run import RLConfig, SFTConfig
-from ductile.config.schema.trainer import MuonConfig, OptimConfig
+from ductile.config.schema.trainer import MuonConfig, OptimConfig, SGDConfig, SignSGDConfig
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
 
 IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4")
@@ -33,14 +34,31 @@ def exclusion_findings(config: TrainingConfig) -> Iterator[Finding]:
 def exclusion_warnings(config: TrainingConfig) -> Iterator[str]:
     """Yield a sentence for each key that is written and has no effect on this machine."""
     model, root = (config.trainer.model, "trainer.") if isinstance(config, RLConfig) else (config.model, "")
-    offloading, device = model.ac_offloading, config.cluster.device
-    on_cpu = device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+    offloading, on_cpu = model.ac_offloading, device_kind(config.cluster.device) == "cpu"
     if offloading is not None and "pin_memory" in offloading.model_fields_set and offloading.pin_memory and on_cpu:
         at = f"{root}model.ac_offloading.pin_memory"
         yield f"{at} = true has no effect on a CPU: page-locked memory is for copies from and to a GPU"
     trainer = config.trainer if isinstance(config, RLConfig) else config
+    yield from _without_effect(model, trainer.optim, root)
     if on_cpu and not isinstance(trainer, SFTConfig) and trainer.memory_profiler_path is not None:
         yield f"{root}memory_profiler_path has no effect on a CPU: it records what is allocated on a GPU"
+
+
+def _without_effect(model: TrainerModelConfig, optim: OptimConfig, root: str) -> Iterator[str]:
+    """Keys of memory that do nothing beside others, on whatever machine."""
+    keeps_none = isinstance(optim, SignSGDConfig) or (isinstance(optim, SGDConfig) and not optim.momentum)
+    if model.optim_cpu_offload and keeps_none:
+        which = f'optim.type = "{optim.type}"' + (" without momentum" if optim.type == "sgd" else "")
+        yield f"{root}model.optim_cpu_offload = true has no effect: {root}{which} keeps nothing that could be offloaded"
+    if (ac := model.ac) is None:
+        return
+    if ac.mode == "full" and ac.targets != type(ac)().targets:
+        yield f'{root}model.ac.targets has no effect beside ac.mode = "full", which computes all of a layer again'
+    spec = read_spec(model.name)
+    num_layers = None if spec is None else min(model.debug.num_layers or spec.num_layers, spec.num_layers)
+    if num_layers is not None and ac.freq > num_layers:
+        what = "the first layer alone is computed again, as every n-th is from there"
+        yield f"{root}model.ac.freq = {ac.freq} is more than the model's {num_layers} layers: {what}"
 
 
 def _offloads(model: TrainerModelConfig, optim: OptimConfig, runs: int, root: str) -> Iterator[Finding]:

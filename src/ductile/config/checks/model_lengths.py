@@ -1,10 +1,10 @@
 """Lengths that follow from the model's config.json, and what the KV cache holds on this machine."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from ductile import host
+from ductile.config.checks.device_kind import device_kind
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.reading.derive import Derived, fill_in
 from ductile.config.schema.inference import InferenceConfig
@@ -62,7 +62,7 @@ def cache_tokens(config: InferenceConfig, spec: ModelSpec, device: str) -> tuple
     """
     if config.num_blocks is not None:
         return config.num_blocks * config.block_size, "num_blocks"
-    maybe_gpu = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+    maybe_gpu = device_kind(device) == "cuda"
     if config.cache_memory_gib is not None:
         cache_bytes, why = int(config.cache_memory_gib * 2**30), "cache_memory_gib"
     elif maybe_gpu:

@@ -9,6 +9,7 @@ from math import ceil, log2, sqrt
 from pathlib import Path
 from typing import Literal
 
+from ductile.config.checks.device_kind import device_kind
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.checks.weight_headers import CONFIG, dtype_of_weights, read_json, weights_of
 from ductile.config.schema.model import TrainerModelConfig
@@ -156,9 +157,7 @@ def _in_loss(loss: LossConfig, at: str) -> Iterator[str]:
 
 
 def _between_engines(config: RLConfig) -> Iterator[str]:
-    device = config.cluster.device
-    if device == "auto":
-        device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    device = device_kind(config.cluster.device)
     trainer, name = config.trainer.model.compute_dtype, config.inference.model.dtype
     ours, theirs = compute_dtype(trainer, device), compute_dtype(None if name == "auto" else name, device)
     if ours != theirs:

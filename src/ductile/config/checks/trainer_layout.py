@@ -9,13 +9,21 @@ from typing import Literal
 
 from ductile.config.checks.asked_placement import placement_of, topology_of
 from ductile.config.checks.beside_training import generator_bytes, scorer_bytes
+from ductile.config.checks.device_kind import device_kind
 from ductile.config.checks.on_disk import read_spec
 from ductile.config.finding import Finding
 from ductile.config.reading.key_tree import keys
 from ductile.config.schema.model import TrainerModelConfig
 from ductile.config.schema.optimizer_state import optimizer_state
 from ductile.config.schema.run import RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.schema.trainer import AdamWConfig, MuonConfig, OptimConfig, ResizeConfig, TrainerConfig
+from ductile.config.schema.trainer import (
+    AdamWConfig,
+    MuonConfig,
+    OptimConfig,
+    ResizeConfig,
+    SignSGDConfig,
+    TrainerConfig,
+)
 from ductile.core.layout.choice.asked_layout import AskedLayout
 from ductile.core.layout.choice.layout_rules import LayoutRules, choose_layout, dims_allowed, plan_listed
 from ductile.core.layout.choice.layout_text import LayoutTextError, parse_sizes
@@ -25,7 +33,7 @@ from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, LeverName, MemoryOptions
+from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, LeverName, MemoryOptions, UpdateRule
 from ductile.core.layout.memory.parts import gib
 from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.peak import compute_dtype
@@ -68,7 +76,7 @@ def slot_memory(config: TrainingConfig) -> SlotMemory | None:
 def memory_options(config: TrainingConfig) -> MemoryOptions:
     """Return the options on which the memory of a slot of the trainer depends, besides model and layout."""
     cluster, trainer = config.cluster, config.trainer if isinstance(config, RLConfig) else config
-    options = trainer_memory(trainer, "cpu" if cluster.device == "cpu" else "cuda")
+    options = trainer_memory(trainer, device_kind(cluster.device))
     if isinstance(config, RLConfig):
         generator, scorer = generator_bytes(config, options.device), scorer_bytes(config, options.device)
         return replace(options, generator_bytes=generator, scorer_bytes=scorer)
@@ -86,6 +94,7 @@ def trainer_memory(
         compute_bytes=DTYPE_BYTES[compute_dtype(model.compute_dtype, device)],
         reduce_bytes=DTYPE_BYTES[model.reduce_dtype],
         optimizer_bytes=state_bytes(trainer) - 2 * dtype,
+        rule=_rule(trainer.optim),
         reduce_every_step=model.reduce_every == "step",
         reshard_after_forward=model.reshard_after_forward,
         checkpointing=None if ac is None else Checkpointing(ac.mode, ac.freq, tuple(ac.targets)),
@@ -102,6 +111,14 @@ def trainer_memory(
         seq_len=asked.seq_len,
         excluded=tuple(_excluded(trainer)),
     )
+
+
+def _rule(optim: OptimConfig) -> UpdateRule:
+    if isinstance(optim, MuonConfig):
+        return "muon"
+    if isinstance(optim, SignSGDConfig):
+        return "sign_sgd"
+    return "adamw_8bit" if isinstance(optim, AdamWConfig) and optim.moments == "8bit" else "torch"
 
 
 def _excluded(trainer: TrainerConfig | SFTConfig | TrainerRunConfig) -> Iterator[LeverName]:

@@ -69,7 +69,7 @@ class StateParking:
             self._failure = error
             self.look_again()
             raise
-        self.is_parked = False
+        self.is_parked, self._failure = False, None
         self._tell("unpark", moved)
         self.look_again()
 

@@ -6,13 +6,15 @@
    gathered, the next one's are on their way, and the gradients of the layer before are being summed (FSDP2 does it so:
    `torch.distributed.fsdp`, `FSDPParamGroup`).
 4. What is summed once a step, or once for a whole schedule of pp, is whole until then.
-5. The optimizer's step has parameters, gradients and state alone; an offloaded state comes bucket by bucket.
+5. The optimizer's step has parameters, gradients and state, and what its rule works with (`optimizer_memory.py`); an
+   offloaded state comes bucket by bucket.
 
 Between these a slot has less. Loading, resizes and publishing are not counted: they have no activations.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.geometry.pipeline_schedule import PipelineShape
@@ -20,13 +22,12 @@ from ductile.core.layout.geometry.stages import Stages, balanced_stages
 from ductile.core.layout.memory.head_memory import HeadMemory, head_memory
 from ductile.core.layout.memory.layer_memory import LayerMemory, layer_memory
 from ductile.core.layout.memory.offloaded import host_bytes, last_saved
+from ductile.core.layout.memory.optimizer_memory import Trained, step_extra, trained_parameters
 from ductile.core.layout.memory.options import MemoryOptions
 from ductile.core.layout.memory.parts import MemoryParts, SlotUse, sums_of
 from ductile.core.layout.memory.slot_shapes import Rows, SlotShapes, num_elements, num_of_shard, slot_shapes
 from ductile.core.layout.model.spec import ModelSpec
 
-BUCKET_BYTES = 64 << 20
-"""Most bytes of an offloaded optimizer's state that come to the device at a time, but for a parameter that has more."""
 FP32 = 4
 INT64 = 8
 Sizes = Mapping[str, int]
@@ -93,7 +94,7 @@ class _StageStep:
         return {
             "parameters": self._num_shard * self._options.parameter_bytes * on_device,
             "gradients": self._gradients() if self._has_gradient else 0,
-            "optimizer": int(self._num_trained_shard * self._options.optimizer_bytes) * moments,
+            "optimizer": self._state_bytes * moments,
             "activations": self._inputs_bytes,
             "generator": self._options.generator_bytes,
             "scorer": self._options.scorer_bytes,
@@ -156,7 +157,7 @@ class _StageStep:
         return MemoryParts(
             parameters=self._num_shard * options.parameter_bytes * state,
             gradients=self._num_trained_shard * options.parameter_bytes * sums,
-            optimizer=int(self._num_trained_shard * options.optimizer_bytes) * moments,
+            optimizer=self._state_bytes * moments,
             activations=kept,
         )
 
@@ -253,14 +254,23 @@ class _StageStep:
     def _optimizer_step(self) -> Moment:
         options = self._options
         made = {} if self._has_gradient else {"gradients": self._gradients()}
-        if not options.optim_cpu_offload:
+        if options.fsdp_cpu_offload or not (options.optim_cpu_offload or options.rule != "torch"):
             return self._at("optimizer step", made)
-        trained = self._shapes.adapter_rows if self._spec.lora else [*self._shapes.layer_rows, *self._root_rows()]
-        largest = max(rows * columns for rows, columns in trained)
-        bucket = max(BUCKET_BYTES, -(-largest // self._num_shards) * int(options.optimizer_bytes))
-        # One is updated while the next one comes and the one before goes back.
-        coming = min(3 * bucket, int(self._num_trained_shard * options.optimizer_bytes))
-        return self._at("optimizer step", made, {"optimizer": coming})
+        extra = step_extra(self._trained, options, self._dims)
+        return self._at("optimizer step", made, {"optimizer": extra.coming + extra.working})
+
+    @cached_property
+    def _trained(self) -> tuple[Trained, ...]:
+        """The parameters that are trained on the slot."""
+        root, layers = self._root_rows(), len(self._layers)
+        return tuple(trained_parameters(self._spec, self._shapes, self._options, layers, root, self._num_shards))
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of the optimizer's state on the slot."""
+        if self._options.rule == "muon":  # which keeps more of embeddings than of matrices
+            return int(sum(each.kept_bytes for each in self._trained))
+        return int(self._num_trained_shard * self._options.optimizer_bytes)
 
     # Layers.
 
