@@ -60,6 +60,8 @@ def _by_predictions(predictions: Sequence[Figures]) -> Iterator[str]:
         yield f"there are {len(predictions)} predictions, and not {LEAST_PREDICTIONS}"
     for each in predictions:
         yield from _by_prediction(each["case"], each["predicted_peak_bytes"], each["peak_bytes"])
+        host = each["predicted_host_bytes"], each["host_peak_bytes"]
+        yield from _by_prediction(f"{each['case']}, in host memory,", *host)
 
 
 def _by_prediction(name: str, predicted: int, found: int) -> Iterator[str]:

@@ -200,17 +200,21 @@ def elastic(found: Any) -> Iterator[Row]:
 
 
 def memory(found: Any) -> Iterator[Row]:
+    of_host = {each["case"]: each["predicted_host_bytes"] / MIB for each in found["predictions"]}
     for row in found["rows"]:
         peak, predicted, without, host = (
             row[key] / MIB for key in ("peak_bytes", "predicted_peak_bytes", "baseline_peak_bytes", "host_peak_bytes")
         )
         saved, time = 100 * row["saved"], row["step_s"] / row["baseline_step_s"]
-        yield row["knob"], peak, without, saved, predicted, host or "", time
+        yield row["knob"], peak, without, saved, predicted, host or "", of_host[row["case"]] or "", time
 
 
 def memory_predictions(found: Any) -> Iterator[Row]:
     ratios = [each["ratio"] for each in found["predictions"]]
     yield "prediction over peak", [min(ratios), max(ratios)], f"{len(ratios)} configurations"
+    offloading = [each for each in found["predictions"] if each["host_peak_bytes"]]
+    ratios = [each["predicted_host_bytes"] / each["host_peak_bytes"] for each in offloading]
+    yield "the same in host memory", [min(ratios), max(ratios)], f"{len(ratios)} configurations"
     yield "logit memory at a vocabulary of 128k, all at once over in chunks", found["logits_ratio"], ""
 
 
@@ -306,7 +310,10 @@ DOCS: Mapping[str, tuple[Callable[[Any], Iterator[Row]], Sequence[str]]] = {
     "elastic_no_share": (elastic, ("", "of the best split's time", "tokens/s", "idle, %", "changes", "in `switch`, %")),
     "memory": (
         memory,
-        ("knob", "peak, MiB", "without, MiB", "saved, %", "predicted, MiB", "in host memory, MiB", "time of a step"),
+        (
+            "knob", "peak, MiB", "without, MiB", "saved, %", "predicted, MiB", "in host memory, MiB",
+            "predicted there, MiB", "time of a step",
+        ),
     ),
     "decisions": (decisions, ("", "median decision, ms", "the 99th of 100", "all of it simulated, s")),
     "schedules": (schedules, ("", "`model` / best split", "`model` / collocated", "`rules` / best split")),

@@ -82,7 +82,7 @@ def memory_bytes(text: str) -> int:
     """Bytes that a word such as "80GiB", "80" (GiB) or "80GB" says, as argparse's `type=`."""
     found = _MEMORY.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory; write 80GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory; write 80GiB (units: MiB, GiB, TiB, G, GB)")
     return int(float(found[1]) * _UNITS[(found[2] or "GiB").lower()])
 
 

@@ -13,6 +13,7 @@ from ductile.core.layout.choice.slot_memory import SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, RankShape
 from ductile.core.layout.memory.options import Checkpointing, MemoryOptions
 from ductile.core.layout.memory.predict import predict
+from ductile.core.layout.model.lora import LoraSpec
 from ductile.core.layout.model.spec import ModelSpec
 from ductile.core.scheduling.costs.layout_time import REACHED, HostSpeeds, SlotSpeed, layout_time, recomputed_share
 from ductile.core.scheduling.layout_search import KNOBS, MOST_TP, best_fits
@@ -194,3 +195,14 @@ def test_the_search_keeps_tp_inside_nodes() -> None:
     fits = best_fits(QWEN, 12, AskedLayout(), SlotMemory(80 * GIB, OPTIONS), 64, replace(H100, slots_per_node=6))
     assert fits
     assert {fit.dims.tp for fit in fits} <= {1, 2}, "4 divides 12 slots, and no node of 6"
+
+
+def test_adapters_are_timed_without_the_gradients_and_the_state_of_the_rest() -> None:
+    adapted, eight = replace(QWEN, lora=LoraSpec(16, 32.0)), ParallelDims(dp_shard=8)
+    options = replace(OPTIONS, optim_cpu_offload=True)
+    full, found = (layout_time(spec, eight, options, 64, H100) for spec in (QWEN, adapted))
+    share = adapted.num_trained / adapted.num_parameters
+    assert 2 / 3 < found.compute_s / full.compute_s < 0.75
+    assert found.copies_s == pytest.approx(full.copies_s * share * adapted.num_parameters / QWEN.num_parameters)
+    assert found.optimizer_s < 0.1 * full.optimizer_s
+    assert found.collectives_s < full.collectives_s

@@ -33,7 +33,7 @@ from ductile.core.layout.choice.planner import LayoutFinding, plan_layout
 from ductile.core.layout.choice.possible_layouts import possible_layouts
 from ductile.core.layout.choice.slot_memory import USABLE, SlotMemory
 from ductile.core.layout.geometry.parallel_layout import ParallelDims, ParallelLayout
-from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, LeverName, MemoryOptions, UpdateRule
+from ductile.core.layout.memory.options import DTYPE_BYTES, Checkpointing, LeverName, MemoryOptions, RuleName
 from ductile.core.layout.memory.parts import gib
 from ductile.core.layout.model.parameters import parameters
 from ductile.core.layout.model.peak import compute_dtype
@@ -113,7 +113,7 @@ def trainer_memory(
     )
 
 
-def _rule(optim: OptimConfig) -> UpdateRule:
+def _rule(optim: OptimConfig) -> RuleName:
     if isinstance(optim, MuonConfig):
         return "muon"
     if isinstance(optim, SignSGDConfig):

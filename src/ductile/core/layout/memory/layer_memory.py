@@ -23,6 +23,8 @@ class LayerMemory:
     kept: tuple[int, ...]
     """Sizes of the tensors that it keeps from its forward pass to its backward pass, in the order of saving; its input
     is among them."""
+    views: tuple[int, ...]
+    """Sizes of views of these that it keeps, too: they take memory of their own in host memory alone."""
     cached: int
     """Bytes of results that selective checkpointing keeps beside these, and that never leave the device."""
     forward: int
@@ -55,6 +57,7 @@ def layer_memory(
     backward, with_one_weight = walk.backward()
     return LayerMemory(
         kept=tuple(walk.size_of([name]) for name in walk.kept),
+        views=tuple(walk.views),
         cached=sum(walk.cached.values()),
         forward=forward,
         backward=backward,
@@ -81,6 +84,8 @@ class _LayerWalk:
         kept, self.cached = self._what_is_kept(checkpointing)
         self.kept = [name for name in kept if self._sizes[name]]
         """Names of the tensors that are kept, in the order of saving."""
+        in_regions = {number for region in self._regions for number in region}
+        self.views = [each.views for number, each in enumerate(operations) if each.views and number not in in_regions]
 
     def size_of(self, names: Iterable[str]) -> int:
         """Return the bytes of these tensors."""

@@ -46,6 +46,9 @@ class Operation:
     backward_extra: int = 0
     cached: int = 0
     """Bytes of results that selective checkpointing never computes again: attention's."""
+    views: int = 0
+    """Bytes of what its backward pass needs that is a view of what another one saves: offloaded, it has a copy
+    of its own."""
 
 
 def operations_of(shapes: SlotShapes) -> list[Operation]:
@@ -144,6 +147,7 @@ def _attention(shapes: SlotShapes, q: int, k: int, v: int) -> tuple[list[Operati
             forward_extra=extra[0],
             backward_extra=extra[1],
             cached=kept_by_selective,
+            views=v,
         )
         return [run], "out"  # fmt: skip
     shared = shapes.exchanged_keys / shapes.heads[1]

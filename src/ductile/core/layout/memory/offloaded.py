@@ -19,7 +19,7 @@ def last_saved(layers: Sequence[LayerMemory], number: int) -> int:
 
 def host_bytes(layer: LayerMemory, is_pinned: bool) -> int:
     """Bytes of host memory for what a layer keeps."""
-    return sum(buffer_bytes(size, is_pinned) for size in layer.kept if size >= LEAST_BYTES)
+    return sum(buffer_bytes(size, is_pinned) for size in (*layer.kept, *layer.views) if size >= LEAST_BYTES)
 
 
 def buffer_bytes(num_bytes: int, is_pinned: bool) -> int:

@@ -8,7 +8,7 @@ from ductile.core.layout.geometry.context_parallel import CpStyleAsked
 from ductile.core.layout.geometry.parallel_layout import ParallelDims
 from ductile.core.layout.geometry.pipeline_schedule import PipelineSchedule
 
-UpdateRule = Literal["torch", "muon", "adamw_8bit", "sign_sgd"]
+RuleName = Literal["torch", "muon", "adamw_8bit", "sign_sgd"]
 """Rules that need different memory while they update parameters; `torch` is any of torch's own."""
 LeverName = Literal["selective", "fsdp_cpu_offload"]
 
@@ -38,7 +38,7 @@ class MemoryOptions:
     """Bytes of a number of gradients that are being added up over ranks."""
     optimizer_bytes: float = 8
     """Bytes that the optimizer keeps for each parameter, on average."""
-    rule: UpdateRule = "torch"
+    rule: RuleName = "torch"
     reduce_every_step: bool = False
     """Whether each slot keeps the gradients of all weights that it gathers until the optimizer step."""
     reshard_after_forward: bool = True

@@ -118,8 +118,12 @@ class _StageStep:
     @property
     def _has_gradient(self) -> bool:
         """Whether there is a gradient from an earlier micro-batch."""
-        number = self._num_micro_batches
-        return not self._is_first and (number is None or number > 1)
+        return not self._is_first and self._is_accumulated
+
+    @property
+    def _is_accumulated(self) -> bool:
+        """Whether gradients of several micro-batches are added up."""
+        return self._num_micro_batches is None or self._num_micro_batches > 1
 
     def _gradients(self) -> int:
         """Bytes of what has been accumulated, on the device."""
@@ -150,13 +154,15 @@ class _StageStep:
         options = self._options
         state, moments = options.fsdp_cpu_offload, options.fsdp_cpu_offload or options.optim_cpu_offload
         sums = state and not options.reduce_every_step
+        # A unit's gradient comes as a whole, and is added to the one that is there.
+        coming = max(self._trained_unit.shard, self._trained_root.shard) if self._is_accumulated else 0
         kept = 0
         if options.offloaded_in_flight is not None:
             is_pinned = options.device == "cuda"
             kept = int(sum(host_bytes(layer, is_pinned) for layer in self._layers) * self._in_flight)
         return MemoryParts(
             parameters=self._num_shard * options.parameter_bytes * state,
-            gradients=self._num_trained_shard * options.parameter_bytes * sums,
+            gradients=(self._num_trained_shard + coming) * options.parameter_bytes * sums,
             optimizer=self._state_bytes * moments,
             activations=kept,
         )

@@ -150,8 +150,8 @@ def _compute_s(
     if speed.tokens_per_s:
         one_slot_s = options.seq_len / speed.tokens_per_s
     else:
-        one_slot_s = 3 * forward_flops(spec, work) / speed.flops_per_s
-    one_slot_s *= 1 + recomputed_share(spec, options) / 3
+        one_slot_s = _passes(spec) * forward_flops(spec, work) / speed.flops_per_s
+    one_slot_s *= 1 + recomputed_share(spec, options) / _passes(spec)
     one_slot_s *= _slower_across(dims, speed)
     pipeline = PipelineShape(dims.pp, options.num_runs)
     without_bubble = speed.rank_speed(dims.rank_shape) / (1 - pipeline.bubble(pipeline.full_message))
@@ -184,8 +184,9 @@ def _collectives_s(
     gathers = messages * (2 if options.reshard_after_forward and dims.pp == 1 else 1)
     sums = 1 if options.reduce_every_step else messages
     around = (shards - 1) / shards
-    moved = gathers * of_slot * options.compute_bytes * around + sums * of_slot * options.reduce_bytes * around
-    of_copies = sums * 2 * of_slot / shards * options.reduce_bytes * (copies - 1) / copies
+    trained = of_slot * _trained_share(spec)
+    moved = gathers * of_slot * options.compute_bytes * around + sums * trained * options.reduce_bytes * around
+    of_copies = sums * 2 * trained / shards * options.reduce_bytes * (copies - 1) / copies
     units, reach = spec.num_layers / dims.pp + 1, shards * dims.tp
     seconds = moved / speed.link_bytes_per_s(reach, dims.num_slots)
     seconds += of_copies / speed.link_bytes_per_s(reach * copies, dims.num_slots)
@@ -218,18 +219,31 @@ def _state_copies_s(
     """Seconds of copies of parameters, gradients and the optimizer's state, for which computing waits."""
     shard, moved = _num_shard(spec, dims), 0.0
     if options.optim_cpu_offload:
-        moved += shard * options.optimizer_bytes  # one bucket comes while another one goes back
+        # One bucket comes while another one goes back.
+        moved += shard * _trained_share(spec) * options.optimizer_bytes
     if options.fsdp_cpu_offload:
         gathers = 2 if options.reshard_after_forward and dims.pp == 1 else 1
-        moved += _num_reductions(dims, options, micro_batches) * shard * options.parameter_bytes * (gathers + 1)
+        each = gathers + _trained_share(spec)  # gradients are those of what is trained
+        moved += _num_reductions(dims, options, micro_batches) * shard * options.parameter_bytes * each
     return moved / speed.machine.copy_bytes_per_s
 
 
 def _optimizer_s(spec: ModelSpec, dims: ParallelDims, options: MemoryOptions, speed: SlotSpeed) -> float:
     """Seconds in which an optimizer step reads and writes a shard's state; gradients are read twice, for their norm."""
-    moved = _num_shard(spec, dims) * (4 * options.parameter_bytes + 2 * options.optimizer_bytes)
+    moved = _num_shard(spec, dims) * _trained_share(spec) * (4 * options.parameter_bytes + 2 * options.optimizer_bytes)
     machine = speed.machine
     return moved / (machine.host_memory_bytes_per_s if options.fsdp_cpu_offload else machine.memory_bytes_per_s)
+
+
+def _trained_share(spec: ModelSpec) -> float:
+    """Share of the parameters that training changes."""
+    return spec.num_trained / spec.num_parameters
+
+
+def _passes(spec: ModelSpec) -> float:
+    """Forward passes whose operations a forward and a backward pass have: gradients are of inputs and of weights, and
+    of frozen weights there are none."""
+    return 2 + _trained_share(spec)
 
 
 def _num_shard(spec: ModelSpec, dims: ParallelDims) -> float:
