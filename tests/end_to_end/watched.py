@@ -172,9 +172,7 @@ def trained_in(folder: Path, went_back: Sequence[dict[str, Any]] = ()) -> Sequen
         for row in read_jsonl(path)
         if not any(row["time"] < event["time"] and row["step"] > event["step"] for event in went_back)
     ]
-    return [
-        Trained(tuple(row["tokens"]), row["prompt"], tuple(row["logprobs"]), row["step"], row["time"]) for row in rows
-    ]
+    return [Trained(tuple(row["tokens"]), row["prompt"], tuple(row["logprobs"]), row["step"]) for row in rows]
 
 
 def commands_in(folder: Path) -> list[dict[str, Any]]:

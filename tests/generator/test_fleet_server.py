@@ -341,7 +341,7 @@ def test_a_pause_ends_what_runs_or_lets_it_end_and_a_lost_resume_loses_nothing(
     with ThreadPoolExecutor(2) as clients:
         running = clients.submit(complete, client, max_tokens=num_tokens or 10_000)
         wait_for(lambda: state(client)["num_running"] == 1)
-        paused = post(client, "/pause", PauseServer(state(client)["epoch"], mode, lease_s=2))
+        paused = post(client, "/pause", PauseServer(state(client)["epoch"], mode, lease_s=6))
         assert (paused["paused"], paused["num_running"]) == (True, 0)
         (choice,) = running.result(30)["choices"]
         assert choice["finish_reason"] == reason
