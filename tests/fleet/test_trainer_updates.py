@@ -177,3 +177,19 @@ def test_a_version_that_the_weights_are_no_more_is_not_sent() -> None:
         await rig.trainer.begin_update(update(4))
 
     play(story)
+
+
+def test_where_a_step_learns_nothing_the_version_before_is_still_sent() -> None:
+    """It is the same weights, and servers may not have it yet when the next one is published."""
+
+    async def story() -> None:
+        rig = Rig()
+        await rig.trainer.publish(3)
+        await rig.trainer.optim_step(0.0)
+        await rig.trainer.publish(4)
+        await rig.trainer.begin_update(update(3))
+        await rig.trainer.finish_update("u3", aborted=False)
+        assert rig.trainer.version == 4
+        await rig.trainer.begin_update(update(4))
+
+    play(story)

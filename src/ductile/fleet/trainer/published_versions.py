@@ -29,8 +29,8 @@ class PublishedVersions:
     ) -> None:
         """publish: has the ranks publish a version, whole or what is trained of it; returns its manifest, and the slot
         that has the snapshot. changed: notified of what others may wait for."""
-        self.current: int | None = None
-        """Version that the weights still are; None before the first, and once the weights have changed."""
+        self._of_weights: set[int] = set()
+        """Versions that the weights still are: several, where steps had nothing to learn."""
         self.newest = -1
         """Newest version that the weights have ever been."""
         self._mailbox, self._publish, self._changed = mailbox, publish, changed
@@ -42,6 +42,15 @@ class PublishedVersions:
         """Somebody waits for the next version who has none, and so lacks what training does not change."""
 
     @property
+    def current(self) -> int | None:
+        """Latest version that the weights still are; None before the first, and once the weights have changed."""
+        return max(self._of_weights, default=None)
+
+    def are(self, version: int) -> bool:
+        """Return whether the weights still are this version."""
+        return version in self._of_weights
+
+    @property
     def slots(self) -> frozenset[int]:
         """Slots that keep a snapshot which is not withdrawn yet."""
         return self._kept.slots
@@ -49,16 +58,17 @@ class PublishedVersions:
     @property
     def may_change(self) -> bool:
         """Whether nobody is sent the weights: the next optimizer step may change them."""
-        is_published = self._receivers != "slots" and self.current in self._kept.versions
+        is_published = self._receivers != "slots" and not self._of_weights.isdisjoint(self._kept.versions)
         return not (self._num_sending or is_published)
 
     def weights_are(self, version: int) -> None:
-        self.current, self.newest = version, max(version, self.newest)
+        self._of_weights.add(version)
+        self.newest = max(version, self.newest)
         self._changed.notify_all()  # the slots may be about to lend their devices
 
     def end_current(self) -> None:
         """The weights are about to be none of the versions."""
-        self.current = None
+        self._of_weights.clear()
 
     def is_newest(self, version: int) -> bool:
         """Return whether no later version is published, or about to be."""
@@ -66,7 +76,7 @@ class PublishedVersions:
 
     def check_current(self, version: int) -> None:
         """Raise Refused where the weights are another version by now."""
-        if self.current != version:
+        if not self.are(version):
             raise Refused(f"the trainer has gone on from version {version}, and cannot offer it")
 
     def want_whole(self) -> None:

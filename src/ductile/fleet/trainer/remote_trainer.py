@@ -179,7 +179,7 @@ class RemoteTrainer:
         """Have the ranks send the weights, which are the update's version, beside training; what would change them
         waits for that. Raises Refused when they are not, or a rank cannot; then no rank sends."""
         async with self.boundary():
-            if update.version != self.version and update.version <= self._versions.newest:
+            if not self._versions.are(update.version) and update.version <= self._versions.newest:
                 raise Refused(f"the trainer has gone on from version {update.version}, and cannot send it")
             self._versions.weights_are(update.version)
             if self._sending is not None:
@@ -222,17 +222,17 @@ class RemoteTrainer:
         """Return log-probs of a few samples under a published version, one column each, between two micro-steps. None
         once the weights are another version, while they are parked, or where stages of a pipeline have them, which
         cannot score. Raises Late, SlotLost or Refused."""
-        if self.version != version or self.layout.dims.pp > 1 or self.parking.is_parked:
+        if not self._versions.are(version) or self.layout.dims.pp > 1 or self.parking.is_parked:
             return None
         async with self.boundary():
-            if self.version != version:
+            if not self._versions.are(version):
                 return None
             replies = await self._all(Score(tuple(samples), "policy", role="train"), Scores)
             return replies[self.layout.first].logprobs
 
     def can_offer(self, version: int) -> bool:
         """Return whether the weights still are this version, or it is still published."""
-        return (version == self.version and not self.parking.is_parked) or self._versions.has_whole(version)
+        return (self._versions.are(version) and not self.parking.is_parked) or self._versions.has_whole(version)
 
     async def offer(self, version: int) -> Manifest:
         """Publish all of a version, for slots that join. Raises Refused when training has gone on from this
