@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).resolve().parent
 FILE = TESTS / "durations.json"
 LONG_S = 2.0
 """Seconds from which on a test is a unit, unless it shares a fixture with others of its file."""
