@@ -234,8 +234,8 @@ ductile rl: the config is good.
               2  generate
               3  generate and score
   mesh      slot 0 has all of the state: 355.5 KiB
-  memory    a slot takes about 1.0 GiB in the backward pass of the head
-            context 1.0 GiB
+  memory    a slot takes about 2.8 MiB in the backward pass of the head
+            activations 2.1 MiB, logits 256.0 KiB, optimizer 177.8 KiB, gradients 104.9 KiB, parameters 88.9 KiB
   derived   trainer.model.name = "model": from model.name (good.toml:3)
             inference.model.name = "model": from model.name (good.toml:3)
             trainer.max_steps = 4: from max_steps (good.toml:1)
@@ -257,7 +257,7 @@ def test_check_says_what_would_run(words: list[str], capsys: pytest.CaptureFixtu
     Path("run.toml").write_text(
         "[orchestrator]\nn_minibatches = 2\n[cluster.component_placement]\nactor = 0\nrollout = '1-3'\ninference = 3\n"
     )
-    assert main([*words, "@", "good.toml", "@", "run.toml", "--seq-len", "512"]) == 0
+    assert main([*words, "@", "good.toml", "@", "run.toml", "--seq-len", "512", "--cluster.device", "cpu"]) == 0
     assert capsys.readouterr().out == CHECKED
 
 

@@ -35,7 +35,16 @@ def in_flight(number: int, peak: int) -> dict[str, Any]:
 GOOD: dict[str, Any] = {
     "rows": [row("ac full", 100), in_flight(1, 100), in_flight(2, 110), in_flight(5, 140)],
     "logits_ratio": 8.0,
-    "predictions": [{"case": f"case {n}", "peak_bytes": 1000, "predicted_peak_bytes": 950 + 7 * n} for n in range(20)],
+    "predictions": [
+        {
+            "case": f"case {n}",
+            "peak_bytes": 1000,
+            "predicted_peak_bytes": 950 + 7 * n,
+            "host_peak_bytes": 100 * (n % 2),
+            "predicted_host_bytes": 101 * (n % 2),
+        }
+        for n in range(20)
+    ],
     "fit": {"layouts": [{}] * 12, "ratio": 1.15},
 }
 
@@ -48,6 +57,11 @@ BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "logits": (("logits_ratio",), 7.9, "logit memory falls 7.9 times, and not 8"),
     "too low": (("predictions", 3, "predicted_peak_bytes"), 940, "case 3 is predicted 6% too low"),
     "too high": (("predictions", 3, "predicted_peak_bytes"), 1110, "case 3 is predicted 11% too high"),
+    "too little on the host": (
+        ("predictions", 3, "predicted_host_bytes"),
+        90,
+        "case 3, in host memory, is predicted 10% too low",
+    ),
     "too few": (("predictions",), GOOD["predictions"][:19], "there are 19 predictions, and not 20"),
     "too few layouts": (("fit", "layouts"), [{}] * 11, "fit has 11 layouts, and not 12"),
     "a slow layout": (("fit", "ratio"), 1.2, "the layout that fit expects to be the fastest takes 1.20 times"),

@@ -110,6 +110,7 @@ def test_a_trainer_that_has_gone_on_before_it_could_offer_its_weights_offers_not
 
     async def story(cluster: Cluster):
         await cluster.generators.dismiss(generator(0))
+        await cluster.trainer.optim_step(1.0)
         async with cluster.trainer.boundary():
             publishing = asyncio.create_task(cluster.trainer.publish(1))
             joining = asyncio.create_task(cluster.generators.admit(generator(3), {}))
@@ -131,6 +132,7 @@ def test_with_adapters_the_version_that_a_joiner_waits_for_is_whole():
         await cluster.publish(1)
         assert not cluster.sent(Publish)[-1][1].with_frozen, "all have the rest"
         await cluster.generators.dismiss(generator(0))
+        await cluster.trainer.optim_step(1.0)
         async with cluster.trainer.boundary():
             publishing = asyncio.create_task(cluster.trainer.publish(2))
             joining = asyncio.create_task(cluster.generators.admit(generator(3), {}))
