@@ -243,7 +243,6 @@ ductile rl: the config is good.
             trainer.model.seq_len = 512: from seq_len (command line)
             inference.model.max_model_len = 512: from seq_len (command line)
             inference.parallel.dp = 3: the generate slots, one copy on each
-            inference.gpu_memory_utilization = 0.4: slots that generate may train or score as well
             deployment.num_infer_gpus = 3: as component_placement says
 
   The first example, as the model sees it:
