@@ -391,13 +391,18 @@ def test_strangers_at_every_port_get_nothing_and_nothing_goes_down(scene: Scene,
     asked = {"prompt": "1+1=", "max_tokens": 2, "ignore_eos": True}
     replied = httpx.post(f"{scene.router_url}/v1/completions", json=asked, headers=key, timeout=GONE_S, verify=False)
     assert replied.json()["usage"]["completion_tokens"] == 2
-    state = httpx.get(f"{scene.servers[0].url}/fleet/state", headers=key, timeout=GONE_S, verify=False).json()
-    assert (state["paused"], state["leaving"]) == (False, False)
+
+    def takes_requests() -> bool:
+        """Return whether the server does. It pauses for a moment with each version of the run."""
+        state = httpx.get(f"{scene.servers[0].url}/fleet/state", headers=key, timeout=GONE_S, verify=False).json()
+        return (state["paused"], state["leaving"]) == (False, False)
+
+    wait_for(takes_requests, "the server takes requests")
     listed = httpx.get(
         f"{scene.registry}/servers", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=GONE_S, verify=False
     )
     assert [lease["url"] for lease in listed.json()] == [scene.servers[0].url]
-    assert [each.status for each in LiveRun(run.folder).fleet().servers] == ["ready"]
+    wait_for(lambda: [each.status for each in LiveRun(run.folder).fleet().servers] == ["ready"], "the server is ready")
 
     secret = (run.folder / "cluster.key").read_text().strip()
     assert secret.encode() not in scene.agents_session.of("client") + scene.agents_session.of("server")
