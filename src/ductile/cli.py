@@ -208,7 +208,7 @@ def _check(words: list[str]) -> int:
 
 
 def _is_submitted(config: CommandConfig) -> TypeGuard[RLConfig | SFTConfig | InferenceRunConfig]:
-    """Whether the command is for SLURM to run, and not for this machine."""
+    """Return whether the command is for SLURM to run, and not for this machine."""
     return isinstance(config, RLConfig | SFTConfig | InferenceRunConfig) and config.slurm is not None
 
 

@@ -77,7 +77,7 @@ def _machine_bytes() -> int:
 
 
 def is_amd_with_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor is one of AMD's whose vectors have 512 bits. False where nothing says so."""
+    """Return whether the processor is one of AMD's whose vectors have 512 bits. False where nothing says so."""
     try:
         first, _, _ = cpuinfo.read_text().partition("\n\n")
     except OSError:

@@ -143,7 +143,7 @@ class Recorder:
         return self._metrics.rows()
 
     def is_lost(self) -> bool:
-        """Whether the folder has been removed or moved: its files are not those that are written."""
+        """Return whether the folder has been removed or moved: its files are not those that are written."""
         return not (self._events.has_its_name() or self._metrics.has_its_name())
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ class _Journal:
         return _objects(os.pread(descriptor, os.fstat(descriptor).st_size, 0) + self._waiting)
 
     def has_its_name(self) -> bool:
-        """Whether the file that is open lies where it was opened."""
+        """Return whether the file that is open lies where it was opened."""
         try:
             return self._stream is None or os.path.samestat(os.fstat(self._stream.fileno()), self._file.stat())
         except (FileNotFoundError, NotADirectoryError):

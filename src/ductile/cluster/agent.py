@@ -56,7 +56,7 @@ class Departure:
     is_for_now: bool = False
     """It was not let in, and may be soon."""
     preempted: bool = False
-    """Who manages the machines has taken this one away."""
+    """True where the manager of the machines has taken this one away."""
 
 
 def beat_s(lease_s: float) -> float:

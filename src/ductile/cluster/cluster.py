@@ -23,7 +23,7 @@ class StartFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What a run asks of its cluster."""
+    """Things that a run asks of its cluster."""
 
     slots: Sequence[int]
     """Those of the placement."""
@@ -106,7 +106,7 @@ class Cluster(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run is ending: `death` returns, or raises."""
+        """Return whether the run is ending: `death` returns, or raises."""
         ...
 
     async def death(self) -> str:

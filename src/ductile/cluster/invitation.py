@@ -102,7 +102,7 @@ def given_key() -> RunKey | None:
 
 
 def is_address(where: str) -> bool:
-    """Whether a text is host:port."""
+    """Return whether a text is host:port."""
     host, _, port = where.rpartition(":")
     return bool(host) and "/" not in where and port.isdigit() and 0 < int(port) < 1 << 16
 

@@ -19,5 +19,5 @@ def make_cluster(spec: ClusterSpec, ray: RayConfig | None = None) -> NodesCluste
 
 
 def has_several_nodes(config: ClusterConfig, ray: RayConfig | None = None) -> bool:
-    """Whether the run has, or can come to have, nodes that join it."""
+    """Return whether the run has, or can come to have, nodes that join it."""
     return ray is not None or (config.max_nodes or config.num_nodes) > 1 or not config.head_is_node

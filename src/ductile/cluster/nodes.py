@@ -396,7 +396,7 @@ class NodesCluster(ABC):
         self.mailbox.lose(slot, sentence, is_gone=slot in self._leaving and not needed)
 
     def _is_out_of_reach(self, slot: int) -> bool:
-        """Whether nothing comes from the slot's whole node: then it is the node that is about to be lost."""
+        """Return whether nothing comes from the slot's whole node: then it is the node that is about to be lost."""
         return False
 
     def _on_event(self, slot: int, event: SlotEvent) -> None:

@@ -78,7 +78,7 @@ class RemoteNode:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has come from the agent for half of its lease."""
+        """True when nothing has come from the agent for half of its lease."""
         return not self.lost and self._num_silent * beat_s(self._lease_s) > self._lease_s / 2
 
     async def start(self) -> Devices:

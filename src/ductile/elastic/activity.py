@@ -86,7 +86,9 @@ class SlotActivity:
     def begin(self, slots: Collection[int]) -> float:
         """The slots have their roles: from now on everything counts, and what was before does not. Returns when."""
         now_s = self._clock()
-        self.ledger, self._opened = Ledger(self.on_span), set()
+        self.ledger, self._opened = Ledger(self.on_span), {*slots}
+        for slot in slots:  # before others are told, which takes time
+            self.ledger.open(slot, now_s)
         for slot in slots:
             self._tell(slot)
         return now_s

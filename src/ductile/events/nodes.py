@@ -13,7 +13,7 @@ class NodesAwaited(RunEvent, tag="nodes_awaited", frozen=True):
 
 
 class NodesRequested(RunEvent, tag="nodes_requested", frozen=True):
-    """Who manages the machines is asked to bring nodes, or to leave those that are there."""
+    """The manager of the machines is asked to bring nodes, or to leave those that are there."""
 
     num_nodes: int
     """All that the run is to have."""
@@ -34,7 +34,7 @@ class NodeWasLost(RunEvent, tag="node_lost", frozen=True):
 
     node: int
     preempted: bool = False
-    """Who manages the machines has taken it away."""
+    """True where the manager of the machines has taken it away."""
 
 
 class NodeWasNoticed(RunEvent, tag="node_noticed", frozen=True):

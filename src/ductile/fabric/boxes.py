@@ -46,7 +46,7 @@ class BoxCopy(NamedTuple):
 
 
 def built() -> bool:
-    """Whether boxes can be copied past the cache: the C extension is there."""
+    """Return whether boxes can be copied past the cache: the C extension is there."""
     return _boxes is not None
 
 
@@ -73,7 +73,7 @@ copy_and_sum = _boxes.copy_and_sum if _boxes is not None else _cannot_copy
 
 
 def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> bool:
-    """Whether a box in such rows is copied faster past the cache."""
+    """Return whether a box in such rows is copied faster past the cache."""
     return num_bytes >= least_bytes and row_bytes >= LEAST_ROW_BYTES
 
 

@@ -84,7 +84,7 @@ def peak_memory(device: str | torch.device) -> PeakMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says that there is no room, on the device or in this process."""
+    """Return whether it says that there is no room, on the device or in this process."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 

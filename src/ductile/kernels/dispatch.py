@@ -143,5 +143,5 @@ def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether this processor is one on which MKL is the slower library."""
+    """Return whether this processor is one on which MKL is the slower library."""
     return is_amd_with_avx512() and torch.backends.mkldnn.is_available()

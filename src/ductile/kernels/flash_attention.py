@@ -99,7 +99,7 @@ def _why_not_flex(head_size: int, capability: tuple[int, int] | None) -> str:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether the package can be found. Packages that it lies in are imported, it itself is not."""
+    """Return whether the package can be found. Packages that it lies in are imported, it itself is not."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:

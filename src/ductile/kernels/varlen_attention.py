@@ -83,7 +83,7 @@ def torch_kernel() -> Kernel:
 
 @cache
 def torch_has_pages() -> bool:
-    """Whether this version of torch gives its kernel a table of blocks."""
+    """Return whether this version of torch gives its kernel a table of blocks."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"block_table", "seqused_k", "num_splits"} <= inspect.signature(varlen_attn).parameters.keys()

@@ -86,7 +86,7 @@ class Inventory:
         return {name: block.memory for name, block in self.blocks.items()}
 
     def is_like(self, other: "Inventory") -> bool:
-        """Whether both have the same names in the same memory, cut alike."""
+        """Return whether both have the same names in the same memory, cut alike."""
         if self.tensors == other.tensors:  # the same blocks: nothing had to be described again
             return self.left_out == other.left_out
         pairs = zip(self.buffers.items(), other.buffers.items(), strict=True)

@@ -160,7 +160,7 @@ class Resharder:
         return Report(call.plan, call.reason, moved.num_bytes, clock.seconds, tuple(call.target.left_out))
 
     def _is_same(self, source_state: State, target_state: State) -> bool:
-        """Whether all ranks have the tensors of the last call, so that nothing has to be told or prepared."""
+        """Return whether all ranks have the tensors of the last call, so that nothing has to be told or prepared."""
         if not self._num_exchanges:
             return False  # on all ranks
         is_same = False

@@ -50,7 +50,7 @@ class SimulatedLoads:
         return route(group, loads, prompt_tokens, self._block_tokens)
 
     def siblings(self, group: str, instance: InstanceId) -> bool:
-        """Whether a request of the group is at the instance: then the prompt is cached there."""
+        """Return whether a request of the group is at the instance: then the prompt is cached there."""
         return self._groups.get(group, Counter())[instance] > 0
 
     def _set(self, instance: InstanceId, tokens: float) -> None:

@@ -174,5 +174,5 @@ def _than(case: Case, own: Case) -> str:
 
 
 def _alike(one: Case, other: Case) -> bool:
-    """Whether both have as many slots of each role."""
+    """Return whether both have as many slots of each role."""
     return all(len(one.placement.of(role)) == len(other.placement.of(role)) for role in SPELLED)

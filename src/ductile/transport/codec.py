@@ -56,7 +56,7 @@ def decode_as(kind: Any, frame: bytes) -> Any:
 
 
 def is_long(message: Message) -> bool:
-    """Whether encoding the message would hold an event loop up."""
+    """Return whether encoding the message would hold an event loop up."""
     return message.count_tokens() > LONG_TOKENS
 
 

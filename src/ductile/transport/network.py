@@ -66,5 +66,5 @@ def address_towards(host: str = "", port: int = 1) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Return whether only this machine reaches the address."""
     return ipaddress.ip_address(address).is_loopback

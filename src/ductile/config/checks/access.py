@@ -12,7 +12,7 @@ from ductile.config.schema.secrets import has_userinfo, secret_of
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can mean itself by it: an address of 127.0.0.0/8, ::1 or localhost."""
+    """Return whether only this machine can mean itself by it: an address of 127.0.0.0/8, ::1 or localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

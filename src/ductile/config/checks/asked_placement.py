@@ -50,7 +50,7 @@ def _has_servers(config: RLConfig) -> bool:
 
 
 def lacks_generators(config: SlotsConfig) -> bool:
-    """Whether a deployment of several nodes has none that generates, where slots have to."""
+    """Return whether a deployment of several nodes has none that generates, where slots have to."""
     deployment, given = config.deployment, config.cluster.component_placement is not None
     if given or not isinstance(config, RLConfig) or not isinstance(deployment, MultiNodeDeployment):
         return False
@@ -113,7 +113,7 @@ def _each_has(config: SlotsConfig) -> int:
 
 
 def _is_given(config: SlotsConfig) -> bool:
-    """Whether the config says how many slots a node has also on CPUs."""
+    """Return whether the config says how many slots a node has also on CPUs."""
     deployment = config.deployment
     counted = deployment.type == "multi_node" or "gpus_per_node" in deployment.model_fields_set
     return counted or bool(config.cluster.node_groups)

@@ -26,7 +26,7 @@ TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}|(?i:infinite|unlimited))"
 DIRECTIVES = ("job_name", "partition", "nodelist", "exclude", "account")
 """Keys of `[slurm]` whose text becomes a line of the script that sbatch itself reads."""
 SBATCH_S_OWN = "quotes, backslashes and line ends"
-"""What no value in an `#SBATCH` line may have."""
+"""Characters that no value in an `#SBATCH` line may have."""
 
 
 def deployment_findings(config: Section) -> Iterator[Finding]:
@@ -40,7 +40,7 @@ def deployment_findings(config: Section) -> Iterator[Finding]:
 
 
 def fits_directive(text: str) -> bool:
-    """Whether sbatch reads a text in an `#SBATCH` line as it stands, or between double quotes."""
+    """Return whether sbatch reads a text in an `#SBATCH` line as it stands, or between double quotes."""
     return text.isprintable() and set(text).isdisjoint("'\"\\")
 
 

@@ -107,7 +107,7 @@ def _products(model: TrainerModelConfig, device: str, root: str) -> Iterator[Fin
 
 
 def _has_stages(layout: str) -> bool:
-    """Whether a listed layout has a pipeline."""
+    """Return whether a listed layout has a pipeline."""
     try:
         return parse_sizes(layout).get("pp", 1) > 1
     except LayoutTextError:

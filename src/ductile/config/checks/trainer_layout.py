@@ -156,7 +156,7 @@ def mean_state_bytes(config: OptimConfig, spec: ModelSpec, dtype: str) -> float:
 
 
 def room_warnings(config: RLConfig | SFTConfig) -> Iterator[str]:
-    """Whether the disk has no room for a checkpoint: parameters and what the optimizer keeps for them."""
+    """Return whether the disk has no room for a checkpoint: parameters and what the optimizer keeps for them."""
     trainer = config.trainer if isinstance(config, RLConfig) else config
     if config.bench is not None or (spec := _spec(trainer.model)) is None:
         return

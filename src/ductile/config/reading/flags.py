@@ -283,7 +283,7 @@ def _put_item(draft: Draft, path: Path, key: Key, assignment: _Assignment) -> No
 
 
 def _inside_dict(root: type[Section], path: Path) -> bool:
-    """Whether `path` lies in a table of free names, such as `cluster.component_placement`."""
+    """Return whether `path` lies in a table of free names, such as `cluster.component_placement`."""
     return any(any(key.shape == "dict" for key in find(root, path[:length])) for length in range(1, len(path)))
 
 

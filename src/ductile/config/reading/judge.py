@@ -96,7 +96,7 @@ def _problem(root: type[Section], path: Path, missing: bool, values: dict[str, A
 
 
 def _belongs(root: type[Section], path: Path, key: object, table: dict[str, Any]) -> bool:
-    """Whether `key` is of the variant that the table's `type` chose."""
+    """Return whether `key` is of the variant that the table's `type` chose."""
     for above in find(root, path[:-1]):
         section = above.variant(table.get("type")) if above.is_union else None
         if section is not None:

@@ -155,7 +155,7 @@ def _truth(value: object) -> bool:
 
 
 def _blocked(draft: Draft, target: Path) -> bool:
-    """Whether something other than a table stands where the target's table should be."""
+    """Return whether something other than a table stands where the target's table should be."""
     above = [target[:length] for length in range(1, len(target)) if draft.has(target[:length])]
     return any(as_table(draft.get(path)) is None for path in above)
 

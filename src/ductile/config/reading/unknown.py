@@ -24,7 +24,7 @@ def unknown_key(root: type[Section], path: Path, origin: Origin, typed: str, val
 
 
 def _beside(root: type[Section], path: Path) -> bool:
-    """Whether the table that was named has a key of almost the same name: a slip, no word of another system."""
+    """Return whether the table that was named has a key of almost the same name: a slip, no word of another system."""
     beside = [name for key in find(root, path[:-1]) for variant in key.variants for name in keys(variant)]
     return bool(get_close_matches(str(path[-1]), beside, n=1, cutoff=0.75))
 

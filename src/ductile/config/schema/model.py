@@ -213,7 +213,7 @@ class TrainerModelConfig(AdaptedModelConfig):
 
     @property
     def multiplies_8_bits(self) -> bool:
-        """Whether layers multiply numbers of 8 bits."""
+        """Return whether layers multiply numbers of 8 bits."""
         return self.fp8 or self.quantization is not None
 
     @property

@@ -166,7 +166,7 @@ LossConfig = Annotated[DefaultLoss | IPOLoss | GRPOLoss | CustomLoss | SFTLoss, 
 
 
 def needs_reference(loss: LossConfig) -> bool:
-    """Whether the loss reads the reference model's log-probs, which a score slot computes."""
+    """Return whether the loss reads the reference model's log-probs, which a score slot computes."""
     match loss:
         case DefaultLoss() | IPOLoss() | GRPOLoss():
             return loss.kl_coef > 0

@@ -61,7 +61,7 @@ def to_samples(group: RolloutGroup, advantage: Advantage = mean_baseline, temper
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether no rollout did better than a sibling."""
+    """Return whether no rollout did better than a sibling."""
     return len(set(rewards)) <= 1
 
 

@@ -75,7 +75,7 @@ def admission(bound: StalenessBound, *, outstanding: int, taken: int, steps_left
 
 
 def freshness(bound: StalenessBound, *, version: int, oldest_version: int) -> Freshness:
-    """Whether a group whose oldest token was sampled from `oldest_version` may train version `version`."""
+    """Return whether a group whose oldest token was sampled from `oldest_version` may train version `version`."""
     age = max(0, version - oldest_version)
     if age <= bound.max_off_policy_steps:
         return Freshness(True, age, f"{many(age, 'version')} old, with at most {bound.max_off_policy_steps} allowed")

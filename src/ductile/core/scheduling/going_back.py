@@ -1,4 +1,4 @@
-"""What becomes of a run whose trainer has lost slots: it goes back to its last checkpoint, on the slots that are left,
+"""Decides about a run whose trainer has lost slots: it goes back to its last checkpoint, on the slots that are left,
 or it ends, and why.
 
 1. Slots that trained and are lost get no role any more. All others begin anew, each with the roles that it had, if
@@ -36,7 +36,7 @@ class TrainerLoss:
     """How often it has gone back to the same checkpoint before."""
     max_restarts: int = 5
     servers_generate: bool = False
-    """Whether the run can do without slots that generate."""
+    """True where the run can do without slots that generate."""
     slots_per_scorer: int = 1
 
 

@@ -57,7 +57,7 @@ class PublishedVersions:
 
     @property
     def may_change(self) -> bool:
-        """Whether nobody is sent the weights: the next optimizer step may change them."""
+        """True when nobody is sent the weights: the next optimizer step may change them."""
         is_published = self._receivers != "slots" and not self._of_weights.isdisjoint(self._kept.versions)
         return not (self._num_sending or is_published)
 

@@ -40,7 +40,7 @@ class GenerationEngine(Protocol):
         ...
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Return whether a step would do anything."""
         ...
 
     def step(self) -> list[Generation]:

@@ -42,7 +42,7 @@ class BlockPool:
         return found
 
     def can_allocate(self, shared: Sequence[int], num_new: int) -> bool:
-        """Whether `touch(shared)` and then `allocate(num_new)` would succeed."""
+        """Return whether `touch(shared)` and then `allocate(num_new)` would succeed."""
         return num_new + sum(block in self._free for block in shared) <= self.num_free
 
     def touch(self, blocks: Iterable[int]) -> None:

@@ -38,7 +38,7 @@ class Chunk:
 
     @property
     def reaches_the_end(self) -> bool:
-        """Whether the next token can be sampled after this chunk."""
+        """Return whether the next token can be sampled after this chunk."""
         return self.end == len(self.sequence.tokens)
 
 
@@ -90,7 +90,7 @@ class Scheduler:
                 self._back_to_waiting(self.running[-1])
 
     def is_pure(self, sequence: Sequence) -> bool:
-        """Whether all that a sequence has in its blocks was computed under the live weights."""
+        """Return whether all that a sequence has in its blocks was computed under the live weights."""
         return sequence.weights_serial == self._weights_serial
 
     def schedule(self) -> list[Chunk]:

@@ -48,7 +48,7 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come."""
+        """Return whether a stop string has come."""
         return self.stopped_by is not None
 
     def follow(self, tokens: list[int]) -> str:

@@ -49,7 +49,7 @@ UNREADABLE = (TaskError, TokenizerError, ImportPathError, CheckpointError, OSErr
 
 
 class Restored(Protocol):
-    """What a command prepares before its slots begin (`Prepared`, `PreparedBatches`)."""
+    """Things that a command prepares before its slots begin (`Prepared`, `PreparedBatches`)."""
 
     @property
     def trainer(self) -> TrainerConfig: ...

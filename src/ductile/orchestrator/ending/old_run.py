@@ -54,7 +54,7 @@ def put_back(folder: Path) -> None:
 
 
 def is_aside(folder: Path) -> bool:
-    """Whether a start that was killed has left an old run to put back."""
+    """Return whether a start that was killed has left an old run to put back."""
     return any((folder / name).exists() for name in (MOVING, OLD))
 
 

@@ -49,7 +49,7 @@ class Saver:
         self._since_s, self._took_s = clock(), 0.0
 
     def is_due(self, step: int) -> bool:
-        """Whether `ckpt.interval` wants `step`, which has just been trained, to be saved."""
+        """Return whether `ckpt.interval` wants `step`, which has just been trained, to be saved."""
         interval = self._config.interval
         if interval == "auto":
             return is_time(self._clock() - self._since_s, self._took_s)
@@ -123,7 +123,7 @@ class Saver:
 
 
 def lacks_model(folder: Path, step: int) -> bool:
-    """Whether there is no model in `folder`, a run's `model/`, or one of another step than `step`.
+    """Return whether there is no model in `folder`, a run's `model/`, or one of another step than `step`.
 
     The run's events tell of which step it is. Where they do not, as older ones do not, it counts as the right one.
     """
@@ -132,7 +132,7 @@ def lacks_model(folder: Path, step: int) -> bool:
 
 
 def is_time(since_s: float, took_s: float) -> bool:
-    """Whether to save by `ckpt.interval = "auto"`, so long after the last save, which took `took_s`."""
+    """Return whether to save by `ckpt.interval = "auto"`, so long after the last save, which took `took_s`."""
     return since_s >= max(AUTO_S, took_s / MAX_SHARE)
 
 

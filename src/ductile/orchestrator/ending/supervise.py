@@ -301,7 +301,7 @@ def _lost(saved: int, trained: int) -> str:
 
 
 def _goes_on(config: Config) -> bool:
-    """Whether the run is to go on from a checkpoint."""
+    """Return whether the run is to go on from a checkpoint."""
     return isinstance(config, RLConfig | SFTConfig) and config.ckpt.resume_step is not None
 
 

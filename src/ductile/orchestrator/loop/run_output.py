@@ -102,7 +102,7 @@ class RunOutput(StepListener):
         self._skips.check()
 
     def save_due(self, step: int) -> bool:
-        """Whether to save `step`, which has just been trained."""
+        """Return whether to save `step`, which has just been trained."""
         return step == self._schedule.max_steps or (self._saver is not None and self._saver.is_due(step))
 
     def _write(self, step: int) -> None:

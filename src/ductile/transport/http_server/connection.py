@@ -113,7 +113,7 @@ class Connection(H11Protocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no request has been replied to: an app that had a beginning of it has nobody to tell any more."""
+        """Reply to what is no request: an app that had a beginning of it has nobody to tell any more."""
         super().send_400_response(msg)
         cycle: Any = self.cycle  # None before the first request, whatever uvicorn's types say
         if cycle is not None and not cycle.response_complete:

@@ -91,7 +91,7 @@ class Channel:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there is something to `flush`."""
+        """Return whether there is something to `flush`."""
         return bool(self._unsent)
 
     def post(self, message: ControlMessage, content: memoryview | None = None) -> None:

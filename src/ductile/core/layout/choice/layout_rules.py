@@ -122,7 +122,7 @@ class ChosenLayout:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the trainer can have it."""
+        """Return whether the trainer can have it."""
         return not (self.planned.errors or self.planned.short)
 
     @property

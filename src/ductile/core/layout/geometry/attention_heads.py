@@ -42,5 +42,5 @@ def heads_on(spec: ModelSpec, size: int, coordinate: int) -> Heads:
 
 
 def share_key_heads(spec: ModelSpec, size: int) -> bool:
-    """Whether slots of a tp axis of this size have a key head in common."""
+    """Return whether slots of a tp axis of this size have a key head in common."""
     return sum(len(heads_on(spec, size, coordinate).keys) for coordinate in range(size)) > spec.num_kv_heads

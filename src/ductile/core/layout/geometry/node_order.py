@@ -73,6 +73,6 @@ def _num_split(layout: ParallelLayout, topology: Topology) -> tuple[int, ...]:
 
 
 def is_inside(reach: int, num_slots: int, slots_per_node: int | None) -> bool:
-    """Whether groups that reach over so many neighbouring ranks, of so many in all, are inside nodes, each of which has
-    so many of them. None: all share one node."""
+    """Return whether groups that reach over so many neighbouring ranks, of so many in all, are inside nodes, each of
+    which has so many of them. None: all share one node."""
     return slots_per_node is None or num_slots <= slots_per_node or slots_per_node % reach == 0

@@ -81,7 +81,7 @@ class Topology:
         return found
 
     def spans(self, slots: Iterable[int]) -> bool:
-        """Whether these slots are on several nodes."""
+        """Return whether these slots are on several nodes."""
         return bool(self.nodes) and len({self.node(slot) for slot in slots}) > 1
 
     def whole_nodes(self, slots: Collection[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What the optimizer's step takes of a device besides parameters, gradients and the state that lies there:
+"""Memory that the optimizer's step takes of a device besides parameters, gradients and the state that lies there:
 
 - an offloaded state comes bucket by bucket: one is updated while the next one comes and the one before goes back
 - what a rule works with. Muon has a batch of momenta, whole matrices and the updates at once; AdamW of 8 bits has both
@@ -54,7 +54,7 @@ class StepExtra:
     coming: int = 0
     """Offloaded state that is on the device."""
     working: int = 0
-    """What the rule works with."""
+    """Temporary memory of the rule."""
 
 
 def trained_parameters(

@@ -117,12 +117,12 @@ class _StageStep:
 
     @property
     def _has_gradient(self) -> bool:
-        """Whether there is a gradient from an earlier micro-batch."""
+        """Return whether there is a gradient from an earlier micro-batch."""
         return not self._is_first and self._is_accumulated
 
     @property
     def _is_accumulated(self) -> bool:
-        """Whether gradients of several micro-batches are added up."""
+        """True where gradients of several micro-batches are added up."""
         return self._num_micro_batches is None or self._num_micro_batches > 1
 
     def _gradients(self) -> int:
@@ -389,7 +389,7 @@ class _StageStep:
         return {"gathered": self._gathered(self._root) + layers * self._gathered(self._unit)}
 
     def _sums(self, is_one: bool) -> bool:
-        """Whether FSDP2 sums a layer's gradients in the backward pass."""
+        """Return whether FSDP2 sums a layer's gradients in the backward pass."""
         return is_one and self._is_wrapped and not self._sums_at_end
 
     def _summing(self, unit: _Unit, others: int) -> Iterator[Sizes]:

@@ -173,7 +173,7 @@ class Limits:
 
 
 def may_share(placement: Placement, *, on_gpu: bool, share_devices: bool | None = None) -> bool:
-    """Whether a train slot has memory for a generator besides, in a run with this placement.
+    """Return whether a train slot has memory for a generator besides, in a run with this placement.
 
     share_devices: what the configuration says of it (`cluster.share_devices`). None: a slot on a CPU has; a GPU has
     where the placement has the two roles share slots, as nothing else says that both fit.
@@ -197,8 +197,8 @@ def first_instances(placement: Placement, limits: Limits) -> tuple[Instance, ...
 def weights_are_near(
     topology: Topology, instances: Iterable[Instance], layout: ParallelLayout, slots: Collection[int]
 ) -> bool:
-    """Whether each node that these slots are on has the live weights: another instance is there, or the slot of the
-    trainer that publishes them."""
+    """Return whether each node that these slots are on has the live weights: another instance is there, or the slot of
+    the trainer that publishes them."""
     if not topology.nodes:
         return True
     having = {layout.first, *slots_on(instances)}
@@ -288,11 +288,11 @@ class ClusterState:
 
     @property
     def usual_costs(self) -> SwitchCosts:
-        """What changes cost where it is not known which nodes they are between."""
+        """Costs of changes where it is not known which nodes they are between."""
         return self.costs.between(nodes=bool(self.topology.nodes))
 
     def has_weights_near(self, slots: Collection[int]) -> bool:
-        """Whether an instance that begins on these slots gets the weights from its own node."""
+        """Return whether an instance that begins on these slots gets the weights from its own node."""
         return weights_are_near(self.topology, self.instances, self.trainer.layout, slots)
 
     def resize_s(self, slots: Iterable[int]) -> float:

@@ -185,7 +185,7 @@ class Model:
         return Decision(orders, explained(state, orders, why), hold_training=True, topic="" if orders else WAITS)
 
     def _may_wait(self, state: ClusterState) -> bool:
-        """Whether training may wait for what train slots generate meanwhile."""
+        """Return whether training may wait for what train slots generate meanwhile."""
         return self.wait_before_last_iter if state.batch.last_update else self.pre_process
 
     def _may_share(self, state: ClusterState) -> bool:
